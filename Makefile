@@ -1,0 +1,81 @@
+# Every target does its own set-up: nothing has to be installed by hand but Python 3.11 or later.
+.DEFAULT_GOAL := help
+SHELL := /bin/bash
+.SHELLFLAGS := -euo pipefail -c
+
+PYTHON ?= python3
+VENV := .venv
+GYM := .venv-gym
+PROTOENV := .venv-proto
+PY := $(VENV)/bin/python
+
+MESSAGES = $(sort $(shell find proto -name '*.proto'))
+SERVICES = $(filter %_service.proto,$(MESSAGES))
+
+# $(1): the folder to write. Only *_service.proto gets gRPC code. proto path = import path, so nothing is rewritten.
+define generate
+rm -rf $(1) && mkdir -p $(1)
+PATH=$(CURDIR)/$(PROTOENV)/bin:$$PATH $(PROTOENV)/bin/python -m grpc_tools.protoc -Iproto --python_out=$(1) --mypy_out=quiet:$(1) $(patsubst proto/%,%,$(MESSAGES))
+PATH=$(CURDIR)/$(PROTOENV)/bin:$$PATH $(PROTOENV)/bin/python -m grpc_tools.protoc -Iproto --grpc_python_out=$(1) --mypy_grpc_out=quiet:$(1) $(patsubst proto/%,%,$(SERVICES))
+find $(1) -mindepth 1 -type d -exec touch {}/__init__.py {}/py.typed \;
+endef
+
+.PHONY: help
+help: ## show this help
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sort | awk -F':.*## ' '{printf "  %-14s %s\n", $$1, $$2}'
+
+.PHONY: setup setup-gym setup-proto
+setup: $(VENV)/.ready ## make .venv: the coordinator, the shims, the tests
+setup-gym: $(GYM)/.ready ## make .venv-gym: NeMo Gym from PyPI, with Safepoint beside it
+setup-proto: $(PROTOENV)/.ready
+
+$(VENV)/.ready: pyproject.toml scripts/setup_env.py
+	$(PYTHON) scripts/setup_env.py main $(VENV)
+	touch $@
+
+$(GYM)/.ready: pyproject.toml scripts/setup_env.py
+	$(PYTHON) scripts/setup_env.py gym $(GYM)
+	touch $@
+
+$(PROTOENV)/.ready: pyproject.toml scripts/setup_env.py
+	$(PYTHON) scripts/setup_env.py proto $(PROTOENV)
+	touch $@
+
+.PHONY: proto check-proto released-proto
+proto: setup-proto ## regenerate gen/ from proto/
+	$(call generate,gen)
+
+check-proto: setup-proto ## fail if gen/ is stale, or proto/ is unformatted, unclean or breaks the released contract
+	$(call generate,.gen.fresh)
+	diff -r -x __pycache__ gen .gen.fresh
+	rm -rf .gen.fresh
+	$(PROTOENV)/bin/buf lint proto
+	$(PROTOENV)/bin/buf format proto --diff --exit-code
+	$(PROTOENV)/bin/buf breaking proto --against proto/safepoint/v1/released.binpb
+
+released-proto: setup-proto ## record proto/ as the released contract that check-proto compares with
+	$(PROTOENV)/bin/buf build proto --exclude-source-info -o proto/safepoint/v1/released.binpb
+
+.PHONY: lint types test test-all check demo clean
+lint: setup ## ruff
+	$(VENV)/bin/ruff check .
+	$(VENV)/bin/ruff format --check .
+
+format: setup ## ruff, rewriting
+	$(VENV)/bin/ruff check --fix .
+	$(VENV)/bin/ruff format .
+
+types: setup ## mypy strict and pyright strict
+	$(VENV)/bin/mypy
+	$(VENV)/bin/pyright
+
+test: setup setup-gym ## all tests, with real NeMo Gym servers and a real Ray
+	$(PY) -m pytest
+
+demo: setup setup-gym ## save, kill and restore 32 live rollouts on real NeMo Gym servers
+	$(PY) -m coordinator.cli demo
+
+check: check-proto lint types test ## what CI runs
+
+clean: ## remove what the targets made
+	rm -rf $(VENV) $(GYM) $(PROTOENV) .gen.fresh build

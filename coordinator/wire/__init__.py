@@ -1,0 +1,11 @@
+"""What both ends must agree on and a .proto cannot say.
+
+ids       pattern of wire ids; the id types
+terms     roles, phases, modes: the proto's enums for code that must not import protobuf
+errors    the catalog of reasons and the SafepointError family
+deadline  how much of a caller's time a server may use
+auth      the bearer token: where it is read, how it is compared
+rpc       the only file here that imports grpc: errors <-> status, interceptors, channel and server options
+
+Everything but `rpc` is pure and may be imported by the protocol core.
+"""

@@ -1,0 +1,102 @@
+"""Roles, phases and modes: the enums of the contract, for code that must not import protobuf.
+
+Numbers equal those of the proto; `tests/wire/test_terms.py` compares them one by one.
+"""
+
+from __future__ import annotations
+
+from enum import IntEnum
+
+
+class Role(IntEnum):
+    """Which place a server has among the waves of a phase. There is no default."""
+
+    UNSPECIFIED = 0
+    POLICY_MODEL = 1
+    AUXILIARY_MODEL = 2
+    AGENT = 3
+    RESOURCES = 4
+    ENGINE = 5
+
+
+class Phase(IntEnum):
+    """One step of an operation."""
+
+    UNSPECIFIED = 0
+    DISCOVER = 1
+    PREPARE = 2
+    COMMIT = 3
+    CONFIRM = 4
+    PUBLISH = 5
+    RESTORE = 6
+    RESUME = 7
+    ABORT = 8
+
+
+class CheckpointMode(IntEnum):
+    """How the state of a participant survives."""
+
+    UNSPECIFIED = 0
+    EXPORT_RESTORE = 1
+    REPLAY = 2
+    RESTART_ONLY = 3
+    STATELESS = 4
+
+
+class QuiesceMode(IntEnum):
+    """What happens to work in flight when admission closes."""
+
+    UNSPECIFIED = 0
+    HOLD = 1
+    DRAIN = 2
+    ABORT = 3
+
+
+class StragglerPolicy(IntEnum):
+    """What becomes of an operation when a rollout cannot be captured in time."""
+
+    UNSPECIFIED = 0
+    EXCLUDE = 1
+    FAIL = 2
+
+
+class ParticipantState(IntEnum):
+    """Where a participant stands."""
+
+    UNSPECIFIED = 0
+    OPEN = 1
+    PREPARING = 2
+    PREPARED = 3
+    COMMITTING = 4
+    COMMITTED = 5
+    RESTORING = 6
+    RESTORE_FAILED = 7
+    RESTORED = 8
+
+
+class Activity(IntEnum):
+    """Where a live rollout stands at one participant."""
+
+    UNSPECIFIED = 0
+    RUNNING = 1
+    PARKED = 2
+    HELD = 3
+    CALLING = 4
+
+
+class RolloutState(IntEnum):
+    """Where a rollout stands at the cut; exactly one of them (DESIGN rule 11)."""
+
+    UNSPECIFIED = 0
+    COMPLETED = 1
+    PARKED = 2
+    PENDING = 3
+    EXCLUDED = 4
+
+
+class OperationKind(IntEnum):
+    """What an operation does."""
+
+    UNSPECIFIED = 0
+    SAVE = 1
+    RESTORE = 2

@@ -1,0 +1,233 @@
+"""What the Participant service asks of the code that knows one kind of server.
+
+The service owns the fence, the lease's meaning and the wire; an adapter owns the server. Adapters speak these
+dataclasses and never protobuf. One contract test runs against every adapter (`tests/shims/test_adapter_contract.py`).
+
+Who calls what, and when:
+
+    describe()          at start and at discovery; cheap, changes nothing
+    close(...)          prepare and restore: returns once every worker has closed admission
+    quiesce(...)        prepare: yields progress until nothing that the cut covers moves
+    still()             commit and confirm: the generation and whether anything moved since
+    export(directory)   commit: writes files, fsyncs them, yields progress, ends with Exported
+    load(directory)     restore: verifies nothing (the service has), loads, yields progress, ends with Loaded
+    open()              resume, abort, lapse: must work in every state, without disk, and within 1 s
+    renew(ttl)          passes the lease on to the gates, which open by themselves if the shim is gone
+    retire(attempts)    forgets rollouts
+    status(max)         answers within 1 s whatever is stuck
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Protocol
+
+from coordinator.wire.terms import Activity, CheckpointMode, QuiesceMode, Role, RolloutState
+
+
+@dataclass(frozen=True, slots=True)
+class Description:
+    """Fixed for one life of the server. Mirrors the proto's Capabilities."""
+
+    participant_id: str
+    role: Role
+    kind: str
+    checkpoint_mode: CheckpointMode
+    state_schema: str
+    quiesce_modes: tuple[QuiesceMode, ...] = (QuiesceMode.HOLD, QuiesceMode.DRAIN)
+    checkpoint_mode_reason: str = ""
+    configured_workers: int = 1
+    depends_on: tuple[str, ...] = ()
+    upstream_endpoints: tuple[str, ...] = ()
+    config_digest: str = ""
+    features: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Worker:
+    """One worker process of the server."""
+
+    worker_id: str
+    pid: int
+    acknowledged: bool
+
+
+@dataclass(frozen=True, slots=True)
+class LiveRollout:
+    """A rollout with work at this server now. `age_s`: seconds in this activity."""
+
+    rollout_id: str
+    activity: Activity
+    attempt: int = 0
+    turn: int = 0
+    age_s: float = 0.0
+    waiting_on: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Counts:
+    """Requests by where they are. `held` counts finished responses that wait, and under HOLD those still being made."""
+
+    in_flight: int = 0
+    parked: int = 0
+    held: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Closed:
+    """Every configured worker has closed admission. Raises instead (WORKERS_MISSING) when one did not."""
+
+    workers: tuple[Worker, ...]
+    counts: Counts
+    generation: int
+
+
+@dataclass(frozen=True, slots=True)
+class Drain:
+    """How far quiescing is. `quiesced` ends the stream; `excluded` are stragglers that were given up."""
+
+    counts: Counts
+    waiting_for: tuple[LiveRollout, ...] = ()
+    waiting_for_count: int = 0
+    quiesced: bool = False
+    excluded: tuple[LiveRollout, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Stillness:
+    """Whether the freeze held: `generation` counts each opening and closing, `activity` names what moved since."""
+
+    generation: int
+    activity: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """How far an export or a load is. Totals are zero when not known."""
+
+    bytes_done: int = 0
+    bytes_total: int = 0
+    items_done: int = 0
+    items_total: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class LedgerLine:
+    """One rollout at the cut, as this participant sees it. Mirrors the proto's LedgerEntry."""
+
+    rollout_id: str
+    attempt: int
+    state: RolloutState
+    reason: str = ""
+    recorded_calls: int = 0
+    waiting_on: str = ""
+    input_sha256: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class WrittenFile:
+    """A durable file, path relative to the export directory."""
+
+    path: str
+    size_bytes: int
+    sha256: str
+
+
+@dataclass(frozen=True, slots=True)
+class Exported:
+    """What an export wrote. `ledger_file` is among `files`; empty when the server knows no rollouts."""
+
+    files: tuple[WrittenFile, ...] = ()
+    ledger_file: str = ""
+    totals: dict[RolloutState, int] = field(default_factory=dict)
+    sessions: int = 0
+    recorded_calls: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Loaded:
+    """What a load brought back. `diverged` are rollouts that restart although the snapshot had them."""
+
+    sessions: int = 0
+    totals: dict[RolloutState, int] = field(default_factory=dict)
+    diverged: tuple[LedgerLine, ...] = ()
+    generation: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Opened:
+    """What opening released. `closed_for_s` is None when admission was open already."""
+
+    released_parked: int = 0
+    released_held: int = 0
+    closed_for_s: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Snapshot:
+    """The status of the server now."""
+
+    workers: tuple[Worker, ...]
+    counts: Counts
+    generation: int
+    closed: bool
+    rollouts: tuple[LiveRollout, ...] = ()
+    rollout_count: int = 0
+    waiting_for: str = ""
+    anonymous_requests: int = 0
+    closed_for_s: float | None = None
+    fresh: bool = True  # no stateful work was served since the start: a snapshot may be loaded
+
+
+class Adapter(Protocol):
+    """One kind of server. Every method may raise SafepointError with a reason; nothing else is expected."""
+
+    async def start(self, on_change: Callable[[], None]) -> None:
+        """Begin; `on_change` is called whenever status, workers or counts change, or a gate opened by its lease."""
+        ...
+
+    async def stop(self) -> None:
+        """End; opens admission first if it can."""
+        ...
+
+    async def describe(self) -> Description:
+        """What the server is. Raises UNAVAILABLE while the server is not up."""
+        ...
+
+    async def close(self, operation_id: str, mode: QuiesceMode, lease_ttl_s: float) -> Closed:
+        """Close admission at every worker. A failure at one worker re-opens the others and raises WORKERS_MISSING."""
+        ...
+
+    def quiesce(self, mode: QuiesceMode, exclude_after_s: float | None) -> AsyncIterator[Drain]:
+        """Progress until quiesced. Stragglers are excluded after `exclude_after_s` seconds; None: never."""
+        ...
+
+    async def still(self) -> Stillness:
+        """Whether the freeze held since quiesce ended."""
+        ...
+
+    def export(self, directory: Path) -> AsyncIterator[Progress | Exported]:
+        """Write the cut below `directory` (exists, ours, empty). Ends with Exported once everything is durable."""
+        ...
+
+    def load(self, directory: Path, files: Sequence[WrittenFile]) -> AsyncIterator[Progress | Loaded]:
+        """Load verified files. Ends with Loaded; admission stays closed. Raises NOT_FRESH when work was served."""
+        ...
+
+    async def open(self) -> Opened:
+        """Open admission at every worker, in every state, without disk."""
+        ...
+
+    async def renew(self, lease_ttl_s: float) -> None:
+        """Pass the lease on to the gates."""
+        ...
+
+    async def retire(self, attempts: Sequence[tuple[str, int]]) -> int:
+        """Forget rollouts up to the given attempts; how many were known."""
+        ...
+
+    async def status(self, max_rollouts: int) -> Snapshot:
+        """The truth now; answers within 1 s whatever is stuck, listing workers that did not answer."""
+        ...
