@@ -114,7 +114,7 @@ class ParticipantServicer(object):
         least every second, and ends with Prepared. Idempotent on (operation_id, request): a repeat follows the same
         prepare; it does not extend the lease beyond the first grant.
 
-        Errors: FAILED_PRECONDITION with REASON_FENCED, REASON_STALE_EPOCH, REASON_OPERATION_FINISHED or
+        Errors: ABORTED (REASON_FENCED), FAILED_PRECONDITION with REASON_STALE_EPOCH, REASON_OPERATION_FINISHED or
         REASON_WRONG_PHASE: nothing changed. ALREADY_EXISTS (REASON_REQUEST_CONFLICT): nothing changed.
         DEADLINE_EXCEEDED (REASON_DRAIN_INCOMPLETE): admission stays closed until Abort or the lease; repeat or abort.
         ABORTED (REASON_DECLINED, REASON_WORKERS_MISSING): admission is open again; abort the others.
@@ -130,7 +130,7 @@ class ParticipantServicer(object):
         ExportProgress and ends with the manifest. Idempotent on (operation_id, request): the export runs once.
 
         Errors: FAILED_PRECONDITION with REASON_WRONG_PHASE (not prepared), REASON_LEASE_LAPSED,
-        REASON_OPERATION_FINISHED, REASON_FENCED or REASON_STALE_EPOCH: abort. RESOURCE_EXHAUSTED
+        REASON_OPERATION_FINISHED or REASON_STALE_EPOCH, ABORTED (REASON_FENCED): abort. RESOURCE_EXHAUSTED
         (REASON_STORAGE_FULL), UNAVAILABLE (REASON_STORAGE_FAILED): abort, then free space. ABORTED
         (REASON_ACTIVITY_AFTER_PREPARED, REASON_DECLINED): abort. DEADLINE_EXCEEDED: the write may go on; repeat to join it.
         """
@@ -172,7 +172,7 @@ class ParticipantServicer(object):
         OK means: admission is open, parked work runs, held responses are released, and the operation_id is never served
         again. Accepted in every state and of an unknown operation_id. Needs no disk.
 
-        Errors: FAILED_PRECONDITION with REASON_FENCED or REASON_STALE_EPOCH only: another operation is active and goes on.
+        Errors: ABORTED (REASON_FENCED) or FAILED_PRECONDITION (REASON_STALE_EPOCH) only: another operation is active and goes on.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -204,7 +204,7 @@ class ParticipantServicer(object):
 
         OK means: a later call of such an attempt is refused, and the next snapshot does not contain it. Idempotent.
 
-        Errors: FAILED_PRECONDITION (REASON_FENCED) while an operation is active: repeat after it.
+        Errors: ABORTED (REASON_FENCED) while an operation is active: repeat after it.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -70,7 +70,7 @@ class ParticipantStub:
     least every second, and ends with Prepared. Idempotent on (operation_id, request): a repeat follows the same
     prepare; it does not extend the lease beyond the first grant.
 
-    Errors: FAILED_PRECONDITION with REASON_FENCED, REASON_STALE_EPOCH, REASON_OPERATION_FINISHED or
+    Errors: ABORTED (REASON_FENCED), FAILED_PRECONDITION with REASON_STALE_EPOCH, REASON_OPERATION_FINISHED or
     REASON_WRONG_PHASE: nothing changed. ALREADY_EXISTS (REASON_REQUEST_CONFLICT): nothing changed.
     DEADLINE_EXCEEDED (REASON_DRAIN_INCOMPLETE): admission stays closed until Abort or the lease; repeat or abort.
     ABORTED (REASON_DECLINED, REASON_WORKERS_MISSING): admission is open again; abort the others.
@@ -82,7 +82,7 @@ class ParticipantStub:
     ExportProgress and ends with the manifest. Idempotent on (operation_id, request): the export runs once.
 
     Errors: FAILED_PRECONDITION with REASON_WRONG_PHASE (not prepared), REASON_LEASE_LAPSED,
-    REASON_OPERATION_FINISHED, REASON_FENCED or REASON_STALE_EPOCH: abort. RESOURCE_EXHAUSTED
+    REASON_OPERATION_FINISHED or REASON_STALE_EPOCH, ABORTED (REASON_FENCED): abort. RESOURCE_EXHAUSTED
     (REASON_STORAGE_FULL), UNAVAILABLE (REASON_STORAGE_FAILED): abort, then free space. ABORTED
     (REASON_ACTIVITY_AFTER_PREPARED, REASON_DECLINED): abort. DEADLINE_EXCEEDED: the write may go on; repeat to join it.
     """
@@ -112,7 +112,7 @@ class ParticipantStub:
     OK means: admission is open, parked work runs, held responses are released, and the operation_id is never served
     again. Accepted in every state and of an unknown operation_id. Needs no disk.
 
-    Errors: FAILED_PRECONDITION with REASON_FENCED or REASON_STALE_EPOCH only: another operation is active and goes on.
+    Errors: ABORTED (REASON_FENCED) or FAILED_PRECONDITION (REASON_STALE_EPOCH) only: another operation is active and goes on.
     """
     Abort: _grpc.UnaryUnaryMultiCallable[_participant_service_pb2.AbortRequest, _participant_service_pb2.AbortResponse]
     """Abort opens admission after failure, discards what was exported, and finishes the operation.
@@ -132,7 +132,7 @@ class ParticipantStub:
 
     OK means: a later call of such an attempt is refused, and the next snapshot does not contain it. Idempotent.
 
-    Errors: FAILED_PRECONDITION (REASON_FENCED) while an operation is active: repeat after it.
+    Errors: ABORTED (REASON_FENCED) while an operation is active: repeat after it.
     """
     GetStatus: _grpc.UnaryUnaryMultiCallable[_participant_service_pb2.GetStatusRequest, _participant_service_pb2.GetStatusResponse]
     """GetStatus answers within 1 s whatever else is stuck. Changes nothing."""
@@ -158,7 +158,7 @@ class ParticipantAsyncStub(ParticipantStub):
     least every second, and ends with Prepared. Idempotent on (operation_id, request): a repeat follows the same
     prepare; it does not extend the lease beyond the first grant.
 
-    Errors: FAILED_PRECONDITION with REASON_FENCED, REASON_STALE_EPOCH, REASON_OPERATION_FINISHED or
+    Errors: ABORTED (REASON_FENCED), FAILED_PRECONDITION with REASON_STALE_EPOCH, REASON_OPERATION_FINISHED or
     REASON_WRONG_PHASE: nothing changed. ALREADY_EXISTS (REASON_REQUEST_CONFLICT): nothing changed.
     DEADLINE_EXCEEDED (REASON_DRAIN_INCOMPLETE): admission stays closed until Abort or the lease; repeat or abort.
     ABORTED (REASON_DECLINED, REASON_WORKERS_MISSING): admission is open again; abort the others.
@@ -170,7 +170,7 @@ class ParticipantAsyncStub(ParticipantStub):
     ExportProgress and ends with the manifest. Idempotent on (operation_id, request): the export runs once.
 
     Errors: FAILED_PRECONDITION with REASON_WRONG_PHASE (not prepared), REASON_LEASE_LAPSED,
-    REASON_OPERATION_FINISHED, REASON_FENCED or REASON_STALE_EPOCH: abort. RESOURCE_EXHAUSTED
+    REASON_OPERATION_FINISHED or REASON_STALE_EPOCH, ABORTED (REASON_FENCED): abort. RESOURCE_EXHAUSTED
     (REASON_STORAGE_FULL), UNAVAILABLE (REASON_STORAGE_FAILED): abort, then free space. ABORTED
     (REASON_ACTIVITY_AFTER_PREPARED, REASON_DECLINED): abort. DEADLINE_EXCEEDED: the write may go on; repeat to join it.
     """
@@ -200,7 +200,7 @@ class ParticipantAsyncStub(ParticipantStub):
     OK means: admission is open, parked work runs, held responses are released, and the operation_id is never served
     again. Accepted in every state and of an unknown operation_id. Needs no disk.
 
-    Errors: FAILED_PRECONDITION with REASON_FENCED or REASON_STALE_EPOCH only: another operation is active and goes on.
+    Errors: ABORTED (REASON_FENCED) or FAILED_PRECONDITION (REASON_STALE_EPOCH) only: another operation is active and goes on.
     """
     Abort: _aio.UnaryUnaryMultiCallable[_participant_service_pb2.AbortRequest, _participant_service_pb2.AbortResponse]  # type: ignore[assignment]
     """Abort opens admission after failure, discards what was exported, and finishes the operation.
@@ -220,7 +220,7 @@ class ParticipantAsyncStub(ParticipantStub):
 
     OK means: a later call of such an attempt is refused, and the next snapshot does not contain it. Idempotent.
 
-    Errors: FAILED_PRECONDITION (REASON_FENCED) while an operation is active: repeat after it.
+    Errors: ABORTED (REASON_FENCED) while an operation is active: repeat after it.
     """
     GetStatus: _aio.UnaryUnaryMultiCallable[_participant_service_pb2.GetStatusRequest, _participant_service_pb2.GetStatusResponse]  # type: ignore[assignment]
     """GetStatus answers within 1 s whatever else is stuck. Changes nothing."""
@@ -255,7 +255,7 @@ class ParticipantServicer(metaclass=_abc_1.ABCMeta):
         least every second, and ends with Prepared. Idempotent on (operation_id, request): a repeat follows the same
         prepare; it does not extend the lease beyond the first grant.
 
-        Errors: FAILED_PRECONDITION with REASON_FENCED, REASON_STALE_EPOCH, REASON_OPERATION_FINISHED or
+        Errors: ABORTED (REASON_FENCED), FAILED_PRECONDITION with REASON_STALE_EPOCH, REASON_OPERATION_FINISHED or
         REASON_WRONG_PHASE: nothing changed. ALREADY_EXISTS (REASON_REQUEST_CONFLICT): nothing changed.
         DEADLINE_EXCEEDED (REASON_DRAIN_INCOMPLETE): admission stays closed until Abort or the lease; repeat or abort.
         ABORTED (REASON_DECLINED, REASON_WORKERS_MISSING): admission is open again; abort the others.
@@ -273,7 +273,7 @@ class ParticipantServicer(metaclass=_abc_1.ABCMeta):
         ExportProgress and ends with the manifest. Idempotent on (operation_id, request): the export runs once.
 
         Errors: FAILED_PRECONDITION with REASON_WRONG_PHASE (not prepared), REASON_LEASE_LAPSED,
-        REASON_OPERATION_FINISHED, REASON_FENCED or REASON_STALE_EPOCH: abort. RESOURCE_EXHAUSTED
+        REASON_OPERATION_FINISHED or REASON_STALE_EPOCH, ABORTED (REASON_FENCED): abort. RESOURCE_EXHAUSTED
         (REASON_STORAGE_FULL), UNAVAILABLE (REASON_STORAGE_FAILED): abort, then free space. ABORTED
         (REASON_ACTIVITY_AFTER_PREPARED, REASON_DECLINED): abort. DEADLINE_EXCEEDED: the write may go on; repeat to join it.
         """
@@ -321,7 +321,7 @@ class ParticipantServicer(metaclass=_abc_1.ABCMeta):
         OK means: admission is open, parked work runs, held responses are released, and the operation_id is never served
         again. Accepted in every state and of an unknown operation_id. Needs no disk.
 
-        Errors: FAILED_PRECONDITION with REASON_FENCED or REASON_STALE_EPOCH only: another operation is active and goes on.
+        Errors: ABORTED (REASON_FENCED) or FAILED_PRECONDITION (REASON_STALE_EPOCH) only: another operation is active and goes on.
         """
 
     @_abc_1.abstractmethod
@@ -359,7 +359,7 @@ class ParticipantServicer(metaclass=_abc_1.ABCMeta):
 
         OK means: a later call of such an attempt is refused, and the next snapshot does not contain it. Idempotent.
 
-        Errors: FAILED_PRECONDITION (REASON_FENCED) while an operation is active: repeat after it.
+        Errors: ABORTED (REASON_FENCED) while an operation is active: repeat after it.
         """
 
     @_abc_1.abstractmethod
