@@ -6,6 +6,8 @@ errors    the catalog of reasons and the SafepointError family
 deadline  how much of a caller's time a server may use
 auth      the bearer token: where it is read, how it is compared
 rpc       the only file here that imports grpc: errors <-> status, interceptors, channel and server options
+beneath   files below a directory, opened so that nobody can lead us out of it; standard library only
+manifest_file  envelope, strict reading and durable writing of manifests; imports the generated messages
 
-Everything but `rpc` is pure and may be imported by the protocol core.
+`ids`, `terms`, `errors`, `deadline` are pure and may be imported by the protocol core.
 """

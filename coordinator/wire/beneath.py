@@ -1,0 +1,328 @@
+"""Files below a directory, opened so that nobody can lead us out of it.
+
+The rule: every path is made of plain segments, every step is opened from the handle of the step before with
+O_NOFOLLOW, and what is read is a regular file with one name. A link, a device, a `..` or a second hard link refuses
+the snapshot (SNAPSHOT_UNSAFE); crafted archives that delete or read host files are the attack surface of every
+checkpoint format. Nothing is ever replaced: `write_new` either makes the file, whole and durable, or leaves nothing.
+
+Standard library only. Everything here blocks: callers on an event loop use a thread.
+"""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import os
+import re
+import secrets
+import shutil
+import stat
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Final
+
+from coordinator.wire.errors import Reason, SafepointError, refuse
+
+MAX_PATH_BYTES: Final = 512
+MAX_DEPTH: Final = 16
+_SEGMENT: Final = re.compile(r"[A-Za-z0-9._-]{1,255}")
+_CHUNK: Final = 1 << 20
+_READ: Final = os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK  # NONBLOCK: a FIFO must not hang the open
+_DIRECTORY: Final = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+_CREATE: Final = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+_FULL: Final = frozenset({errno.ENOSPC, errno.EDQUOT})
+
+
+@dataclass(frozen=True, slots=True)
+class FileDigest:
+    """What a file was when it was read: size in bytes, lower-case SHA-256 hex."""
+
+    size_bytes: int
+    sha256: str
+
+
+def storage_error(error: OSError, doing: str) -> SafepointError:
+    """STORAGE_FULL for a full disk or quota, else STORAGE_FAILED; `doing` says what was tried, e.g. "writing x"."""
+    reason = Reason.STORAGE_FULL if error.errno in _FULL else Reason.STORAGE_FAILED
+    return refuse(reason, f"The storage failed at {doing}: {error.strerror or type(error).__name__}.")
+
+
+def segments(path: str) -> tuple[str, ...]:
+    """The segments of a relative path. Raises SNAPSHOT_UNSAFE unless each is plain: [A-Za-z0-9._-], not `.` or `..`."""
+    parts = tuple(path.split("/"))
+    plain = all(_SEGMENT.fullmatch(p) and p not in {".", ".."} for p in parts)
+    if not plain or len(parts) > MAX_DEPTH or len(path.encode()) > MAX_PATH_BYTES:
+        raise refuse(Reason.SNAPSHOT_UNSAFE, f"The path {path[:100]!r} is not one that a snapshot may hold.")
+    return parts
+
+
+class Directory:
+    """An open directory and a label for messages. Close it, or use it in `with`.
+
+    Methods raise SafepointError: SNAPSHOT_UNSAFE for what is no plain file or directory, STORAGE_FULL and
+    STORAGE_FAILED for what the system says; and FileNotFoundError or FileExistsError, for the caller to explain.
+    """
+
+    __slots__ = ("_fd", "path")
+
+    def __init__(self, fd: int, path: Path) -> None:
+        self._fd = fd
+        self.path = path
+
+    @classmethod
+    def open(cls, path: str | os.PathLike[str]) -> Directory:
+        """A directory that we were configured with: trusted, so links on the way to it are followed."""
+        try:
+            return cls(os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC), Path(path))
+        except FileNotFoundError:
+            raise
+        except OSError as error:
+            raise storage_error(error, f"opening {os.fspath(path)}") from error
+
+    def __enter__(self) -> Directory:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, tb: TracebackType | None) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Give the handle back. Twice is harmless."""
+        fd, self._fd = self._fd, -1
+        if fd >= 0:
+            os.close(fd)
+
+    def child(self, path: str) -> Directory:
+        """A directory below this one."""
+        return self._descend(segments(path), path)
+
+    def make_child(self, name: str) -> Directory:
+        """A new directory (mode 0700), made durable. Raises FileExistsError when anything has this name."""
+        (segment,) = segments(name)
+        try:
+            os.mkdir(segment, 0o700, dir_fd=self._fd)
+            self.sync()
+        except FileExistsError:
+            raise
+        except OSError as error:
+            raise storage_error(error, f"making {self.path / name}") from error
+        return self.child(name)
+
+    def ensure_child(self, name: str) -> Directory:
+        """A directory below this one, made when it is not there."""
+        try:
+            return self.make_child(name)
+        except FileExistsError:
+            return self.child(name)
+
+    def names(self) -> list[str]:
+        """What is in it, sorted; names only, nothing is opened."""
+        try:
+            return sorted(os.listdir(self._fd))
+        except OSError as error:
+            raise storage_error(error, f"listing {self.path}") from error
+
+    def has(self, name: str) -> bool:
+        """Whether anything has this name, a dangling link included."""
+        try:
+            os.stat(name, dir_fd=self._fd, follow_symlinks=False)
+        except OSError:
+            return False
+        return True
+
+    def is_directory(self, name: str) -> bool:
+        """Whether this name is a directory, and no link to one."""
+        try:
+            return stat.S_ISDIR(os.stat(name, dir_fd=self._fd, follow_symlinks=False).st_mode)
+        except OSError:
+            return False
+
+    def walk(self, limit: int) -> Iterator[str]:
+        """Paths of everything below that is no directory, sorted within each; links are named, never followed.
+
+        Stops after `limit` paths, so that a huge tree costs no more than a large one.
+        """
+        left = [limit]
+        yield from self._walk("", 0, left)
+
+    def _walk(self, prefix: str, depth: int, left: list[int]) -> Iterator[str]:
+        for name in self.names():
+            if left[0] <= 0:
+                return
+            path = prefix + name
+            if self.is_directory(name) and depth < MAX_DEPTH and _SEGMENT.fullmatch(name):
+                with self._descend((name,), path) as below:
+                    yield from below._walk(path + "/", depth + 1, left)
+            else:
+                left[0] -= 1
+                yield path
+
+    def read(self, path: str, limit: int) -> bytes:
+        """The whole file. Raises LIMIT_EXCEEDED beyond `limit` bytes, FileNotFoundError when it is not there."""
+        fd = self._open_file(path)
+        try:
+            chunks: list[bytes] = []
+            size = 0
+            while chunk := os.read(fd, _CHUNK):
+                size += len(chunk)
+                if size > limit:
+                    raise refuse(Reason.LIMIT_EXCEEDED, f"{self.path / path} is larger than {limit} bytes.")
+                chunks.append(chunk)
+            return b"".join(chunks)
+        except OSError as error:
+            raise storage_error(error, f"reading {self.path / path}") from error
+        finally:
+            os.close(fd)
+
+    def lines(self, path: str, line_limit: int) -> Iterator[bytes]:
+        """The lines of a file without their newline, read as they are needed. LIMIT_EXCEEDED for a longer line."""
+        with os.fdopen(self._open_file(path), "rb", buffering=_CHUNK) as file:
+            while True:
+                try:
+                    line = file.readline(line_limit + 1)
+                except OSError as error:
+                    raise storage_error(error, f"reading {self.path / path}") from error
+                if not line:
+                    return
+                if len(line) > line_limit:
+                    raise refuse(Reason.LIMIT_EXCEEDED, f"{self.path / path} has a line over {line_limit} bytes.")
+                yield line.rstrip(b"\n")
+
+    def digest(self, path: str) -> FileDigest:
+        """Size and SHA-256 of every byte. Raises FileNotFoundError when it is not there."""
+        fd = self._open_file(path)
+        try:
+            hasher = hashlib.sha256()
+            size = 0
+            while chunk := os.read(fd, _CHUNK):
+                hasher.update(chunk)
+                size += len(chunk)
+            return FileDigest(size, hasher.hexdigest())
+        except OSError as error:
+            raise storage_error(error, f"reading {self.path / path}") from error
+        finally:
+            os.close(fd)
+
+    def write_new(self, name: str, data: bytes | Iterator[bytes]) -> FileDigest:
+        """Make a file that is there whole and durable, or not at all: temporary name, fsync, link, fsync of the directory.
+
+        Raises FileExistsError when anything has the name: a link never replaces, a rename would. A crash may leave the
+        temporary name behind, which readers ignore (`_one_name`) and `discard_temporaries` removes.
+        """
+        (segment,) = segments(name)
+        temporary = f".{segment}.{secrets.token_hex(6)}"
+        try:
+            try:
+                written = self._write(temporary, data)
+                os.link(temporary, segment, src_dir_fd=self._fd, dst_dir_fd=self._fd, follow_symlinks=False)
+            finally:
+                try:
+                    os.unlink(temporary, dir_fd=self._fd)
+                except FileNotFoundError:
+                    pass
+            self.sync()
+        except FileExistsError:
+            raise
+        except OSError as error:
+            raise storage_error(error, f"writing {self.path / name}") from error
+        return written
+
+    def discard_temporaries(self, name: str) -> None:
+        """Remove what an interrupted `write_new` of `name` left."""
+        for found in self.names():
+            if found.startswith(f".{name}."):
+                try:
+                    os.unlink(found, dir_fd=self._fd)
+                except OSError as error:
+                    raise storage_error(error, f"removing {self.path / found}") from error
+
+    def remove_child(self, name: str) -> None:
+        """Remove a directory below this one with all that is in it. Links in it are removed, never followed."""
+        (segment,) = segments(name)
+        try:
+            shutil.rmtree(segment, dir_fd=self._fd)  # walks by handles, and refuses when `segment` is a link
+            self.sync()
+        except FileNotFoundError:
+            raise
+        except OSError as error:
+            raise storage_error(error, f"removing {self.path / name}") from error
+
+    def rename_child(self, name: str, to: str) -> None:
+        """Rename a directory within this one, durably."""
+        (old,), (new,) = segments(name), segments(to)
+        try:
+            os.rename(old, new, src_dir_fd=self._fd, dst_dir_fd=self._fd)
+            self.sync()
+        except FileNotFoundError:
+            raise
+        except OSError as error:
+            raise storage_error(error, f"renaming {self.path / name}") from error
+
+    def sync(self) -> None:
+        """fsync of the directory itself: what was made, linked or removed in it survives a power loss."""
+        os.fsync(self._fd)
+
+    def _write(self, name: str, data: bytes | Iterator[bytes]) -> FileDigest:
+        hasher = hashlib.sha256()
+        size = 0
+        fd = os.open(name, _CREATE, 0o600, dir_fd=self._fd)
+        with os.fdopen(fd, "wb", buffering=_CHUNK) as file:
+            for chunk in (data,) if isinstance(data, bytes) else data:
+                hasher.update(chunk)
+                size += len(chunk)
+                file.write(chunk)
+            file.flush()
+            os.fsync(file.fileno())
+        return FileDigest(size, hasher.hexdigest())
+
+    def _open_file(self, path: str) -> int:
+        parts = segments(path)
+        if len(parts) > 1:
+            with self._descend(parts[:-1], path) as parent:
+                return parent._open_file(parts[-1])
+        try:
+            fd = os.open(path, _READ, dir_fd=self._fd)
+        except FileNotFoundError:
+            raise
+        except OSError as error:
+            if error.errno in {errno.ELOOP, errno.ENXIO}:
+                raise _unsafe(self.path / path, "a link or a socket") from error
+            raise storage_error(error, f"opening {self.path / path}") from error
+        info = os.fstat(fd)
+        if not stat.S_ISREG(info.st_mode) or not self._one_name(path, info):
+            os.close(fd)
+            raise _unsafe(self.path / path, "no regular file with one name")
+        return fd
+
+    def _one_name(self, name: str, info: os.stat_result) -> bool:
+        """One name, not counting temporary ones of a `write_new` that was interrupted between link and unlink."""
+        if info.st_nlink == 1:
+            return True
+        leftover = 0
+        for found in self.names():
+            if found.startswith(f".{name}."):
+                other = os.stat(found, dir_fd=self._fd, follow_symlinks=False)
+                leftover += (other.st_dev, other.st_ino) == (info.st_dev, info.st_ino)
+        return info.st_nlink == 1 + leftover
+
+    def _descend(self, parts: tuple[str, ...], path: str) -> Directory:
+        fd = self._fd
+        for part in parts:
+            try:
+                below = os.open(part, _DIRECTORY, dir_fd=fd)
+            except FileNotFoundError:
+                raise
+            except OSError as error:
+                if error.errno in {errno.ELOOP, errno.ENOTDIR}:
+                    raise _unsafe(self.path / path, "no plain directory") from error
+                raise storage_error(error, f"opening {self.path / path}") from error
+            finally:
+                if fd != self._fd:
+                    os.close(fd)
+            fd = below
+        return Directory(fd, self.path.joinpath(*parts))
+
+
+def _unsafe(path: Path, what: str) -> SafepointError:
+    return refuse(Reason.SNAPSHOT_UNSAFE, f"{path} is {what}.")
