@@ -1,0 +1,15 @@
+"""The demo: real rollouts on real NeMo Gym servers, saved while they run, killed, and brought back.
+
+Reading order:
+
+grammar    PURE  what the policy may say next: text, then a tool call or the end
+network          a small recurrent network with random weights; torch is imported here alone
+policy           the network behind an OpenAI chat endpoint, with a log of every generation
+rows       PURE  the tasks that the trainer dispatches
+fleet            starts and kills the servers: policy, NeMo Gym's, and what Safepoint puts beside them
+drive            the trainer's side: dispatches rollouts, collects results, survives the crash
+compare    PURE  what must be equal between two runs, and what was repeated
+story            the demo itself
+
+Nothing here is needed by a user of Safepoint; everything here uses only what a user has.
+"""
