@@ -5,10 +5,18 @@ PURE. The one rule: roles are declared, never guessed, and nothing is paused bef
 
 from __future__ import annotations
 
+import hashlib
+import json
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Final
+from urllib.parse import urlsplit
 
-from coordinator.wire.ids import IncarnationId, ParticipantId
-from coordinator.wire.terms import CheckpointMode, QuiesceMode, Role
+from coordinator.wire.errors import CATALOG, Problem, Reason
+from coordinator.wire.ids import IncarnationId, ParticipantId, is_wire_id
+from coordinator.wire.terms import CheckpointMode, Phase, QuiesceMode, Role
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,3 +46,282 @@ class Topology:
 
     participants: tuple[Participant, ...]
     policy_endpoints: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """One thing that is wrong (`blocking`: operations are refused) or costly with a topology."""
+
+    blocking: bool
+    reason: Reason
+    participant_id: str
+    message: str
+    next_step: str
+
+
+# Kinds that are not listed (the raw proxy, adapters of others) may have any role.
+KIND_ROLES: Final[Mapping[str, frozenset[Role]]] = MappingProxyType(
+    {
+        "gym.agent": frozenset({Role.AGENT}),
+        "gym.resources": frozenset({Role.RESOURCES}),
+        "gym.model": frozenset({Role.POLICY_MODEL, Role.AUXILIARY_MODEL}),
+        "vllm": frozenset({Role.ENGINE}),
+    }
+)
+
+
+def validate(topology: Topology, quiesce_mode: QuiesceMode = QuiesceMode.UNSPECIFIED) -> list[Finding]:
+    """Everything that is wrong or costly, blocking findings first, each group by participant.
+
+    `quiesce_mode` is the one that a save asks for. Never raises.
+    """
+    found = [
+        *_whole(topology),
+        *_names(topology.participants),
+        *(finding for p in topology.participants for finding in _one(p, quiesce_mode)),
+        *_dependencies(topology.participants),
+        *_policy_endpoints(topology),
+    ]
+    return sorted(found, key=lambda f: (not f.blocking, f.participant_id, f.reason, f.message))
+
+
+def problem_from_findings(findings: Iterable[Finding]) -> Problem | None:
+    """The one Problem that refuses an operation: None without blocking findings.
+
+    A single finding keeps its own reason and next step; several become TOPOLOGY_INVALID, whose message has them all.
+    """
+    blocking = [f for f in findings if f.blocking]
+    if not blocking:
+        return None
+    if len(blocking) == 1:
+        only = blocking[0]
+        return Problem(only.reason, only.message, only.next_step, Phase.DISCOVER, only.participant_id)
+    text = " ".join(f"({n}) {f.message}" for n, f in enumerate(blocking, 1))
+    steps = " ".join(f"({n}) {f.next_step}" for n, f in enumerate(blocking, 1))
+    reasons = {f.reason for f in blocking}
+    reason = blocking[0].reason if len(reasons) == 1 else Reason.TOPOLOGY_INVALID
+    return Problem(reason, text, steps, Phase.DISCOVER)
+
+
+def mode_for(participant: Participant, requested: QuiesceMode) -> QuiesceMode:
+    """The quiesce mode this participant is asked for. Only engines abort; then the others use their default."""
+    if requested == QuiesceMode.ABORT and participant.role != Role.ENGINE:
+        return QuiesceMode.UNSPECIFIED
+    return requested
+
+
+def fingerprint(participants: Iterable[Participant]) -> str:
+    """SHA-256 hex over the canonical JSON of what a snapshot depends on (rule 12).
+
+    One array per participant, sorted by id: id, role, kind, checkpoint mode, workers, state schema, config digest.
+    Addresses, incarnations and features are left out: they change without changing what can be restored.
+    """
+    rows = [[p.participant_id, *_facts(p).values()] for p in sorted(participants, key=lambda p: p.participant_id)]
+    text = json.dumps({"safepoint-fingerprint": 1, "participants": rows}, separators=(",", ":"), sort_keys=True)
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def difference(before: Iterable[Participant], now: Iterable[Participant]) -> list[str]:
+    """What two topologies differ in, as sentences for people; empty if and only if the fingerprints are equal."""
+    old, new = ({str(p.participant_id): _facts(p) for p in each} for each in (before, now))
+    out: list[str] = []
+    for name in sorted(old.keys() | new.keys()):
+        if name not in new:
+            out.append(f"{name} ({old[name]['role']}) is missing now.")
+        elif name not in old:
+            out.append(f"{name} ({new[name]['role']}) is new.")
+        else:
+            out += [
+                f"{name}: {fact} was {was or 'empty'} and is {new[name][fact] or 'empty'}."
+                for fact, was in old[name].items()
+                if new[name][fact] != was
+            ]
+    return out
+
+
+def _facts(p: Participant) -> dict[str, str]:
+    return {
+        "role": p.role.name.lower(),
+        "kind": p.kind,
+        "checkpoint mode": p.checkpoint_mode.name.lower(),
+        "workers": str(p.configured_workers),
+        "state schema": p.state_schema,
+        "config digest": p.config_digest,
+    }
+
+
+def _finding(reason: Reason, who: str, message: str, next_step: str = "", *, blocking: bool = True) -> Finding:
+    return Finding(blocking, reason, who, message, next_step or CATALOG[reason].next_step)
+
+
+def _whole(topology: Topology) -> Iterator[Finding]:
+    roles = {p.role for p in topology.participants}
+    invalid = Reason.TOPOLOGY_INVALID
+    if not topology.participants:
+        yield _finding(invalid, "", "Nobody is registered.", "Start the shims, or list them in the configuration.")
+        return
+    if Role.AGENT not in roles:
+        # Engines alone hold prefixes that are worth a snapshot; with any other server a missing agent loses rollouts.
+        yield _finding(
+            invalid, "", "No agent is registered, so that no rollout would be in a snapshot.",
+            "Start the agent servers with the gate, or see why their shims did not register.",
+            blocking=roles != {Role.ENGINE},
+        )  # fmt: skip
+    if Role.POLICY_MODEL not in roles:
+        yield _finding(
+            invalid, "", "No model has role policy, so that generations are not paused with their rollouts.",
+            'Set SAFEPOINT_ROLES="<name>=policy" for the model that is trained.', blocking=False,
+        )  # fmt: skip
+
+
+def _names(participants: tuple[Participant, ...]) -> Iterator[Finding]:
+    by_name: dict[str, list[Participant]] = defaultdict(list)
+    by_address: dict[str, set[str]] = defaultdict(set)
+    for p in participants:
+        by_name[p.participant_id].append(p)
+        if p.address:
+            by_address[p.address].add(p.participant_id)
+    for name, group in sorted(by_name.items()):
+        if len(group) > 1:
+            where = ", ".join(sorted(p.address or "no address" for p in group))
+            yield _finding(
+                Reason.DUPLICATE_PARTICIPANT, name, f"{len(group)} participants have the name `{name}`: {where}."
+            )
+    for address, names in sorted(by_address.items()):
+        if len(names) > 1:
+            yield _finding(
+                Reason.DUPLICATE_PARTICIPANT, min(names),
+                f"{', '.join(f'`{n}`' for n in sorted(names))} have one address, {address}.",
+                "Give each shim an address of its own (bind port 0).",
+            )  # fmt: skip
+
+
+def _one(p: Participant, quiesce_mode: QuiesceMode) -> Iterator[Finding]:
+    name = p.participant_id
+    if not is_wire_id(name):
+        yield _finding(Reason.MALFORMED_ID, name, f"`{name}` cannot name a participant.")
+    yield from _role(p)
+    if p.configured_workers < 1:
+        yield _finding(
+            Reason.TOPOLOGY_INVALID, name, f"`{name}` says it has no worker process.",
+            "Report it to the maker of the adapter.",
+        )  # fmt: skip
+    offered = [mode for mode in p.quiesce_modes if mode != QuiesceMode.UNSPECIFIED]
+    asked = mode_for(p, quiesce_mode)
+    if p.role == Role.AUXILIARY_MODEL:
+        return  # never paused and never saved: how it could be is nobody's concern
+    if not offered:
+        yield _finding(
+            Reason.TOPOLOGY_INVALID, name, f"`{name}` offers no quiesce mode.", "Report it to the maker of the adapter."
+        )
+    elif asked != QuiesceMode.UNSPECIFIED and asked not in offered:
+        names = ", ".join(mode.name.lower() for mode in offered)
+        yield _finding(
+            Reason.UNSUPPORTED, name,
+            f"`{name}` does not offer quiesce mode {asked.name.lower()}; it offers {names}.",
+            "Ask for a quiesce mode that everybody offers, or for none: each then uses its default.",
+        )  # fmt: skip
+    yield from _mode(p)
+
+
+def _role(p: Participant) -> Iterator[Finding]:
+    name, allowed = p.participant_id, KIND_ROLES.get(p.kind)
+    choices = " or ".join(sorted(role.name.lower() for role in allowed)) if allowed else "one of the five roles"
+    step = (
+        f'Set SAFEPOINT_ROLES="{name}=policy" or "{name}=auxiliary".'
+        if allowed and len(allowed) > 1
+        else f"Declare role {choices} for `{name}`."
+    )
+    if p.role == Role.UNSPECIFIED:
+        yield _finding(Reason.ROLE_INVALID, name, f"`{name}` ({p.kind or 'no kind'}) declares no role.", step)
+    elif allowed and p.role not in allowed:
+        yield _finding(
+            Reason.ROLE_INVALID, name, f"`{name}` is a {p.kind} and cannot have role {p.role.name.lower()}.", step
+        )
+
+
+def _mode(p: Participant) -> Iterator[Finding]:
+    name, why = p.participant_id, f": {p.checkpoint_mode_reason}" if p.checkpoint_mode_reason else "."
+    if p.checkpoint_mode == CheckpointMode.UNSPECIFIED:
+        yield _finding(
+            Reason.TOPOLOGY_INVALID, name, f"`{name}` does not say how its state survives.",
+            "Set SAFEPOINT_STATE for it: codec, reexecute, restart_only or stateless.",
+        )  # fmt: skip
+    elif p.checkpoint_mode == CheckpointMode.RESTART_ONLY:
+        lost = "its rollouts restart from their input" if p.role == Role.AGENT else "rollouts that used it restart"
+        yield _finding(
+            Reason.STATE_UNSUPPORTED, name, f"`{name}` cannot save its state, so {lost}{why}", blocking=False
+        )
+    elif p.checkpoint_mode == CheckpointMode.REPLAY:
+        yield _finding(
+            Reason.STATE_UNSUPPORTED, name,
+            f"`{name}` does not export its state: a restore makes its logged calls again and compares the answers{why}",
+            "Nothing, if the server is deterministic; else give it an export hook.", blocking=False,
+        )  # fmt: skip
+    elif p.role == Role.AGENT and p.checkpoint_mode == CheckpointMode.STATELESS:
+        yield _finding(
+            Reason.STATE_UNSUPPORTED, name,
+            f"`{name}` is an agent that keeps nothing, so that its rollouts are in no snapshot{why}", blocking=False,
+        )  # fmt: skip
+
+
+def _dependencies(participants: tuple[Participant, ...]) -> Iterator[Finding]:
+    known = {str(p.participant_id): p for p in participants}
+    callers: dict[str, list[str]] = defaultdict(list)
+    for p in participants:
+        for name in sorted(set(p.depends_on)):
+            target = known.get(name)
+            if target is None:
+                yield _finding(
+                    Reason.UNKNOWN_PARTICIPANT, p.participant_id,
+                    f"`{p.participant_id}` calls `{name}`, which nobody has registered: it is not paused.",
+                    f"Start `{name}` with the gate, unless it keeps no state.", blocking=False,
+                )  # fmt: skip
+            elif p.role == Role.RESOURCES and target.role == Role.POLICY_MODEL:
+                callers[name].append(p.participant_id)
+    for name, who in sorted(callers.items()):
+        # Closed with the policy it would never answer the verifier, whose handler could then never end.
+        yield _finding(
+            Reason.POLICY_NOT_SERVED, name,
+            f"Policy model `{name}` is called by a verifier ({', '.join(f'`{w}`' for w in sorted(who))}); "
+            "set role auxiliary.",
+            f'Set SAFEPOINT_ROLES="{name}=auxiliary".',
+        )  # fmt: skip
+
+
+def _policy_endpoints(topology: Topology) -> Iterator[Finding]:
+    served = {_endpoint(url) for url in topology.policy_endpoints}
+    if not served:
+        return
+    for p in topology.participants:
+        if p.role != Role.POLICY_MODEL:
+            continue
+        name, own = p.participant_id, sorted({_endpoint(url) for url in p.upstream_endpoints})
+        if not own:
+            yield _finding(
+                Reason.POLICY_NOT_SERVED, name,
+                f"Policy model `{name}` does not say which endpoint it uses, so this cannot be checked.",
+                f'Nothing, if it is trained; else set SAFEPOINT_ROLES="{name}=auxiliary".', blocking=False,
+            )  # fmt: skip
+        elif served.isdisjoint(own):
+            yield _finding(
+                Reason.POLICY_NOT_SERVED, name,
+                f"Policy model `{name}` uses {', '.join(own)}, and the trainer serves {', '.join(sorted(served))}; "
+                "set role auxiliary on it.",
+                f'Set SAFEPOINT_ROLES="{name}=auxiliary", or correct policy_endpoints.',
+            )  # fmt: skip
+
+
+def _endpoint(url: str) -> str:
+    """One spelling for what is the same endpoint: OpenAI clients are given base URLs with and without `/v1`."""
+    text = url.strip()
+    try:
+        parts = urlsplit(text if "://" in text else f"http://{text}")
+        host, port = (parts.hostname or "").lower(), parts.port
+    except ValueError:
+        return text
+    host = "127.0.0.1" if host == "localhost" else host
+    scheme = parts.scheme.lower()
+    default = {"http": 80, "https": 443}.get(scheme)
+    path = parts.path.rstrip("/").removesuffix("/v1").rstrip("/")
+    return f"{scheme}://{host}:{port or default}{path}"
