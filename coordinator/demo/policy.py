@@ -41,8 +41,11 @@ def _content(message: Mapping[str, Any]) -> str:
 
 
 def render(messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]]) -> str:
-    """The chat template: what of a conversation the network reads, one line for each part."""
-    lines = [f"tool {tool['function']['name']}" for tool in tools]
+    """The chat template: all that a reply may depend on, one line for each part."""
+    lines: list[str] = []
+    for tool in tools:
+        parameters = json.dumps(tool["function"].get("parameters") or {}, sort_keys=True, separators=(",", ":"))
+        lines.append(f"tool {tool['function']['name']} {parameters}")
     for message in messages:
         lines.append(f"{message['role']} {_content(message)}")
         for call in message.get("tool_calls") or ():

@@ -1,0 +1,277 @@
+"""Starts and kills the demo's servers: the policy endpoint, and NeMo Gym's own servers, unmodified.
+
+The rule it keeps: what is started here is found again by a mark in its environment, which children inherit. So `kill`
+gets every server, every shim and every grandchild with SIGKILL, whoever their parent is by now, and nothing else.
+
+    fleet = Fleet(FleetPaths(...), seed=7, environment={"SAFEPOINT_ROOT": ...})
+    await fleet.start()
+    fleet.urls["counter_agent"]
+    fleet.kill()
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import secrets
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import IO, Any, Final
+
+import aiohttp
+import psutil
+
+from coordinator.demo.rows import COUNTER_AGENT, SYNONYMS_AGENT
+from coordinator.wire.errors import Reason, refuse
+
+MARK: Final = "SAFEPOINT_DEMO_FLEET"
+POLICY: Final = "policy"
+MODEL: Final = "policy_model"
+COUNTER: Final = "counter"
+SYNONYMS: Final = "synonyms"
+START_S: Final = 120.0
+_REPOSITORY: Final = Path(__file__).resolve().parents[2]
+# Nothing in here talks to the outside.
+_QUIET: Final = {
+    "RAY_USAGE_STATS_ENABLED": "0",
+    "HF_HUB_OFFLINE": "1",
+    "HF_DATASETS_OFFLINE": "1",
+    "WANDB_MODE": "disabled",
+    "MLFLOW_DISABLE_TELEMETRY": "true",
+    "DO_NOT_TRACK": "1",
+    "NO_PROXY": "127.0.0.1,localhost",
+    "no_proxy": "127.0.0.1,localhost",
+}
+
+
+def gym_python() -> Path:
+    """The interpreter of NeMo Gym's environment. Raises UNAVAILABLE when it is not there."""
+    path = Path(os.environ.get("SAFEPOINT_GYM_PYTHON") or _REPOSITORY / ".venv-gym" / "bin" / "python")
+    if not path.exists():
+        raise refuse(
+            Reason.UNAVAILABLE, f"NeMo Gym's environment is not there: {path}", next_step="Run `make setup-gym`."
+        )
+    return path
+
+
+@dataclass(frozen=True, slots=True)
+class Server:
+    """One NeMo Gym server: its instance name, and which upstream class it is."""
+
+    name: str
+    kind: str
+    implementation: str
+    settings: Mapping[str, Any] = field(default_factory=dict[str, Any])
+
+
+def _agent(name: str, resources: str) -> Server:
+    return Server(
+        name,
+        "responses_api_agents",
+        "simple_agent",
+        {
+            "resources_server": {"type": "resources_servers", "name": resources},
+            "model_server": {"type": "responses_api_models", "name": MODEL},
+        },
+    )
+
+
+def servers(policy_url: str) -> list[Server]:
+    """The demo's servers: one policy model, and two environments with an agent each, stateful and stateless."""
+    model = {
+        "base_url": policy_url,
+        "api_key": "none",
+        "model": "demo-policy",
+        "return_token_id_information": True,
+        "uses_reasoning_parser": False,
+    }
+    return [
+        Server(MODEL, "responses_api_models", "vllm_model", model),
+        Server(COUNTER, "resources_servers", "example_session_state_mgmt", {"domain": "agent"}),
+        Server(SYNONYMS, "resources_servers", "example_multi_step", {"domain": "instruction_following"}),
+        _agent(COUNTER_AGENT, COUNTER),
+        _agent(SYNONYMS_AGENT, SYNONYMS),
+    ]
+
+
+def free_ports(count: int) -> list[int]:
+    """Ports that nobody listens on now. Somebody may take one before it is used: then the server says so and ends."""
+    sockets = [socket.socket() for _ in range(count)]
+    try:
+        for each in sockets:
+            each.bind(("127.0.0.1", 0))
+        return [int(each.getsockname()[1]) for each in sockets]
+    finally:
+        for each in sockets:
+            each.close()
+
+
+def marked(mark: str) -> list[psutil.Process]:
+    """Every process that carries `mark` in its environment."""
+    found: list[psutil.Process] = []
+    for process in psutil.process_iter():
+        try:
+            if process.environ().get(MARK) == mark:
+                found.append(process)
+        except (psutil.Error, OSError):
+            continue
+    return found
+
+
+def kill_marked(mark: str, within_s: float = 20.0) -> int:
+    """SIGKILL every process that carries `mark`, until none is left; how many there were. Raises INTERNAL after `within_s`."""
+    killed: set[int] = set()
+    until = time.monotonic() + within_s
+    while processes := [p for p in marked(mark) if p.status() != psutil.STATUS_ZOMBIE]:
+        if time.monotonic() > until:
+            raise refuse(Reason.INTERNAL, f"processes outlive SIGKILL: {[p.pid for p in processes]}")
+        for process in processes:
+            try:
+                process.send_signal(signal.SIGKILL)
+                killed.add(process.pid)
+            except psutil.NoSuchProcess:
+                continue
+        psutil.wait_procs(processes, timeout=1.0)
+    return len(killed)
+
+
+@dataclass
+class Fleet:
+    """The servers of one run. `logs`: folder for what they print; `environment`: what each of them gets besides ours."""
+
+    logs: Path
+    seed: int
+    environment: Mapping[str, str]
+    python_path: tuple[str, ...] = ()
+    token_ms: float = 20.0
+    policy_log: Path | None = None
+    urls: dict[str, str] = field(default_factory=dict[str, str], init=False)
+    mark: str = field(default_factory=lambda: secrets.token_hex(8), init=False)
+    _processes: dict[str, subprocess.Popen[bytes]] = field(
+        default_factory=dict[str, "subprocess.Popen[bytes]"], init=False
+    )
+
+    async def start(self) -> None:
+        """Start everything and return when every server answers. A failure kills what was started, and says whose log to read."""
+        try:
+            self.logs.mkdir(parents=True, exist_ok=True)
+            policy_url = await asyncio.to_thread(self._start_policy)
+            chosen = servers(policy_url)
+            ports = dict(zip((server.name for server in chosen), free_ports(len(chosen)), strict=True))
+            resolved = await asyncio.to_thread(self._resolve, chosen, ports)
+            for server in chosen:
+                self._start_server(server, resolved)
+                self.urls[server.name] = f"http://127.0.0.1:{ports[server.name]}"
+            await self._wait_until_ready()
+        except BaseException:
+            self.kill()
+            raise
+
+    def kill(self) -> int:
+        """SIGKILL everything that `start` started and all its children; how many processes there were."""
+        count = kill_marked(self.mark)
+        for process in self._processes.values():
+            process.wait()
+        self._processes.clear()
+        self.urls.clear()
+        return count
+
+    def _environment(self, **more: str) -> dict[str, str]:
+        return {**os.environ, **_QUIET, **self.environment, MARK: self.mark, **more}
+
+    def _log(self, name: str) -> IO[bytes]:
+        return (self.logs / f"{name}.log").open("ab")
+
+    def _start_policy(self) -> str:
+        command = [sys.executable, "-m", "coordinator.demo.policy", "--seed", str(self.seed)]
+        command += ["--token-ms", str(self.token_ms)]
+        if self.policy_log is not None:
+            command += ["--log", str(self.policy_log)]
+        environment = self._environment()
+        with self._log(POLICY) as log:
+            process = subprocess.Popen(
+                command, cwd=_REPOSITORY, env=environment, stdout=subprocess.PIPE, stderr=log, start_new_session=True
+            )
+        self._processes[POLICY] = process
+        assert process.stdout is not None
+        # Ends when the process does: it says where it listens, or its pipe closes.
+        with process.stdout as said:
+            line = said.readline()
+        if not line:
+            raise self._died(POLICY)
+        return str(json.loads(line)["base_url"])
+
+    def _resolve(self, chosen: list[Server], ports: Mapping[str, int]) -> dict[str, str]:
+        config: dict[str, Any] = {
+            "default_host": "127.0.0.1",
+            "head_server": {"host": "127.0.0.1", "port": free_ports(1)[0]},
+        }
+        for server in chosen:
+            settings = {"entrypoint": "app.py", "host": "127.0.0.1", "port": ports[server.name], **server.settings}
+            config[server.name] = {server.kind: {server.implementation: settings}}
+        script = str(Path(__file__).with_name("gym_config.py"))
+        done = subprocess.run(
+            [str(gym_python()), script],
+            input=json.dumps(config).encode(),
+            env=self._environment(),
+            capture_output=True,
+            check=False,
+        )
+        if done.returncode:
+            raise refuse(Reason.INTERNAL, f"NeMo Gym cannot read the configuration: {done.stderr.decode()[-500:]}")
+        answer: dict[str, str] = json.loads(done.stdout.splitlines()[-1])
+        return answer
+
+    def _start_server(self, server: Server, resolved: Mapping[str, str]) -> None:
+        folder = Path(resolved["parent_dir"]) / server.kind / server.implementation
+        # The bootstrap folder comes first: Python loads the first sitecustomize that it finds.
+        paths = [*self.python_path, str(folder), *os.environ.get("PYTHONPATH", "").split(os.pathsep)]
+        environment = self._environment(
+            NEMO_GYM_CONFIG_DICT=resolved["config"],
+            NEMO_GYM_CONFIG_PATH=server.name,
+            PYTHONPATH=os.pathsep.join(path for path in paths if path),
+        )
+        with self._log(server.name) as log:
+            self._processes[server.name] = subprocess.Popen(
+                [str(gym_python()), "app.py"],
+                cwd=folder,
+                env=environment,
+                stdout=log,
+                stderr=log,
+                start_new_session=True,
+            )
+
+    async def _wait_until_ready(self) -> None:
+        until = time.monotonic() + START_S
+        waiting = dict(self.urls)
+        async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=2)) as session:
+            while waiting:
+                for name, url in list(waiting.items()):
+                    if self._processes[name].poll() is not None:
+                        raise self._died(name)
+                    try:
+                        async with session.get(url):
+                            del waiting[name]
+                    except (aiohttp.ClientError, TimeoutError):
+                        continue
+                if time.monotonic() > until:
+                    raise refuse(
+                        Reason.UNAVAILABLE,
+                        f"not up after {START_S:.0f} s: {', '.join(waiting)}; logs are in {self.logs}",
+                    )
+                await asyncio.sleep(0.1)
+
+    def _died(self, name: str) -> Exception:
+        path = self.logs / f"{name}.log"
+        return refuse(
+            Reason.UNAVAILABLE,
+            f"{name} ended while it was starting: {path.read_text(errors='replace')[-600:]}",
+            next_step=f"Read {path}.",
+        )
