@@ -217,10 +217,7 @@ class Directory:
                 written = self._write(temporary, data)
                 os.link(temporary, segment, src_dir_fd=self._fd, dst_dir_fd=self._fd, follow_symlinks=False)
             finally:
-                try:
-                    os.unlink(temporary, dir_fd=self._fd)
-                except FileNotFoundError:
-                    pass
+                self._unlink(temporary)
             self.sync()
         except FileExistsError:
             raise
@@ -228,14 +225,34 @@ class Directory:
             raise storage_error(error, f"writing {self.path / name}") from error
         return written
 
+    def replace(self, name: str, data: bytes) -> None:
+        """Write a file over whatever has the name: whole and durable, or as it was. For pointers, never for snapshots."""
+        (segment,) = segments(name)
+        temporary = f".{segment}.{secrets.token_hex(6)}"
+        try:
+            try:
+                self._write(temporary, data)
+                os.rename(temporary, segment, src_dir_fd=self._fd, dst_dir_fd=self._fd)
+            except OSError:
+                self._unlink(temporary)
+                raise
+            self.sync()
+        except OSError as error:
+            raise storage_error(error, f"writing {self.path / name}") from error
+
+    def remove_file(self, name: str) -> None:
+        """Remove a name that is no directory. One that is not there is no error."""
+        (segment,) = segments(name)
+        try:
+            self._unlink(segment)
+        except OSError as error:
+            raise storage_error(error, f"removing {self.path / name}") from error
+
     def discard_temporaries(self, name: str) -> None:
         """Remove what an interrupted `write_new` of `name` left."""
         for found in self.names():
             if found.startswith(f".{name}."):
-                try:
-                    os.unlink(found, dir_fd=self._fd)
-                except OSError as error:
-                    raise storage_error(error, f"removing {self.path / found}") from error
+                self.remove_file(found)
 
     def remove_child(self, name: str) -> None:
         """Remove a directory below this one with all that is in it. Links in it are removed, never followed."""
@@ -262,6 +279,12 @@ class Directory:
     def sync(self) -> None:
         """fsync of the directory itself: what was made, linked or removed in it survives a power loss."""
         os.fsync(self._fd)
+
+    def _unlink(self, name: str) -> None:
+        try:
+            os.unlink(name, dir_fd=self._fd)
+        except FileNotFoundError:
+            pass
 
     def _write(self, name: str, data: bytes | Iterator[bytes]) -> FileDigest:
         hasher = hashlib.sha256()

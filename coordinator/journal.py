@@ -1,0 +1,215 @@
+"""The coordinator's durable log: its epoch, the records of its operations, and how they ended.
+
+The rule: the epoch is raised durably before any participant hears of us, and a record is on the disk before the calls
+it covers are made. Whoever reads it after a crash finds every operation that anybody may have heard of.
+
+    <root>/coordinator/epoch-<n>          made with O_EXCL; the highest n is the coordinator that may act
+    <root>/coordinator/journal-<n>.log    one entry a line: CRC-32 in hex, a space, one JSON object
+
+A start reads the newest journal, and writes a new one that holds what still matters: entries of operations that have
+not ended, and the last `KEPT_OUTCOMES` outcomes. A last line that is torn was never acknowledged and is dropped; any
+other bad line is damage, and we refuse to act without our log (participants then open by their lease).
+
+Everything here blocks: callers on an event loop use a thread. One writer; not safe for several threads at once.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import zlib
+from collections import OrderedDict
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Final, cast
+
+from coordinator.wire.beneath import Directory, storage_error
+from coordinator.wire.errors import Reason, SafepointError, refuse
+from coordinator.wire.ids import OperationId
+
+KEPT_OUTCOMES: Final = 1000
+ROTATE_BYTES: Final = 16 << 20
+MAX_ENTRY_BYTES: Final = 32 << 20  # a topology of some 10,000 participants
+_EPOCH: Final = re.compile(r"epoch-([0-9]{1,18})")
+_JOURNAL: Final = re.compile(r"journal-([0-9]{1,18})\.log")
+_KEPT_EPOCH_FILES: Final = 8
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """One line. `kind` is "request", the kind of a record of the core, or "outcome"; `data` is plain JSON."""
+
+    operation_id: OperationId
+    kind: str
+    data: Mapping[str, Any]
+
+
+@dataclass(slots=True)
+class Contents:
+    """What a journal held: entries of operations without outcome by operation, and outcomes, oldest first."""
+
+    open: OrderedDict[OperationId, list[Entry]] = field(default_factory=OrderedDict[OperationId, list[Entry]])
+    outcomes: OrderedDict[OperationId, Mapping[str, Any]] = field(
+        default_factory=OrderedDict[OperationId, Mapping[str, Any]]
+    )
+
+    def add(self, entry: Entry) -> None:
+        """Take one entry in, forgetting the oldest outcome when there are too many."""
+        if entry.kind == "outcome":
+            self.open.pop(entry.operation_id, None)
+            self.outcomes[entry.operation_id] = entry.data
+            self.outcomes.move_to_end(entry.operation_id)
+            if len(self.outcomes) > KEPT_OUTCOMES:
+                self.outcomes.popitem(last=False)
+        else:
+            self.open.setdefault(entry.operation_id, []).append(entry)
+
+
+class Journal:
+    """The log of one coordinator. `epoch` is ours; `contents` is what is known, kept up to date."""
+
+    def __init__(self, directory: Directory) -> None:
+        """Raise the epoch and read what is there. `directory` is <root>/coordinator; it is closed with the journal.
+
+        Raises STORAGE_FULL, STORAGE_FAILED, and SNAPSHOT_CORRUPT for a damaged journal; then nobody has heard of us.
+        """
+        self._directory = directory
+        self._file = -1
+        self._size = 0
+        self._broken = ""
+        self.epoch = _raise_epoch(directory)
+        newest = max(_numbers(directory, _JOURNAL), default=0)
+        self.contents = _read(directory, f"journal-{newest}.log") if newest else Contents()
+        self._start_file(newest + 1)
+
+    def append(self, entry: Entry) -> None:
+        """Make an entry durable. Raises STORAGE_FULL or STORAGE_FAILED; then it is not there, not even after a crash.
+
+        After a failed fsync nobody knows what the disk holds: every later append is refused until a restart.
+        """
+        if self._broken:
+            raise refuse(Reason.STORAGE_FAILED, f"The journal has failed: {self._broken}. Restart the coordinator.")
+        line = _line(entry)
+        if len(line) > MAX_ENTRY_BYTES:
+            raise refuse(Reason.LIMIT_EXCEEDED, f"A journal entry is larger than {MAX_ENTRY_BYTES} bytes.")
+        try:
+            _write_all(self._file, line)
+        except OSError as error:
+            self._cut_back(error)
+            raise storage_error(error, "writing the journal") from error
+        try:
+            os.fsync(self._file)
+        except OSError as error:
+            self._broken = error.strerror or "fsync"
+            raise storage_error(error, "fsync of the journal") from error
+        self._size += len(line)
+        self.contents.add(entry)
+        if self._size > ROTATE_BYTES and not self.contents.open:
+            self._start_file(max(_numbers(self._directory, _JOURNAL)) + 1)
+
+    def owns_epoch(self) -> bool:
+        """Whether no coordinator has started after us. Asked right before a snapshot is published."""
+        return max(_numbers(self._directory, _EPOCH), default=0) == self.epoch
+
+    def close(self) -> None:
+        """Give the handles back. Nothing is lost: every append was durable."""
+        if self._file >= 0:
+            os.close(self._file)
+            self._file = -1
+        self._directory.close()
+
+    def _cut_back(self, cause: OSError) -> None:
+        # A part of the line may be there (a full disk). Cutting needs no space; without it the next line would follow
+        # a torn one and look like damage.
+        try:
+            os.ftruncate(self._file, self._size)
+        except OSError:
+            self._broken = cause.strerror or "write"
+
+    def _start_file(self, number: int) -> None:
+        data = b"".join(
+            [_line(entry) for entries in self.contents.open.values() for entry in entries]
+            + [_line(Entry(name, "outcome", outcome)) for name, outcome in self.contents.outcomes.items()]
+        )
+        name = f"journal-{number}.log"
+        try:
+            self._directory.write_new(name, data)
+            file = os.open(self._directory.path / name, os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC | os.O_NOFOLLOW)
+        except FileExistsError as error:
+            raise refuse(Reason.FENCED, "Another coordinator starts in this root at this moment.") from error
+        except OSError as error:
+            raise storage_error(error, f"opening {name}") from error
+        if self._file >= 0:
+            os.close(self._file)
+        self._file, self._size = file, len(data)
+        for old in _numbers(self._directory, _JOURNAL):
+            if old < number:
+                self._directory.remove_file(f"journal-{old}.log")
+
+
+def _raise_epoch(directory: Directory) -> int:
+    while True:
+        known = sorted(_numbers(directory, _EPOCH))
+        epoch = (known[-1] if known else 0) + 1
+        try:
+            directory.write_new(f"epoch-{epoch}", b"")
+        except FileExistsError:
+            continue  # another start was faster; the next number is ours
+        for old in known[:-_KEPT_EPOCH_FILES]:
+            directory.remove_file(f"epoch-{old}")
+        return epoch
+
+
+def _numbers(directory: Directory, pattern: re.Pattern[str]) -> list[int]:
+    return [int(match[1]) for name in directory.names() if (match := pattern.fullmatch(name))]
+
+
+def _line(entry: Entry) -> bytes:
+    body = json.dumps(
+        {"operation_id": entry.operation_id, "kind": entry.kind, "data": entry.data}, separators=(",", ":")
+    )
+    raw = body.encode()
+    return b"%08x %s\n" % (zlib.crc32(raw), raw)
+
+
+def _read(directory: Directory, name: str) -> Contents:
+    contents = Contents()
+    torn_at = 0
+    for number, line in enumerate(directory.lines(name, MAX_ENTRY_BYTES), start=1):
+        if torn_at:
+            raise _damaged(directory, name, torn_at)
+        entry = _entry(line)
+        if entry is None:
+            torn_at = number
+        else:
+            contents.add(entry)
+    return contents
+
+
+def _entry(line: bytes) -> Entry | None:
+    checksum, _, raw = line.partition(b" ")
+    try:
+        if len(checksum) != 8 or int(checksum, 16) != zlib.crc32(raw):
+            return None
+        loaded = cast("dict[str, Any]", json.loads(raw))
+        return Entry(
+            OperationId(str(loaded["operation_id"])), str(loaded["kind"]), cast("dict[str, Any]", loaded["data"])
+        )
+    except (ValueError, KeyError, TypeError, RecursionError):
+        return None
+
+
+def _damaged(directory: Directory, name: str, line: int) -> SafepointError:
+    path = directory.path / name
+    return refuse(
+        Reason.SNAPSHOT_CORRUPT,
+        f"The journal {path} is damaged at line {line}. The coordinator does not act without it.",
+        next_step=f"Participants open by their lease. Then move {path} away and start again; snapshots are untouched.",
+    )
+
+
+def _write_all(file: int, data: bytes) -> None:
+    view = memoryview(data)
+    while view:
+        view = view[os.write(file, view) :]

@@ -1,0 +1,265 @@
+"""The coordinator's end of the Participant service: one channel per participant, one method per call.
+
+The rule: a call ends in exactly one of a proof, `Refused` (a reason came back), `Unanswered` (nothing did: its effect
+is unknown) or `Misanswered` (the protocol was broken). Nothing is repeated here, the core decides that; a stream that
+is left early is cancelled, else it would run until its channel closes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Generator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, Final, TypeVar, cast
+
+import grpc
+from grpc import aio
+from safepoint.v1 import capabilities_pb2, participant_service_pb2, participant_service_pb2_grpc
+
+from coordinator import convert
+from coordinator.protocol import events as core
+from coordinator.protocol.proofs import Progress, Proof
+from coordinator.protocol.topology import Participant
+from coordinator.wire.auth import Token
+from coordinator.wire.errors import Misanswered, Problem, Reason
+from coordinator.wire.ids import OperationId
+from coordinator.wire.rpc import channel, error_from_rpc
+from coordinator.wire.terms import Phase
+
+OnProgress = Callable[[Progress], None]
+OnClosed = Callable[[], None]
+ReplyT = TypeVar("ReplyT")
+
+if TYPE_CHECKING:  # these classes are generic, and the stub's is there, for checkers alone
+    StreamT = TypeVar("StreamT", bound=aio.UnaryStreamCall[Any, Any])
+    Stub = participant_service_pb2_grpc.ParticipantAsyncStub
+    PrepareCall = aio.UnaryStreamCall[participant_service_pb2.PrepareRequest, participant_service_pb2.PrepareEvent]
+    CommitCall = aio.UnaryStreamCall[participant_service_pb2.CommitRequest, participant_service_pb2.CommitEvent]
+    RestoreCall = aio.UnaryStreamCall[participant_service_pb2.RestoreRequest, participant_service_pb2.RestoreEvent]
+
+MAX_CAUSE_BYTES: Final = 1000  # limit of AbortRequest
+
+
+class Participants:
+    """Calls to participants, under the epoch of this coordinator. Belongs to the event loop it is used on."""
+
+    def __init__(self, epoch: int, token: Token | None) -> None:
+        self._epoch = epoch
+        self._metadata = token.metadata() if token is not None else None
+        self._channels: dict[
+            str, aio.Channel
+        ] = {}  # by address: participants come back under other names and addresses
+
+    async def close(self) -> None:
+        """Close all channels. Calls that run end without answer."""
+        channels, self._channels = self._channels, {}
+        await asyncio.gather(*(found.close() for found in channels.values()))
+
+    async def forget(self, address: str) -> None:
+        """Close the channel of somebody who is gone."""
+        found = self._channels.pop(address, None)
+        if found is not None:
+            await found.close()
+
+    async def perform(
+        self, whom: Participant, call: core.Call, on_progress: OnProgress, on_closed: OnClosed
+    ) -> tuple[Proof, Any]:
+        """Make a call of the core: the proof, and the message it was read from.
+
+        `on_closed` is called when the participant says that admission is closed, `on_progress` at each later step.
+        Raises Refused, Unanswered, Misanswered, each with phase and participant filled in.
+        """
+        stub = self._stub(whom.address)
+        context = participant_service_pb2.OperationContext(
+            operation_id=call.operation_id, coordinator_epoch=self._epoch
+        )
+        proof: tuple[Proof, Any] | None = None
+        with _errors(whom.participant_id, call.phase, call.operation_id):
+            match call.arguments:
+                case core.PrepareArguments() as arguments:
+                    with _left(self._prepare(stub, context, arguments, call.timeout_s)) as prepare:
+                        proof = await _until_prepared(prepare, on_progress, on_closed)
+                case core.CommitArguments() as arguments:
+                    commit = participant_service_pb2.CommitRequest(context=context, snapshot_id=arguments.snapshot_id)
+                    with _left(stub.Commit(commit, timeout=call.timeout_s, metadata=self._metadata)) as export:
+                        proof = await _until_committed(export, on_progress)
+                case core.ConfirmArguments() as arguments:
+                    confirm = participant_service_pb2.ConfirmRequest(
+                        context=context,
+                        incarnation_id=arguments.incarnation_id,
+                        admission_generation=arguments.generation,
+                    )
+                    confirmed = await stub.Confirm(confirm, timeout=call.timeout_s, metadata=self._metadata)
+                    proof = convert.confirmed(confirmed), confirmed
+                case core.RestoreArguments() as arguments:
+                    with _left(self._restore(stub, context, arguments, call.timeout_s)) as load:
+                        proof = await _until_restored(load, on_progress, on_closed)
+                case core.ResumeArguments():
+                    resume = participant_service_pb2.ResumeRequest(context=context)
+                    resumed = await stub.Resume(resume, timeout=call.timeout_s, metadata=self._metadata)
+                    proof = convert.opened(resumed), resumed
+                case core.AbortArguments() as arguments:
+                    cause = arguments.cause.encode()[:MAX_CAUSE_BYTES].decode(errors="ignore")
+                    abort = participant_service_pb2.AbortRequest(context=context, cause=cause)
+                    aborted = await stub.Abort(abort, timeout=call.timeout_s, metadata=self._metadata)
+                    proof = convert.opened(aborted), aborted
+        if proof is None:
+            raise Misanswered(
+                Problem(
+                    Reason.PROTOCOL_VIOLATION,
+                    f"{whom.participant_id} ended its answer without the proof of {call.phase.name.lower()}.",
+                    phase=call.phase, participant_id=whom.participant_id, operation_id=call.operation_id,
+                )
+            )  # fmt: skip
+        return proof
+
+    async def renew(self, whom: Participant, operation_id: OperationId, ttl_s: float, timeout_s: float) -> float:
+        """Renew a lease: the seconds that are left of it. Raises as `perform`."""
+        request = participant_service_pb2.RenewLeaseRequest(
+            context=participant_service_pb2.OperationContext(operation_id=operation_id, coordinator_epoch=self._epoch),
+            lease_ttl=convert.duration(ttl_s),
+        )
+        stub = self._stub(whom.address)
+        with _errors(whom.participant_id, Phase.UNSPECIFIED, operation_id):
+            reply = await stub.RenewLease(request, timeout=timeout_s, metadata=self._metadata)
+        return convert.seconds(reply.lease_remaining)
+
+    async def describe(self, address: str, timeout_s: float) -> participant_service_pb2.GetCapabilitiesResponse:
+        """Ask who listens at an address. Raises as `perform`."""
+        with _errors("", Phase.DISCOVER, ""):
+            return await _reply(
+                self._stub(address).GetCapabilities(
+                    participant_service_pb2.GetCapabilitiesRequest(), timeout=timeout_s, metadata=self._metadata
+                )
+            )
+
+    async def status(
+        self, whom: Participant, max_rollouts: int, timeout_s: float
+    ) -> capabilities_pb2.ParticipantStatus:
+        """The participant's own status. Raises as `perform`."""
+        with _errors(whom.participant_id, Phase.UNSPECIFIED, ""):
+            reply = await self._stub(whom.address).GetStatus(
+                participant_service_pb2.GetStatusRequest(max_rollouts=max_rollouts),
+                timeout=timeout_s,
+                metadata=self._metadata,
+            )
+        return reply.status
+
+    async def retire(self, whom: Participant, rollout_ids: Sequence[str], timeout_s: float) -> int:
+        """Tell a participant to forget all attempts of rollouts; how many it knew. Raises as `perform`."""
+        request = participant_service_pb2.RetireAttemptsRequest(
+            coordinator_epoch=self._epoch,
+            attempts=[participant_service_pb2.AttemptRef(rollout_id=r, attempt=2**32 - 1) for r in rollout_ids],
+        )
+        with _errors(whom.participant_id, Phase.UNSPECIFIED, ""):
+            reply = await self._stub(whom.address).RetireAttempts(request, timeout=timeout_s, metadata=self._metadata)
+        return reply.retired
+
+    def _prepare(
+        self,
+        stub: Stub,
+        context: participant_service_pb2.OperationContext,
+        arguments: core.PrepareArguments,
+        timeout_s: float,
+    ) -> PrepareCall:
+        request = participant_service_pb2.PrepareRequest(
+            context=context,
+            quiesce_mode=convert.wire(arguments.quiesce_mode),
+            straggler_policy=convert.wire(arguments.straggler_policy),
+            lease_ttl=convert.duration(arguments.lease_ttl_s),
+            straggler_grace=convert.duration(arguments.straggler_grace_s),
+        )
+        return stub.Prepare(request, timeout=timeout_s, metadata=self._metadata)
+
+    def _restore(
+        self,
+        stub: Stub,
+        context: participant_service_pb2.OperationContext,
+        arguments: core.RestoreArguments,
+        timeout_s: float,
+    ) -> RestoreCall:
+        request = participant_service_pb2.RestoreRequest(
+            context=context,
+            snapshot_id=arguments.snapshot_id,
+            manifest_sha256=arguments.manifest_sha256,
+            lease_ttl=convert.duration(arguments.lease_ttl_s),
+            source_participant_id=arguments.source_participant_id,
+        )
+        return stub.Restore(request, timeout=timeout_s, metadata=self._metadata)
+
+    def _stub(self, address: str) -> participant_service_pb2_grpc.ParticipantAsyncStub:
+        found = self._channels.get(address)
+        if found is None:
+            found = self._channels[address] = channel(address)
+        return participant_service_pb2_grpc.ParticipantStub(found)
+
+
+async def _reply(call: Awaitable[ReplyT]) -> ReplyT:
+    return await call
+
+
+# A step of a stream that this version does not know is skipped: none of the branches below takes it.
+
+
+async def _until_prepared(call: PrepareCall, on_progress: OnProgress, on_closed: OnClosed) -> tuple[Proof, Any] | None:
+    async for event in call:
+        match event.WhichOneof("event"):
+            case "admission_closed":
+                on_closed()
+            case "drain_progress":
+                on_progress(convert.drain_progress(event.drain_progress))
+            case "prepared":
+                return convert.prepared(event.prepared), event.prepared
+            case _:
+                pass
+    return None
+
+
+async def _until_committed(call: CommitCall, on_progress: OnProgress) -> tuple[Proof, Any] | None:
+    async for event in call:
+        match event.WhichOneof("event"):
+            case "export_progress":
+                on_progress(convert.export_progress(event.export_progress))
+            case "committed":
+                return convert.committed(event.committed), event.committed
+            case _:
+                pass
+    return None
+
+
+async def _until_restored(call: RestoreCall, on_progress: OnProgress, on_closed: OnClosed) -> tuple[Proof, Any] | None:
+    async for event in call:
+        match event.WhichOneof("event"):
+            case "admission_closed":
+                on_closed()
+            case "load_progress":
+                on_progress(convert.export_progress(event.load_progress))
+            case "restored":
+                return convert.restored(event.restored), event.restored
+            case _:
+                pass
+    return None
+
+
+@contextmanager
+def _left(call: StreamT) -> Generator[StreamT]:
+    try:
+        yield call
+    finally:
+        call.cancel()  # harmless for one that has ended
+
+
+@contextmanager
+def _errors(participant_id: str, phase: Phase, operation_id: str) -> Generator[None]:
+    try:
+        yield
+    except aio.AioRpcError as error:
+        failure = error_from_rpc(cast("grpc.RpcError", error), participant_id)
+        found = failure.problem
+        filled = Problem(
+            reason=found.reason, message=found.message, next_step=found.next_step,
+            phase=found.phase or phase, participant_id=found.participant_id or participant_id,
+            operation_id=found.operation_id or operation_id, rollouts=found.rollouts,
+            rollout_count=found.rollout_count, waited_s=found.waited_s, metadata=found.metadata,
+        )  # fmt: skip
+        raise type(failure)(filled) from error

@@ -1,0 +1,152 @@
+"""Who takes part now: shims that registered, each for as long as its stream lives, and those of the static list.
+
+The rule: a name belongs to one living incarnation. A newcomer of that name with another incarnation is refused while
+the old one lives, and replaces it once it is dead; whoever follows the registry hears of a loss or a replacement at
+once, so that an operation never waits for somebody who is gone.
+
+No IO: the clock (seconds, monotonic) is given, streams call `beat` and `leave`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Final
+
+from coordinator.protocol.topology import Participant
+from coordinator.wire.errors import Problem, Reason, refuse
+from coordinator.wire.ids import IncarnationId, ParticipantId
+
+Lost = Callable[[Participant, Problem], None]
+Joined = Callable[[Participant], None]
+
+_MAX_PARTICIPANTS: Final = 10_000
+
+
+@dataclass(slots=True, eq=False)
+class Session:
+    """One registration: what a shim said in Hello, and when it was last heard."""
+
+    participant: Participant
+    heard_at: float
+    alive: bool = True
+
+
+@dataclass(slots=True)
+class Registry:
+    """The participants of a job. `silence_s`: how long a stream may be silent before its shim counts as lost."""
+
+    clock: Callable[[], float]
+    silence_s: float
+    _sessions: dict[ParticipantId, Session] = field(default_factory=dict[ParticipantId, Session])
+    _static: dict[ParticipantId, Participant] = field(default_factory=dict[ParticipantId, Participant])
+    _on_lost: list[Lost] = field(default_factory=list[Lost])
+    _on_joined: list[Joined] = field(default_factory=list[Joined])
+
+    def follow(self, lost: Lost, joined: Joined) -> None:
+        """Call `lost` for who is gone or replaced, and `joined` for who has come."""
+        self._on_lost.append(lost)
+        self._on_joined.append(joined)
+
+    def register(self, participant: Participant) -> Session:
+        """A shim announces itself. Call `beat` for each of its heartbeats and `leave` when its stream ends.
+
+        Raises DUPLICATE_PARTICIPANT when another living incarnation has the name. The same incarnation on a new stream
+        (its connection broke) takes over from the old stream, and nothing is lost.
+        """
+        name = participant.participant_id
+        static = self._static.get(name)
+        if static is not None and static.address != participant.address:
+            raise refuse(
+                Reason.DUPLICATE_PARTICIPANT,
+                f"{name} is in the static list at {static.address}; this shim is at {participant.address}.",
+                participant_id=name,
+            )
+        old = self._sessions.get(name)
+        if old is None and static is None and len(self._sessions) >= _MAX_PARTICIPANTS:
+            raise refuse(Reason.LIMIT_EXCEEDED, f"There are {_MAX_PARTICIPANTS} participants already.")
+        if old is not None and old.participant.incarnation_id != participant.incarnation_id:
+            silent_s = self.clock() - old.heard_at
+            if silent_s <= self.silence_s:
+                raise refuse(
+                    Reason.DUPLICATE_PARTICIPANT,
+                    f"{name} is registered from {old.participant.address}, heard {silent_s:.1f} s ago.",
+                    participant_id=name,
+                )
+            self._lose(old, f"{name} fell silent and was replaced by another process.", Reason.INCARNATION_CHANGED)
+        elif old is not None:
+            old.alive = False
+        session = Session(participant, self.clock())
+        self._sessions[name] = session
+        for joined in self._on_joined:
+            joined(participant)
+        return session
+
+    def beat(self, session: Session) -> None:
+        """A heartbeat, or anything else, came from this shim."""
+        session.heard_at = self.clock()
+
+    def leave(self, session: Session, why: str) -> None:
+        """The stream has ended. Nothing happens when the registration was taken over before."""
+        if session.alive:
+            self._lose(session, f"{session.participant.participant_id} is gone: {why}.", Reason.UNREACHABLE)
+
+    def reap(self) -> None:
+        """Lose everybody who has been silent for too long; call it once a heartbeat interval."""
+        now = self.clock()
+        for session in [s for s in self._sessions.values() if now - s.heard_at > self.silence_s]:
+            name = session.participant.participant_id
+            silent_s = now - session.heard_at
+            self._lose(session, f"{name} has been silent for {silent_s:.1f} s.", Reason.UNREACHABLE)
+
+    def set_static(self, participant: Participant) -> None:
+        """What somebody of the static list said it is. Another incarnation than before is a replacement."""
+        name = participant.participant_id
+        old = self._static.get(name)
+        if old is not None and old.address != participant.address:
+            raise refuse(
+                Reason.DUPLICATE_PARTICIPANT,
+                f"Both {old.address} and {participant.address} of the static list are called {name}.",
+                participant_id=name,
+            )
+        if old == participant:
+            return
+        self._static[name] = participant
+        if old is not None and old.incarnation_id != participant.incarnation_id and name not in self._sessions:
+            problem = Problem(Reason.INCARNATION_CHANGED, f"{name} was restarted.", participant_id=name)
+            for lost in self._on_lost:
+                lost(old, problem)
+        for joined in self._on_joined:
+            joined(participant)
+
+    def forget_static(self, address: str) -> None:
+        """Nobody answers at this address of the static list."""
+        for name in [n for n, p in self._static.items() if p.address == address]:
+            gone = self._static.pop(name)
+            if name not in self._sessions:
+                problem = Problem(Reason.UNREACHABLE, f"{name} does not answer at {address}.", participant_id=name)
+                for lost in self._on_lost:
+                    lost(gone, problem)
+
+    def participants(self) -> tuple[Participant, ...]:
+        """Everybody now, sorted by name."""
+        everybody = {**self._static, **{name: s.participant for name, s in self._sessions.items()}}
+        return tuple(everybody[name] for name in sorted(everybody))
+
+    def get(self, name: str) -> Participant | None:
+        """The participant of that name."""
+        session = self._sessions.get(ParticipantId(name))
+        return session.participant if session is not None else self._static.get(ParticipantId(name))
+
+    def incarnations(self, names: Iterable[ParticipantId]) -> dict[ParticipantId, IncarnationId]:
+        """The incarnations of those of `names` that are here."""
+        return {name: found.incarnation_id for name in names if (found := self.get(name)) is not None}
+
+    def _lose(self, session: Session, message: str, reason: Reason) -> None:
+        session.alive = False
+        name = session.participant.participant_id
+        if self._sessions.get(name) is session:
+            del self._sessions[name]
+        problem = Problem(reason, message, participant_id=name)
+        for lost in self._on_lost:
+            lost(session.participant, problem)
