@@ -1,0 +1,74 @@
+"""The trainer's end: `Client` (sync), `AsyncClient`, what they answer with and what they raise.
+
+    from coordinator.client import Client
+
+    with Client() as client:
+        print(client.save("step-40"))
+        with client.cut("step-41") as cut:
+            cut.metadata["weights"] = save_weights()
+        restored = client.restore("latest")
+        todo = [r.rollout_id for r in restored.rollouts()]
+        client.resume()
+
+Imports no Ray, torch or vLLM: it runs in whatever process the trainer is.
+
+client_results    what the methods answer with; an operation's events folded into it
+client_requests   ids, options and limits, checked before anything leaves
+client_address    where the coordinator is
+client_patience   what is repeated, for how long, and the last word
+client_sync       Client
+client_async      AsyncClient
+client_cut        a save that the trainer drives
+"""
+
+from __future__ import annotations
+
+from coordinator.client_async import AsyncClient
+from coordinator.client_cut import AsyncCut, Cut
+from coordinator.client_patience import DEADLINES_S, Budgets
+from coordinator.client_results import (
+    AbortResult,
+    AsyncRestoreResult,
+    PreparedResult,
+    ProgressCallback,
+    RestoreResult,
+    ResumeResult,
+    Rollout,
+    SaveResult,
+    SnapshotList,
+    SnapshotSummary,
+    Totals,
+    describe,
+)
+from coordinator.client_sync import Client
+from coordinator.wire.errors import Misanswered, Reason, Refused, SafepointError, Unanswered
+from coordinator.wire.terms import QuiesceMode, RolloutState, StragglerPolicy
+
+__all__ = [
+    "DEADLINES_S",
+    "AbortResult",
+    "AsyncClient",
+    "AsyncCut",
+    "AsyncRestoreResult",
+    "Budgets",
+    "Client",
+    "Cut",
+    "Misanswered",
+    "PreparedResult",
+    "ProgressCallback",
+    "QuiesceMode",
+    "Reason",
+    "Refused",
+    "RestoreResult",
+    "ResumeResult",
+    "Rollout",
+    "RolloutState",
+    "SafepointError",
+    "SaveResult",
+    "SnapshotList",
+    "SnapshotSummary",
+    "StragglerPolicy",
+    "Totals",
+    "Unanswered",
+    "describe",
+]

@@ -1,0 +1,334 @@
+"""`AsyncClient`: the trainer's end of the Coordinator service, for code in an event loop.
+
+The same methods, arguments and errors as `Client`, awaited. The rule: a channel belongs to the loop it was first used
+on, so a client is used in one loop, and a process that has used one must not fork (grpc.aio crashes in the child): use
+`Client` where workers are forked.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from collections.abc import AsyncGenerator, Mapping, Sequence
+from contextlib import aclosing
+from dataclasses import fields
+
+from safepoint.v1 import coordinator_service_pb2 as pb
+
+from coordinator import client_requests as requests
+from coordinator.client_address import find_target
+from coordinator.client_calls_async import AsyncCalls
+from coordinator.client_cut import AsyncCut
+from coordinator.client_patience import Budgets, Patience
+from coordinator.client_results import (
+    AbortResult,
+    AsyncRestoreResult,
+    Outcome,
+    PreparedResult,
+    ProgressCallback,
+    RestoreSummary,
+    ResumeResult,
+    Rollout,
+    SaveResult,
+    SnapshotList,
+    SnapshotSummary,
+    rollout_from,
+    summary_from,
+)
+from coordinator.wire.auth import read_token
+from coordinator.wire.errors import SafepointError
+from coordinator.wire.terms import QuiesceMode, StragglerPolicy
+
+log = logging.getLogger("safepoint.client")
+
+
+class AsyncClient:
+    """Saves and restores rollouts through a coordinator; see `Client` for what its methods promise and raise.
+
+    Cancelling an awaited call does not end the operation: `abort()` does.
+    """
+
+    def __init__(
+        self,
+        target: str | None = None,
+        *,
+        token_file: str | os.PathLike[str] | None = None,
+        budgets: Budgets | None = None,
+    ) -> None:
+        self._calls = AsyncCalls(find_target(target), read_token(token_file), budgets or Budgets())
+
+    async def __aenter__(self) -> AsyncClient:
+        return self
+
+    async def __aexit__(self, *_exc: object) -> None:
+        await self.close()
+
+    async def close(self) -> None:
+        """Close the channel. Running operations go on. May be called twice; in a forked child it does nothing."""
+        await self._calls.close()
+
+    # Saving and restoring
+
+    async def save(
+        self,
+        snapshot_id: str | None = None,
+        *,
+        quiesce_mode: QuiesceMode | str = "hold",
+        straggler_policy: StragglerPolicy | str = "exclude",
+        straggler_grace: float | None = None,
+        lease: float | None = None,
+        timeout: float | None = None,
+        metadata: Mapping[str, str] | None = None,
+        expected_fingerprint: str = "",
+        operation_id: str | None = None,
+        on_progress: ProgressCallback | None = None,
+    ) -> SaveResult:
+        """Take a snapshot while rollouts run. Returns when it is published and durable, and everybody was told to resume.
+
+        Times in seconds. Without a `snapshot_id` one is made. Give `operation_id` to repeat a save whose outcome you
+        do not know. When it raises `Refused`, nobody is left paused and older snapshots are untouched.
+        """
+        options = requests.save_options(
+            quiesce_mode, straggler_policy, straggler_grace, lease, expected_fingerprint
+        )  # fmt: skip
+        request = requests.save_request(snapshot_id, operation_id, metadata, options)
+        outcome = Outcome(request.operation_id, request.snapshot_id)
+        await self._calls.operate("Save", lambda stub: stub.Save, request, outcome, timeout, on_progress)
+        return outcome.save_result()
+
+    async def restore(
+        self,
+        snapshot_id: str = requests.LATEST,
+        *,
+        resume: bool = False,
+        lease: float | None = None,
+        timeout: float | None = None,
+        operation_id: str | None = None,
+        on_progress: ProgressCallback | None = None,
+    ) -> AsyncRestoreResult:
+        """Load a snapshot everywhere. Everybody stays paused until `resume()`, unless `resume` is set.
+
+        "latest" is the newest published snapshot that verifies; the result says which one it was and what was skipped.
+        Raises Refused(SNAPSHOT_NOT_FOUND) when there is none. After a failure everybody stays paused: `abort()` opens
+        admission without the snapshot.
+        """
+        skipped: Mapping[str, str] = {}
+        if snapshot_id == requests.LATEST:
+            snapshot_id, skipped = await self.latest()
+        request = requests.restore_request(snapshot_id, operation_id, resume, lease)
+        outcome = Outcome(request.operation_id, snapshot_id)
+        await self._calls.operate("Restore", lambda stub: stub.Restore, request, outcome, timeout, on_progress)
+        summary = outcome.restore_summary(resume, skipped)
+        values = {f.name: getattr(summary, f.name) for f in fields(RestoreSummary)}
+        return AsyncRestoreResult(**values, read_ledger=lambda: self.ledger(snapshot_id))
+
+    async def latest(self) -> tuple[str, dict[str, str]]:
+        """The newest published snapshot that verifies, and the newer ones that do not, with why.
+
+        Reads every byte of it. Raises Refused(SNAPSHOT_NOT_FOUND) when there is none.
+        """
+        skipped: dict[str, str] = {}
+        for summary in (await self.snapshots()).published:
+            try:
+                await self.verify(summary.snapshot_id)
+            except SafepointError as error:
+                if error.reason not in requests.DAMAGED:
+                    raise
+                log.warning("snapshot %s is passed over: %s", summary.snapshot_id, error)
+                skipped[summary.snapshot_id] = str(error)
+            else:
+                return summary.snapshot_id, skipped
+        raise requests.no_snapshot(skipped)
+
+    def cut(
+        self,
+        snapshot_id: str | None = None,
+        *,
+        quiesce_mode: QuiesceMode | str = "hold",
+        straggler_policy: StragglerPolicy | str = "exclude",
+        straggler_grace: float | None = None,
+        lease: float | None = None,
+        timeout: float | None = None,
+        expected_fingerprint: str = "",
+        on_progress: ProgressCallback | None = None,
+    ) -> AsyncCut:
+        """A save that holds state of your own too: `async with client.cut("step-40") as cut: ...`; see `AsyncCut`."""
+        options = requests.save_options(
+            quiesce_mode, straggler_policy, straggler_grace, lease, expected_fingerprint
+        )  # fmt: skip
+        request = requests.save_request(snapshot_id, None, None, options)
+        return AsyncCut(self, request, timeout, on_progress)
+
+    # The trainer-driven phases; `cut` calls them in order
+
+    async def prepare(
+        self,
+        snapshot_id: str,
+        operation_id: str,
+        options: pb.SaveOptions | None = None,
+        *,
+        timeout: float | None = None,
+        on_progress: ProgressCallback | None = None,
+    ) -> PreparedResult:
+        """Pause everybody. `commit` or `abort` must follow before the lease lapses."""
+        request = pb.PrepareOperationRequest(operation_id=operation_id, snapshot_id=snapshot_id, options=options)
+        outcome = Outcome(operation_id, snapshot_id)
+        await self._calls.operate("Prepare", lambda stub: stub.Prepare, request, outcome, timeout, on_progress)
+        return outcome.prepared_result()
+
+    async def commit(
+        self, operation_id: str, *, timeout: float | None = None, on_progress: ProgressCallback | None = None
+    ) -> None:
+        """Everybody exports; nothing is published yet."""
+        request = pb.CommitOperationRequest(operation_id=operation_id)
+        await self._calls.operate(
+            "Commit", lambda stub: stub.Commit, request, Outcome(operation_id), timeout, on_progress
+        )
+
+    async def publish(
+        self,
+        operation_id: str,
+        metadata: Mapping[str, str] | None = None,
+        *,
+        timeout: float | None = None,
+        on_progress: ProgressCallback | None = None,
+    ) -> SaveResult:
+        """Confirm every freeze and write the snapshot's manifest. Everybody stays paused: `resume` must follow."""
+        request = pb.PublishRequest(operation_id=operation_id, metadata=requests.checked_metadata(metadata or {}))
+        outcome = Outcome(operation_id)
+        await self._calls.operate("Publish", lambda stub: stub.Publish, request, outcome, timeout, on_progress)
+        return outcome.save_result()
+
+    async def resume(
+        self,
+        operation_id: str | None = None,
+        *,
+        timeout: float | None = None,
+        on_progress: ProgressCallback | None = None,
+    ) -> ResumeResult:
+        """Open admission after a publish or a restore. Without an id: the operation that waits for it.
+
+        With nothing to resume it changes nothing and `pause_s` is None. Raises Refused(WRONG_PHASE) before publish.
+        """
+        operation_id = operation_id or (await self.status()).operation.operation_id
+        if not operation_id:
+            return ResumeResult(None)
+        request = pb.ResumeOperationRequest(operation_id=operation_id)
+        outcome = Outcome(operation_id)
+        await self._calls.operate("Resume", lambda stub: stub.Resume, request, outcome, timeout, on_progress)
+        return outcome.resume_result()
+
+    async def abort(
+        self, cause: str = "", *, operation_id: str | None = None, timeout: float | None = None
+    ) -> AbortResult:
+        """End the named or the active operation and open admission everywhere. Nothing active: changes nothing."""
+        request = pb.AbortOperationRequest(
+            operation_id=operation_id or "", cause=cause.encode()[:1000].decode(errors="ignore")
+        )
+        answer = await self._calls.ask("Abort", "Abort", lambda stub: stub.Abort, request, timeout)
+        return AbortResult(answer.operation_id, tuple(answer.acknowledged), tuple(answer.unconfirmed))
+
+    # Looking
+
+    async def status(
+        self, *, participants: bool = False, max_rollouts: int = 0, timeout: float | None = None
+    ) -> pb.GetCoordinatorStatusResponse:
+        """The coordinator's status now; `participants` asks each of them too, `max_rollouts` for its live rollouts."""
+        request = pb.GetCoordinatorStatusRequest(participants=participants, max_rollouts=max_rollouts)
+        return await self._calls.ask("GetStatus", "Status", lambda stub: stub.GetStatus, request, timeout)
+
+    async def topology(self, *, refresh: bool = False, timeout: float | None = None) -> pb.GetTopologyResponse:
+        """Who takes part, and what is wrong or costly about it."""
+        request = pb.GetTopologyRequest(refresh=refresh)
+        return await self._calls.ask("GetTopology", "Topology", lambda stub: stub.GetTopology, request, timeout)
+
+    async def watch(
+        self, operation_id: str | None = None, *, timeout: float | None = None
+    ) -> AsyncGenerator[pb.WatchEvent, None]:
+        """Follow the coordinator: its status at once, then every event; for one operation until that has ended.
+
+        Goes on over restarts of the coordinator (the status comes again then), without end when `timeout` is None.
+        Close the iterator to leave.
+        """
+        request = pb.WatchRequest(operation_id=operation_id or "")
+        ends_at = None if timeout is None else time.monotonic() + timeout
+        while ends_at is None or time.monotonic() < ends_at:
+            left = None if ends_at is None else max(0.1, ends_at - time.monotonic())
+            patience = Patience("Watch", "Watch", left, self._calls.budgets)
+            try:
+                async with aclosing(self._calls.stream("Watch", patience, lambda stub: stub.Watch, request)) as events:
+                    async for event in events:
+                        yield event
+            except SafepointError:
+                if not patience.expired:
+                    raise
+                continue  # an hour is over, or the caller's time: not a failure
+            if operation_id:
+                return
+            await self._calls.sleep(0.2)  # a server that shuts down ends the stream well; do not spin on it
+
+    async def snapshots(self, *, timeout: float | None = None) -> SnapshotList:
+        """Published snapshots, newest first, and the directories that hold none."""
+        published: list[SnapshotSummary] = []
+        invalid: dict[str, str] = {}
+        page = ""
+        while True:
+            request = pb.ListSnapshotsRequest(page_size=1000, page_token=page)
+            answer = await self._calls.ask(
+                "ListSnapshots", "Snapshots", lambda stub: stub.ListSnapshots, request, timeout
+            )
+            published += [summary_from(info) for info in answer.snapshots]
+            invalid.update(answer.invalid)
+            page = answer.next_page_token
+            if not page:
+                return SnapshotList(tuple(published), invalid)
+
+    async def ledger(self, snapshot_id: str, *, timeout: float | None = None) -> AsyncGenerator[Rollout, None]:
+        """The rollouts of a snapshot, sorted by rollout_id, read while iterating. A lost connection is gone over."""
+        request = pb.ReadLedgerRequest(snapshot_id=requests.checked_snapshot_id(snapshot_id))
+        patience = Patience("ReadLedger", f"Ledger of {snapshot_id}", timeout, self._calls.budgets)
+        last = ""
+        stream = self._calls.stream("ReadLedger", patience, lambda stub: stub.ReadLedger, request)
+        async with aclosing(stream) as events:
+            async for event in events:
+                for entry in event.entries:
+                    if entry.rollout_id > last:  # sorted: what a repeated call sends again is not news
+                        last = entry.rollout_id
+                        yield rollout_from(entry)
+
+    async def verify(self, snapshot_id: str, *, timeout: float | None = None) -> pb.VerifySnapshotResponse:
+        """Read every byte of a snapshot. Returns when it can be restored; raises Refused naming the damage."""
+        request = pb.VerifySnapshotRequest(snapshot_id=requests.checked_snapshot_id(snapshot_id))
+        return await self._calls.ask(
+            "VerifySnapshot", f"Verify {snapshot_id}", lambda stub: stub.VerifySnapshot, request, timeout
+        )
+
+    async def prune(
+        self, keep_last: int, *, dry_run: bool = False, timeout: float | None = None
+    ) -> pb.PruneSnapshotsResponse:
+        """Delete old snapshots; never the newest one, nor one that is being restored. With `dry_run` only say which."""
+        request = pb.PruneSnapshotsRequest(keep_last=keep_last, dry_run=dry_run)
+        return await self._calls.ask("PruneSnapshots", "Prune", lambda stub: stub.PruneSnapshots, request, timeout)
+
+    async def retire(self, rollout_ids: Sequence[str], *, timeout: float | None = None) -> int:
+        """Forget rollouts whose results you have safe, any number of them; how many records were dropped.
+
+        Raises Unanswered naming participants that could not be told; repeat it then.
+        """
+        retired, missing = 0, set[str]()
+        for part in requests.checked_rollout_ids(list(rollout_ids)):
+            request = pb.RetireRolloutsRequest(rollout_ids=part)
+            answer = await self._calls.ask(
+                "RetireRollouts", "Retire", lambda stub: stub.RetireRollouts, request, timeout
+            )
+            retired += answer.retired
+            missing.update(answer.unconfirmed)
+        if missing:
+            raise requests.not_told(missing)
+        return retired
+
+    async def explain(self, operation_id: str | None = None, *, timeout: float | None = None) -> pb.ExplainResponse:
+        """Why the named operation, or the last one that did not finish, ended as it did."""
+        request = pb.ExplainRequest(operation_id=operation_id or "")
+        return await self._calls.ask("Explain", "Explain", lambda stub: stub.Explain, request, timeout)

@@ -1,0 +1,165 @@
+"""What the trainer client sends: ids, options and limits, checked before anything leaves.
+
+PURE. The rule: a request is built once per call and repeated unchanged, since the coordinator binds an operation_id to
+the digest of its request.
+"""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections.abc import Mapping
+from enum import IntEnum
+from typing import Any, Final, TypeVar, cast
+
+from google.protobuf.duration_pb2 import Duration
+from safepoint.v1 import coordinator_service_pb2 as pb
+
+from coordinator.wire.errors import Problem, Reason, Refused, Unanswered, refuse
+from coordinator.wire.ids import is_rollout_id, is_wire_id, new_operation_id
+from coordinator.wire.terms import QuiesceMode, StragglerPolicy
+
+LATEST: Final = "latest"
+MAX_METADATA_ENTRIES: Final = 64
+MAX_METADATA_BYTES: Final = 1024
+MAX_RETIRED_AT_ONCE: Final = 1024
+
+_E = TypeVar("_E", bound=IntEnum)
+
+
+def new_snapshot_id() -> str:
+    """A name for a snapshot that was given none: sorts by time, for people; the random part makes it unique."""
+    return time.strftime("auto-%Y%m%dT%H%M%SZ-", time.gmtime()) + secrets.token_hex(4)
+
+
+def save_request(
+    snapshot_id: str | None,
+    operation_id: str | None,
+    metadata: Mapping[str, str] | None,
+    options: pb.SaveOptions,
+) -> pb.SaveRequest:
+    return pb.SaveRequest(
+        operation_id=operation_id_or_new(operation_id, "save"),
+        snapshot_id=checked_snapshot_id(snapshot_id) if snapshot_id else new_snapshot_id(),
+        options=options,
+        metadata=checked_metadata(metadata or {}),
+    )
+
+
+def save_options(
+    quiesce_mode: QuiesceMode | str = "hold",
+    straggler_policy: StragglerPolicy | str = "exclude",
+    straggler_grace_s: float | None = None,
+    lease_s: float | None = None,
+    expected_fingerprint: str = "",
+) -> pb.SaveOptions:
+    """Raises Refused(INVALID_ARGUMENT) for a mode or policy that does not exist, or a negative time."""
+    options = pb.SaveOptions(
+        quiesce_mode=cast(Any, int(chosen(QuiesceMode, quiesce_mode, "quiesce_mode"))),
+        straggler_policy=cast(Any, int(chosen(StragglerPolicy, straggler_policy, "straggler_policy"))),
+        expected_fingerprint=expected_fingerprint,
+    )
+    if straggler_grace_s is not None:
+        options.straggler_grace.CopyFrom(duration(straggler_grace_s, "straggler_grace"))
+    if lease_s is not None:
+        options.lease_ttl.CopyFrom(duration(lease_s, "lease"))
+    return options
+
+
+def restore_request(
+    snapshot_id: str, operation_id: str | None, resume: bool, lease_s: float | None
+) -> pb.RestoreSnapshotRequest:
+    request = pb.RestoreSnapshotRequest(
+        operation_id=operation_id_or_new(operation_id, "restore"),
+        snapshot_id=checked_snapshot_id(snapshot_id),
+        resume=resume,
+    )
+    if lease_s is not None:
+        request.lease_ttl.CopyFrom(duration(lease_s, "lease"))
+    return request
+
+
+def operation_id_or_new(operation_id: str | None, kind: str) -> str:
+    if operation_id is None:
+        return new_operation_id(kind)
+    if not is_wire_id(operation_id):
+        raise refuse(Reason.MALFORMED_ID, f"{operation_id!r} cannot name an operation.")
+    return operation_id
+
+
+def checked_snapshot_id(snapshot_id: str) -> str:
+    """Raises Refused(MALFORMED_ID). `latest` is what a restore asks for and never a name."""
+    if not is_wire_id(snapshot_id) or snapshot_id == LATEST:
+        raise refuse(Reason.MALFORMED_ID, f"{snapshot_id!r} cannot name a snapshot.")
+    return snapshot_id
+
+
+def checked_metadata(metadata: Mapping[str, str]) -> dict[str, str]:
+    """Raises Refused: INVALID_ARGUMENT for what is no text, LIMIT_EXCEEDED beyond 64 entries of 1 KiB."""
+    if len(metadata) > MAX_METADATA_ENTRIES:
+        raise refuse(
+            Reason.LIMIT_EXCEEDED, f"{len(metadata)} metadata entries; at most {MAX_METADATA_ENTRIES} are kept."
+        )
+    for key, value in metadata.items():
+        if not isinstance(key, str) or not isinstance(value, str):  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise refuse(Reason.INVALID_ARGUMENT, f"Metadata {key!r} must be text, and its value too.")
+        if len(key.encode()) + len(value.encode()) > MAX_METADATA_BYTES:
+            raise refuse(
+                Reason.LIMIT_EXCEEDED,
+                f"Metadata {key[:40]!r} has more than {MAX_METADATA_BYTES} bytes.",
+                next_step="Put a path or a digest there, not the thing itself.",
+            )
+    return dict(metadata)
+
+
+def checked_rollout_ids(rollout_ids: list[str]) -> list[list[str]]:
+    """The ids in parts that fit one call each. Raises Refused(MALFORMED_ID) for one that cannot name a rollout."""
+    for rollout_id in rollout_ids:
+        if not is_rollout_id(rollout_id):
+            raise refuse(Reason.MALFORMED_ID, f"{rollout_id!r} cannot name a rollout.")
+    return [rollout_ids[i : i + MAX_RETIRED_AT_ONCE] for i in range(0, len(rollout_ids), MAX_RETIRED_AT_ONCE)]
+
+
+def chosen(kind: type[_E], value: _E | str, field: str) -> _E:
+    """The member that `value` is or names, in any case. Raises Refused(INVALID_ARGUMENT) naming the choices."""
+    if isinstance(value, kind):
+        return value
+    try:
+        return kind[str(value).upper()]
+    except KeyError:
+        choices = ", ".join(member.name.lower() for member in kind if member)
+        raise refuse(Reason.INVALID_ARGUMENT, f"{field} {value!r} does not exist. Choose one of: {choices}.") from None
+
+
+def duration(value_s: float, field: str) -> Duration:
+    """Raises Refused(INVALID_ARGUMENT) for what is negative or no number."""
+    if not 0 <= value_s < 1e9:  # also false for nan
+        raise refuse(Reason.INVALID_ARGUMENT, f"{field} must be a number of seconds from zero up, not {value_s!r}.")
+    message = Duration()
+    message.FromMicroseconds(round(value_s * 1e6))
+    return message
+
+
+# What makes "latest" pass over a snapshot: it can never be restored, whatever is done about the servers.
+DAMAGED: Final = frozenset(
+    {Reason.SNAPSHOT_CORRUPT, Reason.SNAPSHOT_TOO_NEW, Reason.SNAPSHOT_UNSAFE, Reason.SNAPSHOT_NOT_FOUND}
+)
+
+
+def no_snapshot(skipped: Mapping[str, str]) -> Refused:
+    """There is nothing that "latest" could mean."""
+    text = "No snapshot is published."
+    if skipped:
+        text = f"None of the {len(skipped)} published snapshots verifies: {', '.join(list(skipped)[:5])}."
+    return refuse(Reason.SNAPSHOT_NOT_FOUND, text, next_step="Start from scratch, or look at `safepoint snapshots ls`.")
+
+
+def not_told(participant_ids: set[str]) -> Unanswered:
+    """A retire that did not reach everybody."""
+    return Unanswered(
+        Problem(
+            Reason.UNREACHABLE,
+            f"Could not tell {', '.join(sorted(participant_ids))} to forget the rollouts.",
+            next_step="Retire the same rollouts again: it is idempotent.",
+        )
+    )
