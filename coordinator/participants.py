@@ -32,7 +32,6 @@ ReplyT = TypeVar("ReplyT")
 
 if TYPE_CHECKING:  # these classes are generic, and the stub's is there, for checkers alone
     StreamT = TypeVar("StreamT", bound=aio.UnaryStreamCall[Any, Any])
-    Stub = participant_service_pb2_grpc.ParticipantAsyncStub
     PrepareCall = aio.UnaryStreamCall[participant_service_pb2.PrepareRequest, participant_service_pb2.PrepareEvent]
     CommitCall = aio.UnaryStreamCall[participant_service_pb2.CommitRequest, participant_service_pb2.CommitEvent]
     RestoreCall = aio.UnaryStreamCall[participant_service_pb2.RestoreRequest, participant_service_pb2.RestoreEvent]
@@ -157,7 +156,7 @@ class Participants:
 
     def _prepare(
         self,
-        stub: Stub,
+        stub: participant_service_pb2_grpc.ParticipantAsyncStub,
         context: participant_service_pb2.OperationContext,
         arguments: core.PrepareArguments,
         timeout_s: float,
@@ -173,7 +172,7 @@ class Participants:
 
     def _restore(
         self,
-        stub: Stub,
+        stub: participant_service_pb2_grpc.ParticipantAsyncStub,
         context: participant_service_pb2.OperationContext,
         arguments: core.RestoreArguments,
         timeout_s: float,
