@@ -440,11 +440,10 @@ class Fence:
             return
         # While an operation runs, one place is kept for it: the owner itself must always be remembered.
         limit = self._max_finished - (1 if self._owner is not None else 0)
-        if len(self._finished) >= limit:
-            if not self._forget_oldest():
-                # Not remembering is safe only if nothing begins any more in this epoch, so nothing does.
-                self._overflow_epoch = max(self._overflow_epoch, record.epoch)
-                return
+        if len(self._finished) >= limit and not self._forget_oldest():
+            # Not remembering is safe only if nothing begins any more in this epoch, so nothing does.
+            self._overflow_epoch = max(self._overflow_epoch, record.epoch)
+            return
         self._finished[operation_id] = record
 
     def _forget_oldest(self) -> bool:

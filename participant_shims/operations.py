@@ -1,0 +1,327 @@
+"""Runs operations: what the fence has accepted is done here, against the adapter.
+
+The rule: the fence decides, this file performs, in this order: whatever a decision says has ended is opened before
+anything else is done. Phases are tasks that outlive their callers; Resume and Abort overtake them and wait for nobody
+but the gates. Leases run on an injected clock.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Awaitable, Callable, Coroutine
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from typing import Any, Final, Protocol, TypeVar
+
+from coordinator.wire.beneath import storage_error
+from coordinator.wire.errors import Problem, Reason, Refused, SafepointError, refuse
+from coordinator.wire.terms import ParticipantState, Phase
+from participant_shims.adapter import Adapter, Closed, Description, Opened, Snapshot
+from participant_shims.fence import Accept, Cause, Decision, Ended, Fence, Refuse, Rpc
+from participant_shims.running import Pulse, Running
+
+log = logging.getLogger(__name__)
+
+# Resume and Abort answer within 1 s; what has not opened by then is opened in the background.
+OPEN_WAIT_S: Final = 0.85
+REOPEN_EVERY_S: Final = 0.5
+STATUS_WAIT_S: Final = 0.8
+_PHASE: Final = {Rpc.PREPARE: Phase.PREPARE, Rpc.COMMIT: Phase.COMMIT, Rpc.RESTORE: Phase.RESTORE}
+_PAUSED: Final = frozenset(ParticipantState) - {ParticipantState.UNSPECIFIED, ParticipantState.OPEN}
+ResultT = TypeVar("ResultT")
+
+
+class Alarm(Protocol):
+    """A timer that can be taken back."""
+
+    def cancel(self) -> None: ...
+
+
+class Clock(Protocol):
+    """Monotonic time and timers."""
+
+    def now(self) -> float:
+        """Seconds."""
+        ...
+
+    def call_later(self, delay_s: float, callback: Callable[[], None]) -> Alarm:
+        """Call back on the event loop after `delay_s` seconds of this clock."""
+        ...
+
+
+class LoopClock:
+    """The real one. CLOCK_MONOTONIC goes on while a process is stopped, so a lease lapses then as well."""
+
+    def now(self) -> float:
+        return time.monotonic()
+
+    def call_later(self, delay_s: float, callback: Callable[[], None]) -> Alarm:
+        return asyncio.get_running_loop().call_later(delay_s, callback)
+
+
+class Operations:
+    """The operations of one participant. One event loop; no method blocks it."""
+
+    def __init__(self, adapter: Adapter, participant_id: str, incarnation_id: str, clock: Clock | None = None) -> None:
+        self.adapter = adapter
+        self.participant_id = participant_id
+        self.incarnation_id = incarnation_id
+        self.clock = clock or LoopClock()
+        self.fence = Fence(participant_id)
+        self.changed = Pulse()
+        self.last_failure = ""
+        self.closed: Closed | None = None  # what close() answered in the present operation
+        self._running: Running[Any] | None = None
+        self._opening: asyncio.Task[Opened] | None = None
+        self._alarm: Alarm | None = None
+        self._tasks: set[asyncio.Task[Any]] = set()
+        self._description: Description | None = None
+        self._snapshot: Snapshot | None = None
+        self._noticing = False
+        # One thread: what an aborted operation still writes is over before its directory is removed.
+        self._disk = ThreadPoolExecutor(1, thread_name_prefix="safepoint-disk")
+        self.on_abandoned: Callable[[str], None] = lambda operation_id: None
+
+    # ---- life -----------------------------------------------------------------------------------------------------
+
+    async def start(self) -> None:
+        """Begin to listen to the adapter."""
+        await self.adapter.start(self._notice)
+
+    async def stop(self) -> None:
+        """End: open admission if it can be opened, whoever owns it."""
+        self.apply(self.fence.force_end(Cause.ABORTED), "The shim was stopped.")
+        if self._opening is not None:
+            await asyncio.wait({self._opening}, timeout=OPEN_WAIT_S)
+        for task in [*self._tasks, *([self._opening] if self._opening else [])]:
+            task.cancel()
+        await self.adapter.stop()
+        self._disk.shutdown(wait=False, cancel_futures=True)
+
+    async def describe(self) -> Description:
+        """What the server is; fixed for this incarnation. Raises UNAVAILABLE while it is not up."""
+        if self._description is None:
+            self._description = await self.adapter.describe()
+        return self._description
+
+    # ---- decisions ------------------------------------------------------------------------------------------------
+
+    def call(self, rpc: Rpc, operation_id: str, epoch: int, digest: str, lease_ttl_s: float = 0.0) -> Decision:
+        """Ask the fence, and perform what the decision ended. Raises what it refuses."""
+        decision = self.fence.call(rpc, operation_id, epoch, digest, self.clock.now(), lease_ttl_s)
+        self.apply(decision.ended)
+        if isinstance(decision, Refuse):
+            raise Refused(decision.problem)
+        if decision.lease_generation:
+            self._set_alarm(decision.lease_generation)
+        self.changed.beat()
+        return decision
+
+    def apply(self, ended: Ended | None, why: str = "") -> None:
+        """Perform the end of an operation: stop its phase, begin to open. Waits for nothing."""
+        if ended is None:
+            return
+        problem = self._why_over(ended, why)
+        self.last_failure = "" if ended.cause is Cause.RESUMED else problem.message
+        log.log(logging.INFO if ended.cause is Cause.RESUMED else logging.WARNING, "%s", problem.message)
+        if self._alarm is not None:
+            self._alarm.cancel()
+            self._alarm = None
+        running, self._running = self._running, None
+        self.closed = None
+        if running is not None:
+            running.cancel(problem)
+        if ended.cause is Cause.ABORTED:
+            self.on_abandoned(ended.operation_id)
+        self.begin_opening()
+        self.changed.beat()
+
+    async def end(self, rpc: Rpc, operation_id: str, epoch: int, digest: str) -> Opened:
+        """Resume or abort. What was released, once every gate has said so.
+
+        Raises what the fence refuses; UNAVAILABLE when a gate has not confirmed within 1 s: the operation is finished
+        all the same, opening goes on, and a repeat waits again.
+        """
+        decision = self.call(rpc, operation_id, epoch, digest)
+        if not isinstance(decision, Accept):
+            reply = getattr(decision, "reply", None)
+            assert isinstance(reply, Opened)  # nothing else is recorded for an end
+            return reply
+        opened = await self._confirm_open()
+        self.fence.record_end(rpc, operation_id, opened)
+        return opened
+
+    def begin_opening(self) -> asyncio.Task[Opened]:
+        """Open, and go on until it is done or the next operation closes. Joins an opening that is under way."""
+        if self._opening is None or self._opening.done():
+            self._opening = asyncio.create_task(self._open())
+        return self._opening
+
+    async def settle_opening(self) -> None:
+        """Wait until the last operation's opening is done, at most its 1 s; then nothing opens any more by itself."""
+        opening = self._opening
+        if opening is None:
+            return
+        if not opening.done():
+            await asyncio.wait({opening}, timeout=OPEN_WAIT_S)
+        opening.cancel()
+        self._opening = None
+
+    # ---- phases ---------------------------------------------------------------------------------------------------
+
+    def begin(self, running: Running[Any], phase: Callable[[], Awaitable[Any]]) -> None:
+        """Run an accepted phase as a task of ours. Its followers learn how it ended."""
+        self._running = running
+        running.task = self.spawn(self._perform(running, phase))
+
+    @property
+    def running(self) -> Running[Any] | None:
+        """The phase that runs now, or ran last in this operation."""
+        return self._running
+
+    async def _perform(self, running: Running[Any], phase: Callable[[], Awaitable[Any]]) -> None:
+        rpc, operation_id = running.rpc, running.operation_id
+        try:
+            final = await phase()
+        except asyncio.CancelledError:
+            return  # overtaken: `apply` has told the followers
+        except SafepointError as error:
+            problem = error.problem
+        except OSError as error:
+            problem = storage_error(error, rpc.value).problem
+        except Exception:
+            log.exception("%s of %s failed unexpectedly", rpc.value, operation_id)
+            problem = Problem(Reason.INTERNAL, f"{rpc.value} failed unexpectedly; the log of the shim says how.")
+        else:
+            refusal = self.fence.succeeded(rpc, operation_id, running, self.clock.now())
+            if refusal is None:
+                running.finish(final)
+                self.changed.beat()
+                return
+            running.fail(refusal.problem)  # before `apply`, which would cancel the task we are in
+            running.task = None
+            self.apply(refusal.ended)
+            return
+        problem = replace(
+            problem,
+            participant_id=problem.participant_id or self.participant_id,
+            operation_id=problem.operation_id or operation_id,
+            phase=problem.phase or _PHASE[rpc],
+        )
+        self.last_failure = problem.message
+        running.task = None  # `apply` must not cancel the task we are in
+        ended = self.fence.failed(rpc, operation_id, problem, closed=self.closed is not None)
+        if ended is not None:
+            self._running = None
+            self.apply(ended, problem.message)
+            if self._opening is not None:  # the caller may rely on it: admission is open again
+                await asyncio.wait({self._opening}, timeout=OPEN_WAIT_S)
+        elif self.fence.state is ParticipantState.OPEN and self._alarm is not None:
+            self._alarm.cancel()  # a restore that closed nothing is forgotten
+            self._alarm = None
+        running.fail(problem)
+        self.changed.beat()
+
+    async def check_freeze(self, generation: int) -> None:
+        """Raise ACTIVITY_AFTER_PREPARED unless admission has stayed closed and nothing moved since `generation`."""
+        still = await self.adapter.still()
+        if still.generation != generation or still.activity:
+            raise refuse(
+                Reason.ACTIVITY_AFTER_PREPARED,
+                still.activity or f"Admission moved from generation {generation} to {still.generation}.",
+                participant_id=self.participant_id,
+            )
+
+    async def on_disk(self, work: Callable[[], ResultT]) -> ResultT:
+        """Run blocking work in the disk thread, after what it still has to do."""
+        return await asyncio.get_running_loop().run_in_executor(self._disk, work)
+
+    def spawn(self, work: Coroutine[Any, Any, ResultT]) -> asyncio.Task[ResultT]:
+        """A task that is kept alive until it is done."""
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return task
+
+    # ---- status ---------------------------------------------------------------------------------------------------
+
+    async def look(self, max_rollouts: int) -> tuple[Snapshot | None, str]:
+        """The server's status and a remark. Within 1 s: when the adapter does not answer, its last status is shown."""
+        try:
+            async with asyncio.timeout(STATUS_WAIT_S):
+                self._snapshot = await self.adapter.status(max_rollouts)
+        except TimeoutError:
+            return self._snapshot, "The server does not answer; these figures are old."
+        except SafepointError as error:
+            return self._snapshot, error.problem.message
+        return self._snapshot, ""
+
+    # ---- parts ----------------------------------------------------------------------------------------------------
+
+    def _set_alarm(self, generation: int) -> None:
+        if self._alarm is not None:
+            self._alarm.cancel()
+            self._alarm = None
+        left = self.fence.lease_remaining(self.clock.now())
+        if left is not None:
+            operation_id = self.fence.operation_id
+            self._alarm = self.clock.call_later(left, lambda: self._lapse(operation_id, generation))
+
+    def _lapse(self, operation_id: str, generation: int) -> None:
+        ended = self.fence.lapse(operation_id, generation, self.clock.now())
+        if ended is not None:
+            self.apply(ended)
+        elif self.fence.operation_id == operation_id and self.fence.lease_generation == generation:
+            self._set_alarm(generation)  # the timer came early by its resolution
+
+    async def _confirm_open(self) -> Opened:
+        opening = self.begin_opening()
+        await asyncio.wait({opening}, timeout=OPEN_WAIT_S)
+        if opening.done() and not opening.cancelled():
+            return opening.result()
+        raise refuse(
+            Reason.UNAVAILABLE, "Not every worker has confirmed yet that admission is open.",
+            participant_id=self.participant_id,
+            next_step="Repeat the call: opening goes on, and the gates open by themselves when their lease lapses.",
+        )  # fmt: skip
+
+    async def _open(self) -> Opened:
+        while True:
+            try:
+                opened = await self.adapter.open()
+            except SafepointError as error:
+                log.warning("not open yet: %s", error)
+                self.last_failure = error.problem.message
+            except Exception:
+                log.exception("the adapter failed to open")
+            else:
+                self.changed.beat()
+                return opened
+            await asyncio.sleep(REOPEN_EVERY_S)
+
+    def _why_over(self, ended: Ended, why: str) -> Problem:
+        reason = Reason.LEASE_LAPSED if ended.cause is Cause.LAPSED else Reason.OPERATION_FINISHED
+        text = f"Operation {ended.operation_id} {ended.cause.value}" + (f": {why}" if why else ".")
+        return Problem(reason, text, participant_id=self.participant_id, operation_id=ended.operation_id,
+                       metadata={"ended": ended.cause.name.lower()})  # fmt: skip
+
+    def _notice(self) -> None:
+        """The adapter says that something changed."""
+        self.changed.beat()
+        if self.closed is not None and not self._noticing:
+            self._noticing = True
+            self.spawn(self._look_for_thaw())
+
+    async def _look_for_thaw(self) -> None:
+        # The gates have a lease of their own, which ends the pause also when this process was stopped for longer.
+        try:
+            closed, operation_id = self.closed, self.fence.operation_id
+            snapshot, remark = await self.look(0)
+            if remark or snapshot is None or snapshot.closed or closed is None or closed is not self.closed:
+                return
+            if self.fence.state in _PAUSED and self.fence.operation_id == operation_id:
+                self.apply(self.fence.force_end(Cause.LAPSED), "The gates opened by their own lease.")
+        finally:
+            self._noticing = False
