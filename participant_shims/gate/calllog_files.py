@@ -1,0 +1,354 @@
+"""The call log as a file of a snapshot: `calls.jsonl`, format `gym-calls-v1`.
+
+Runs in the shim, on the same `calls.db` as the workers, while every one of them has admission closed. The rule kept
+here: a file is read strictly and as a whole before anything is installed. JSON lines only; a body that is JSON or other
+UTF-8 text stays readable, anything else is base64. Only what a restore needs is in it: rollouts that live, completed
+ones that nobody retired, remembered answers, sessions, marks.
+
+    exported = export(log, directory, prefix="")     # files are fsynced; ledger lines are for the manifest
+    loaded = load(log, [directory / "calls.jsonl"], excluded={})
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import json
+import os
+import sqlite3
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Final
+
+from coordinator.wire.errors import Reason, refuse
+from coordinator.wire.ids import is_rollout_id
+from coordinator.wire.terms import RolloutState
+from participant_shims.adapter import LedgerLine, WrittenFile
+from participant_shims.gate.calllog import CallLog
+
+FORMAT: Final = "gym-calls-v1"
+FILE: Final = "calls.jsonl"
+MAX_LINE_BYTES: Final = 256 * 1024 * 1024  # one response with its token ids; the largest seen is 4 MB
+MAX_LINES: Final = 20_000_000
+_FAILED: Final = "its last dispatch failed with status {}"
+
+
+@dataclass(frozen=True, slots=True)
+class LogExport:
+    """What was written. `ledger` has one line for each rollout that this server runs, or cannot save."""
+
+    files: tuple[WrittenFile, ...]
+    ledger: tuple[LedgerLine, ...]
+    recorded_calls: int
+
+
+@dataclass(frozen=True, slots=True)
+class LogLoad:
+    """What was installed. `totals` counts rollouts by their state at the cut; `restarted` cannot continue."""
+
+    totals: dict[RolloutState, int] = field(default_factory=dict)
+    restarted: tuple[LedgerLine, ...] = ()
+    recorded_calls: int = 0
+    sessions: int = 0
+
+
+def export(
+    log: CallLog,
+    directory: Path,
+    prefix: str = "",
+    *,
+    stateful: bool = True,
+    lost_reason: str = "",
+    progress: Callable[[int, int], None] | None = None,
+) -> LogExport:
+    """Write `<directory>/<prefix>calls.jsonl` from one consistent view of the log, durably.
+
+    `stateful=False` with a `lost_reason` is for servers whose state cannot be saved: every rollout that has a session
+    here is excluded with that reason. `progress(bytes, lines)` is called now and then. Raises OSError (also ENOSPC)
+    with a partial file left behind: the caller removes its directory.
+    """
+    path = directory / f"{prefix}{FILE}"
+    db = log.db
+    db.execute("BEGIN")  # one view, also while a worker records an answer that arrives during the export
+    try:
+        excluded = {r[0]: (r[1], r[2]) for r in db.execute("SELECT rollout_id, attempt, reason FROM excluded")}
+        if not stateful and lost_reason:
+            for rollout_id, attempt in db.execute("SELECT rollout_id, max(attempt) FROM sessions GROUP BY rollout_id"):
+                excluded.setdefault(rollout_id, (attempt, lost_reason))
+        ledger = list(_ledger(db, excluded))
+        skip = {line.rollout_id for line in ledger if line.state is RolloutState.EXCLUDED}
+        digest, size, lines = hashlib.sha256(), 0, 0
+        fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+        with os.fdopen(fd, "wb") as out:
+            for record in _records(db, ledger, skip):
+                raw = json.dumps(record, ensure_ascii=False, separators=(",", ":")).encode("utf-8", "surrogatepass")
+                out.write(raw + b"\n")
+                digest.update(raw + b"\n")
+                size, lines = size + len(raw) + 1, lines + 1
+                if progress is not None and lines % 256 == 0:
+                    progress(size, lines)
+            out.flush()
+            os.fsync(out.fileno())
+    finally:
+        db.execute("ROLLBACK")
+    recorded = sum(line.recorded_calls for line in ledger)
+    return LogExport((WrittenFile(path.name, size, digest.hexdigest()),), tuple(ledger), recorded)
+
+
+def _ledger(db: sqlite3.Connection, excluded: Mapping[str, tuple[int, str]]) -> Iterator[LedgerLine]:
+    pending = {
+        r[0]: r[1]
+        for r in db.execute(
+            "SELECT rollout_id, max(server || ' ' || method || ' ' || path) FROM calls WHERE done=0 AND own=0"
+            " GROUP BY rollout_id"
+        )
+    }
+    recorded = dict(db.execute("SELECT rollout_id, count(*) FROM calls WHERE done=1 GROUP BY rollout_id"))
+    seen: set[str] = set()
+    for rollout_id, attempt, state, sha256, turns, status in db.execute(
+        "SELECT rollout_id, attempt, state, input_sha256, turns, status FROM rollouts ORDER BY rollout_id"
+    ):
+        seen.add(rollout_id)
+        calls, waiting_on, reason = int(recorded.get(rollout_id, 0)), "", ""
+        if state == "completed":
+            to, calls = RolloutState.COMPLETED, int(turns)
+        elif rollout_id in excluded or state == "failed":
+            to = RolloutState.EXCLUDED
+            reason = excluded[rollout_id][1] if rollout_id in excluded else _FAILED.format(status)
+            calls = 0
+        elif rollout_id in pending:
+            to, waiting_on = RolloutState.PENDING, str(pending[rollout_id])[:256]
+        else:
+            to = RolloutState.PARKED
+        yield LedgerLine(rollout_id, attempt, to, reason, calls, waiting_on, sha256)
+    for rollout_id, (attempt, reason) in sorted(excluded.items()):
+        if rollout_id not in seen and rollout_id != "anonymous":
+            yield LedgerLine(rollout_id, attempt, RolloutState.EXCLUDED, reason)
+
+
+def _records(db: sqlite3.Connection, ledger: Sequence[LedgerLine], skip: set[str]) -> Iterator[dict[str, Any]]:
+    yield {"t": "header", "format": FORMAT}
+    lost = {line.rollout_id: line for line in ledger if line.rollout_id in skip}
+    for line in lost.values():
+        yield {"t": "excluded", "rollout_id": line.rollout_id, "attempt": line.attempt, "reason": line.reason}
+    states = {line.rollout_id: int(line.state) for line in ledger}
+    for r in db.execute(
+        "SELECT rollout_id, attempt, base, explicit, input_sha256, input, cookie, state, turns, status, headers, body"
+        " FROM rollouts ORDER BY rollout_id"
+    ):
+        if r[0] not in skip:
+            yield {
+                "t": "rollout", "rollout_id": r[0], "attempt": r[1], "base": r[2], "explicit": r[3],
+                "input_sha256": r[4], "input": _text(r[5]), "cookie": r[6], "state": states[r[0]], "turns": r[8],
+                "status": r[9], "headers": json.loads(r[10]), "body": _text(r[11]),
+            }  # fmt: skip
+    for r in db.execute(
+        "SELECT rollout_id, scope, number, call_id, attempt, server, own, method, path, digest, done, status, phrase,"
+        " url, headers, body FROM calls ORDER BY rollout_id, scope, number"
+    ):
+        if r[0] not in skip:
+            yield {
+                "t": "call", "rollout_id": r[0], "scope": r[1], "number": r[2], "call_id": r[3], "attempt": r[4],
+                "server": r[5], "own": r[6], "method": r[7], "path": r[8], "digest": r[9], "done": r[10],
+                "status": r[11], "phrase": r[12], "url": r[13], "headers": json.loads(r[14]), "body": _text(r[15]),
+            }  # fmt: skip
+    for r in db.execute(
+        "SELECT rollout_id, call_id, attempt, base, digest, status, headers, body FROM executed ORDER BY serial"
+    ):
+        if r[0] not in skip:
+            yield {
+                "t": "executed", "rollout_id": r[0], "call_id": r[1], "attempt": r[2], "base": r[3], "digest": r[4],
+                "status": r[5], "headers": json.loads(r[6]), "body": _text(r[7]),
+            }  # fmt: skip
+    for r in db.execute("SELECT session_id, rollout_id, attempt FROM sessions"):
+        if r[1] not in skip:
+            yield {"t": "session", "session_id": r[0], "rollout_id": r[1], "attempt": r[2]}
+    for r in db.execute("SELECT rollout_id, min_attempt, min_base FROM marks"):
+        yield {"t": "mark", "rollout_id": r[0], "min_attempt": r[1], "min_base": r[2]}
+
+
+def load(log: CallLog, files: Sequence[Path], excluded: Mapping[str, str] | None = None) -> LogLoad:
+    """Install the rollouts of `files` as attempt N+1, in one transaction, into the log of a fresh life.
+
+    `excluded` (rollout to reason) comes from the snapshot's whole ledger: rollouts that another server could not save
+    restart from their input here. May be repeated until the first dispatch; a repeat replaces. Raises NOT_FRESH, or
+    SNAPSHOT_CORRUPT naming file and line: nothing has changed then.
+    """
+    lost = dict(excluded or {})
+    totals: dict[RolloutState, int] = {}
+    restarted: list[LedgerLine] = []
+    known: set[str] = set()
+    recorded = sessions = 0
+    with log.together():
+        if not log.is_fresh():
+            raise refuse(Reason.NOT_FRESH, f"{log.path.parent.name} has served rollouts since it started.")
+        for table in ("rollouts", "calls", "executed", "sessions", "marks", "excluded"):
+            log.db.execute(f"DELETE FROM {table}")
+        for r in read(files):
+            kind, rollout_id = r["t"], r["rollout_id"]
+            if kind == "excluded" or (
+                kind == "rollout" and rollout_id in lost and r["state"] != RolloutState.COMPLETED
+            ):
+                reason = lost.get(rollout_id) or r.get("reason", "")
+                line = LedgerLine(rollout_id, r["attempt"], RolloutState.EXCLUDED, reason)
+                restarted.append(line)
+                lost[rollout_id] = reason
+                totals[RolloutState.EXCLUDED] = totals.get(RolloutState.EXCLUDED, 0) + 1
+                # Calls of the old base are told that the state is lost; the agent then restarts with a new one.
+                log.mark(rollout_id, r["attempt"] + 1, r["attempt"] + 1)
+            elif kind == "rollout":
+                _install_rollout(log, r)
+                known.add(rollout_id)
+                state = RolloutState(r["state"])
+                totals[state] = totals.get(state, 0) + 1
+                recorded += r["turns"] if state is RolloutState.COMPLETED else 0
+            elif kind == "mark":
+                log.mark(rollout_id, r["min_attempt"], r["min_base"])
+            elif rollout_id in lost:
+                continue
+            elif kind == "call":
+                if rollout_id not in known:
+                    raise refuse(Reason.SNAPSHOT_CORRUPT, f"A call of {rollout_id} has no rollout in the call log.")
+                log.db.execute(
+                    "INSERT INTO calls(rollout_id, scope, number, call_id, attempt, server, own, method, path, digest,"
+                    " done, status, phrase, url, headers, body) VALUES(?,?,?,?,?,?,?,?,?,?,?,?,?,?,?,?)",
+                    (
+                        rollout_id, r["scope"], r["number"], r["call_id"], r["attempt"], r["server"], r["own"],
+                        r["method"], r["path"], r["digest"], r["done"], r["status"], r["phrase"], r["url"],
+                        json.dumps(r["headers"], separators=(",", ":")), r["body"],
+                    ),
+                )  # fmt: skip
+                recorded += r["done"]
+            elif kind == "executed":
+                log.db.execute(
+                    "INSERT INTO executed(rollout_id, call_id, attempt, base, digest, status, headers, body)"
+                    " VALUES(?,?,?,?,?,?,?,?)",
+                    (
+                        rollout_id, r["call_id"], r["attempt"], r["base"], r["digest"], r["status"],
+                        json.dumps(r["headers"], separators=(",", ":")), r["body"],
+                    ),
+                )  # fmt: skip
+                log.mark(rollout_id, r["attempt"] + 1)
+            else:
+                log.bind(r["session_id"], rollout_id, r["attempt"])
+                log.mark(rollout_id, r["attempt"] + 1)
+                sessions += 1
+    return LogLoad(totals, tuple(restarted), recorded, sessions)
+
+
+def _install_rollout(log: CallLog, r: Mapping[str, Any]) -> None:
+    done = r["state"] == RolloutState.COMPLETED
+    log.db.execute(
+        "INSERT INTO rollouts(rollout_id, attempt, base, explicit, input_sha256, input, cookie, state, restored,"
+        " claimed, turns, status, headers, body) VALUES(?,?,?,?,?,?,?,?,1,0,?,?,?,?)",
+        (
+            r["rollout_id"], r["attempt"] if done else r["attempt"] + 1, r["base"], r["explicit"], r["input_sha256"],
+            r["input"], r["cookie"], "completed" if done else "interrupted", r["turns"], r["status"],
+            json.dumps(r["headers"], separators=(",", ":")), r["body"],
+        ),
+    )  # fmt: skip
+    if not done:
+        log.mark(r["rollout_id"], r["attempt"] + 1)
+
+
+# -- the strict reader: exactly these fields of exactly these types
+
+_S, _I, _H, _B = "string", "integer", "headers", "body"
+_FIELDS: Final[Mapping[str, Mapping[str, str]]] = {
+    "excluded": {"rollout_id": _S, "attempt": _I, "reason": _S},
+    "rollout": {
+        "rollout_id": _S, "attempt": _I, "base": _I, "explicit": _I, "input_sha256": _S, "input": _B, "cookie": _S,
+        "state": _I, "turns": _I, "status": _I, "headers": _H, "body": _B,
+    },
+    "call": {
+        "rollout_id": _S, "scope": _S, "number": _I, "call_id": _S, "attempt": _I, "server": _S, "own": _I,
+        "method": _S, "path": _S, "digest": _S, "done": _I, "status": _I, "phrase": _S, "url": _S, "headers": _H,
+        "body": _B,
+    },
+    "executed": {
+        "rollout_id": _S, "call_id": _S, "attempt": _I, "base": _I, "digest": _S, "status": _I, "headers": _H,
+        "body": _B,
+    },
+    "session": {"session_id": _S, "rollout_id": _S, "attempt": _I},
+    "mark": {"rollout_id": _S, "min_attempt": _I, "min_base": _I},
+}  # fmt: skip
+_ORDER: Final = ("excluded", "rollout", "call", "executed", "session", "mark")
+_LIVE: Final = (RolloutState.COMPLETED, RolloutState.PARKED, RolloutState.PENDING)
+
+
+def read(files: Sequence[Path]) -> Iterator[dict[str, Any]]:
+    """The records of `files`, bodies decoded. Raises SNAPSHOT_CORRUPT or SNAPSHOT_TOO_NEW at the first bad line."""
+    for path in files:
+        at = 0
+        with path.open("rb") as lines:
+            for number in range(1, MAX_LINES + 2):
+                raw = lines.readline(MAX_LINE_BYTES + 1)
+                if not raw:
+                    if number == 1:
+                        raise refuse(Reason.SNAPSHOT_CORRUPT, f"{path.name} is empty.")
+                    break
+                if number > MAX_LINES or len(raw) > MAX_LINE_BYTES:
+                    raise refuse(Reason.LIMIT_EXCEEDED, f"{path.name}:{number} is over the limits of a call log.")
+                try:
+                    record = json.loads(raw.decode("utf-8", "surrogatepass"))
+                    if number == 1:
+                        _check_header(record, path)
+                        continue
+                    kind = _ORDER.index(record["t"])
+                    if kind < at:  # calls after their rollouts, or a rollout could be judged too late
+                        raise ValueError("out of order")
+                    at = kind
+                    yield _checked(record)
+                except (ValueError, KeyError, TypeError, RecursionError) as error:
+                    raise refuse(
+                        Reason.SNAPSHOT_CORRUPT, f"{path.name}:{number} is not a line of a call log: {error!r}"[:300]
+                    ) from error
+
+
+def _check_header(record: Any, path: Path) -> None:
+    if not isinstance(record, dict) or set(record) != {"t", "format"} or record["t"] != "header":
+        raise ValueError("no header")
+    if record["format"] != FORMAT:
+        raise refuse(Reason.SNAPSHOT_TOO_NEW, f"{path.name} has format {str(record['format'])[:64]!r}, not {FORMAT}.")
+
+
+def _checked(record: dict[str, Any]) -> dict[str, Any]:
+    fields = _FIELDS[record["t"]]
+    if set(record) != {"t", *fields}:
+        raise ValueError("other fields than expected")
+    for name, kind in fields.items():
+        value = record[name]
+        if kind == _S:
+            good = type(value) is str
+        elif kind == _I:
+            good = type(value) is int and 0 <= value < 2**62
+        elif kind == _H:
+            good = type(value) is list and all(
+                type(h) is list and len(h) == 2 and type(h[0]) is str and type(h[1]) is str for h in value
+            )
+        else:
+            record[name] = _bytes(value)
+            good = True
+        if not good:
+            raise ValueError(f"{name} is not of type {kind}")
+    if not is_rollout_id(record["rollout_id"]):
+        raise ValueError("malformed rollout_id")
+    if record["t"] == "rollout" and record["state"] not in _LIVE:
+        raise ValueError("unknown state")
+    return record
+
+
+def _text(body: bytes) -> str | dict[str, str]:
+    try:
+        return bytes(body).decode()
+    except UnicodeDecodeError:
+        return {"b64": base64.b64encode(body).decode()}
+
+
+def _bytes(value: Any) -> bytes:
+    if type(value) is str:
+        return value.encode("utf-8", "surrogatepass")
+    if type(value) is dict and set(value) == {"b64"} and type(value["b64"]) is str:
+        return base64.b64decode(value["b64"], validate=True)
+    raise ValueError("body is neither text nor base64")
