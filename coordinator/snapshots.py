@@ -43,6 +43,7 @@ MAX_LEDGER_LINE: Final = 64 << 10
 _SNAPSHOTS: Final = "snapshots"
 _OWNER: Final = "owner.json"
 _GONE: Final = ".gone-"
+_MAX_COUNTED: Final = 1_000_000  # files
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +62,14 @@ class Listing:
 
     snapshots: tuple[manifest_pb2.SnapshotManifest, ...]
     invalid: dict[str, str]
+
+
+@dataclass(frozen=True, slots=True)
+class Pruned:
+    """What was deleted, or would be: names in that order, and the bytes they held."""
+
+    deleted: tuple[str, ...]
+    size_bytes: int
 
 
 class SnapshotStore:
@@ -201,12 +210,11 @@ class SnapshotStore:
             except FileNotFoundError:
                 pass
 
-    def prune(self, keep_last: int, in_use: Collection[str], dry_run: bool) -> tuple[str, ...]:
+    def prune(self, keep_last: int, in_use: Collection[str], dry_run: bool) -> Pruned:
         """Delete all but the newest `keep_last` snapshots, and leavings: unpublished directories that nobody writes.
 
         The newest one stays whatever is asked, and so does everything of `in_use` (what an operation saves or restores
-        now), and every directory with a manifest that is damaged, foreign or newer: people look at those. Returns the
-        names, in the order of deletion.
+        now), and every directory with a manifest that is damaged, foreign or newer: people look at those.
         """
         if keep_last < 1:
             raise refuse(Reason.INVALID_ARGUMENT, "keep_last must be at least 1: the newest snapshot is never deleted.")
@@ -216,12 +224,18 @@ class SnapshotStore:
             leavings = [name for name in listing.invalid if is_wire_id(name) and _unpublished(snapshots, name)]
             halfway = [name for name in snapshots.names() if name.startswith(_GONE)]
             doomed = [name for name in (*old, *leavings) if name not in in_use]
-            if not dry_run:
-                for name in doomed:
+            size = 0
+            for name in doomed:
+                try:
+                    with snapshots.child(name) as directory:
+                        size += directory.size_below(_MAX_COUNTED)
+                except FileNotFoundError:
+                    continue
+                if not dry_run:
                     _remove(snapshots, name)
-                for name in halfway:
-                    snapshots.remove_child(name)
-        return tuple(doomed)
+            for name in halfway if not dry_run else ():
+                snapshots.remove_child(name)
+        return Pruned(tuple(doomed), size)
 
     def _snapshots(self) -> Directory:
         try:

@@ -1,0 +1,85 @@
+"""Events of operations, from the one who drives to all who follow.
+
+The rule: a slow follower never slows the operation and never costs unbounded memory. Each has a bounded queue; when it
+is full the oldest event goes, and the follower is told that it has missed some (`resync`) before it gets the next one.
+Single event loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from typing import Final
+
+from safepoint.v1 import coordinator_service_pb2
+
+QUEUE_LENGTH: Final = 1000
+HISTORY_LENGTH: Final = 200  # what Explain shows and a late follower is given
+
+
+class Follower:
+    """One reader of a feed. Use in `with`, so that it is forgotten when its reader leaves."""
+
+    def __init__(self, feed: Feed, operation_id: str, limit: int) -> None:
+        self._feed = feed
+        self._operation_id = operation_id
+        self._limit = limit
+        self._events: deque[coordinator_service_pb2.OperationEvent] = deque()
+        self._missed = False
+        self._wake = asyncio.Event()
+
+    def __enter__(self) -> Follower:
+        self._feed.add(self)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._feed.remove(self)
+
+    def offer(self, event: coordinator_service_pb2.OperationEvent) -> None:
+        """An event happened."""
+        if self._operation_id and event.operation_id != self._operation_id:
+            return
+        if len(self._events) >= self._limit:
+            self._events.popleft()
+            self._missed = True
+        self._events.append(event)
+        self._wake.set()
+
+    def take(self) -> coordinator_service_pb2.OperationEvent | None:
+        """The oldest event that was not taken; None when there is none."""
+        return self._events.popleft() if self._events else None
+
+    def resync(self) -> bool:
+        """Whether events were dropped since this was asked last."""
+        missed, self._missed = self._missed, False
+        return missed
+
+    async def wait(self) -> None:
+        """Until there may be something to take. The caller bounds it."""
+        if not self._events:
+            self._wake.clear()
+            await self._wake.wait()
+
+
+class Feed:
+    """All events of a coordinator."""
+
+    def __init__(self) -> None:
+        self._followers: set[Follower] = set()
+
+    def follow(self, operation_id: str = "", limit: int = QUEUE_LENGTH) -> Follower:
+        """A reader of the events of one operation, or of all."""
+        return Follower(self, operation_id, limit)
+
+    def publish(self, event: coordinator_service_pb2.OperationEvent) -> None:
+        """Tell everybody who follows; never waits."""
+        for follower in self._followers:
+            follower.offer(event)
+
+    def add(self, follower: Follower) -> None:
+        """Called by the follower."""
+        self._followers.add(follower)
+
+    def remove(self, follower: Follower) -> None:
+        """Called by the follower."""
+        self._followers.discard(follower)

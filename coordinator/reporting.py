@@ -1,0 +1,148 @@
+"""What an operation tells: the core's values as messages for those who follow it.
+
+The rule: every event carries the operation, a sequence that counts up within it, and the time since it began, so that a
+follower can order, resume and drop what it has seen. Nothing here decides or waits.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from safepoint.v1 import coordinator_service_pb2, manifest_pb2
+
+from coordinator import convert
+from coordinator.feed import HISTORY_LENGTH
+from coordinator.protocol import events as core
+from coordinator.protocol.operation import Operation
+from coordinator.protocol.proofs import Progress
+from coordinator.wire.errors import Problem
+from coordinator.wire.ids import ParticipantId
+from coordinator.wire.rpc import detail_from_problem
+from coordinator.wire.terms import Phase
+
+MAX_SECONDARY = 20
+
+
+@dataclass(slots=True)
+class Reporter:
+    """Numbers the events of one operation and hands them to `publish`; keeps those that are worth showing later."""
+
+    operation: Operation
+    clock: Callable[[], float]
+    began_at: float
+    publish: Callable[[coordinator_service_pb2.OperationEvent], None]
+    history: deque[coordinator_service_pb2.OperationEvent] = field(
+        default_factory=lambda: deque[coordinator_service_pb2.OperationEvent](maxlen=HISTORY_LENGTH)
+    )
+    _sequence: int = 0
+
+    def announce(self, what: core.PhaseStarted | core.ParticipantDone | core.PhaseFinished | core.Warned) -> None:
+        """Tell what the core announces."""
+        match what:
+            case core.PhaseStarted():
+                self._tell(
+                    phase_started=coordinator_service_pb2.PhaseStarted(
+                        phase=convert.wire(what.phase), participant_ids=what.participant_ids
+                    )
+                )
+            case core.ParticipantDone():
+                self._tell(
+                    participant_progress=coordinator_service_pb2.ParticipantProgress(
+                        phase=convert.wire(what.phase), participant_id=what.participant_id, done=True
+                    )
+                )
+            case core.PhaseFinished():
+                self._tell(
+                    phase_finished=coordinator_service_pb2.PhaseFinished(
+                        phase=convert.wire(what.phase), duration=convert.duration(what.duration_s)
+                    )
+                )
+            case core.Warned():
+                self.warn(what.message, what.participant_id or "")
+
+    def warn(self, message: str, participant_id: str = "") -> None:
+        """Something a person should know."""
+        self._tell(warning=coordinator_service_pb2.Warning(message=message, participant_id=participant_id))
+
+    def progress(self, phase: Phase, participant_id: ParticipantId, how_far: Progress) -> None:
+        """One participant moved. Not kept: the next one replaces it."""
+        message = coordinator_service_pb2.ParticipantProgress(
+            phase=convert.wire(phase),
+            participant_id=participant_id,
+            in_flight=how_far.in_flight,
+            parked=how_far.parked,
+            held=how_far.held,
+            bytes_done=how_far.bytes_done,
+            bytes_total=how_far.bytes_total,
+            waiting_for=convert.activities(how_far.waiting_for),
+            waiting_for_count=how_far.waiting_for_count,
+            items_done=how_far.items_done,
+            items_total=how_far.items_total,
+        )
+        self._tell(keep=False, participant_progress=message)
+
+    def saved(
+        self, manifest: manifest_pb2.SnapshotManifest, pause_s: float, unconfirmed: Sequence[str]
+    ) -> coordinator_service_pb2.OperationEvent:
+        """The save is done."""
+        return self._tell(
+            saved=coordinator_service_pb2.Saved(
+                snapshot=snapshot_info(manifest), pause=convert.duration(pause_s), unconfirmed=unconfirmed
+            )
+        )
+
+    def restored(self, done: coordinator_service_pb2.RestoreDone) -> coordinator_service_pb2.OperationEvent:
+        """The restore is done."""
+        return self._tell(restored=done)
+
+    def resumed(
+        self, pause_s: float, acknowledged: Iterable[str], unconfirmed: Iterable[str]
+    ) -> coordinator_service_pb2.OperationEvent:
+        """Admission is open."""
+        return self._tell(
+            resumed=coordinator_service_pb2.Resumed(
+                pause=convert.duration(pause_s), acknowledged=sorted(acknowledged), unconfirmed=sorted(unconfirmed)
+            )
+        )
+
+    def failed(self, primary: Problem, secondary: Sequence[Problem]) -> coordinator_service_pb2.OperationEvent:
+        """It ended without success, or stands still after a failure."""
+        return self._tell(failed=failure(primary, secondary))
+
+    def _tell(self, *, keep: bool = True, **event: Any) -> coordinator_service_pb2.OperationEvent:
+        self._sequence += 1
+        message = coordinator_service_pb2.OperationEvent(
+            operation_id=self.operation.operation_id,
+            sequence=self._sequence,
+            elapsed=convert.duration(self.clock() - self.began_at),
+            **event,
+        )
+        if keep:
+            self.history.append(message)
+        self.publish(message)
+        return message
+
+
+def failure(primary: Problem, secondary: Sequence[Problem]) -> coordinator_service_pb2.Failed:
+    """Why it failed: one primary cause, and what else went wrong."""
+    return coordinator_service_pb2.Failed(
+        primary=detail_from_problem(primary),
+        secondary=[detail_from_problem(each) for each in secondary[:MAX_SECONDARY]],
+    )
+
+
+def snapshot_info(manifest: manifest_pb2.SnapshotManifest) -> coordinator_service_pb2.SnapshotInfo:
+    """What a list shows of a snapshot."""
+    return coordinator_service_pb2.SnapshotInfo(
+        snapshot_id=manifest.snapshot_id,
+        operation_id=manifest.operation_id,
+        create_time=manifest.create_time,
+        size_bytes=manifest.ledger_size_bytes + sum(each.size_bytes for each in manifest.participants),
+        totals=manifest.totals,
+        participant_ids=[each.participant_id for each in manifest.participants],
+        topology_fingerprint=manifest.topology_fingerprint,
+        metadata=manifest.metadata,
+    )
