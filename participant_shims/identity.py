@@ -32,7 +32,10 @@ ATTEMPT_HEADER: Final = "x-safepoint-attempt"
 CALL_HEADER: Final = "x-safepoint-call"
 # Call ids of the same rollout at the same callee whose responses the caller has recorded: the callee may forget them.
 RECORDED_HEADER: Final = "x-safepoint-recorded"
-HEADERS: Final = frozenset({ROLLOUT_HEADER, ATTEMPT_HEADER, CALL_HEADER, RECORDED_HEADER})
+# Dispatches that have ended at their agent, as `rollout/attempt` with commas: the callee forgets them as a whole. They
+# may be of other rollouts than the call's, since an ended rollout makes no further call that could carry the news.
+DONE_HEADER: Final = "x-safepoint-done"
+HEADERS: Final = frozenset({ROLLOUT_HEADER, ATTEMPT_HEADER, CALL_HEADER, RECORDED_HEADER, DONE_HEADER})
 
 _CALL_ID: Final = re.compile(r"[0-9]{1,10}(\.[0-9]{1,10}){0,32}")
 MAX_RECORDED: Final = 64  # ids in one RECORDED header; more travel with later calls
@@ -87,3 +90,13 @@ def recorded_from_headers(headers: Mapping[str, str]) -> tuple[str, ...]:
     """Call ids that the caller has recorded and the callee may forget."""
     ids = headers.get(RECORDED_HEADER, "").split(",")[:MAX_RECORDED]
     return tuple(i for i in ids if _CALL_ID.fullmatch(i))
+
+
+def done_from_headers(headers: Mapping[str, str]) -> tuple[tuple[str, int], ...]:
+    """Rollouts, each with its last attempt, that have ended at the caller."""
+    out: list[tuple[str, int]] = []
+    for item in headers.get(DONE_HEADER, "").split(",")[:MAX_RECORDED]:
+        rollout_id, _, attempt = item.rpartition("/")
+        if is_rollout_id(rollout_id) and attempt.isascii() and attempt.isdigit() and len(attempt) <= 9:
+            out.append((rollout_id, int(attempt)))
+    return tuple(out)
