@@ -75,6 +75,7 @@ class Operations:
         self.closed: Closed | None = None  # what close() answered in the present operation
         self._running: Running[Any] | None = None
         self._opening: asyncio.Task[Opened] | None = None
+        self._opened_for = ""
         self._alarm: Alarm | None = None
         self._tasks: set[asyncio.Task[Any]] = set()
         self._description: Description | None = None
@@ -135,7 +136,7 @@ class Operations:
             running.cancel(problem)
         if ended.cause is Cause.ABORTED:
             self.on_abandoned(ended.operation_id)
-        self.begin_opening()
+        self.begin_opening(ended.operation_id)
         self.changed.beat()
 
     async def end(self, rpc: Rpc, operation_id: str, epoch: int, digest: str) -> Opened:
@@ -149,14 +150,15 @@ class Operations:
             reply = getattr(decision, "reply", None)
             assert isinstance(reply, Opened)  # nothing else is recorded for an end
             return reply
-        opened = await self._confirm_open()
+        opened = await self._confirm_open(operation_id)
         self.fence.record_end(rpc, operation_id, opened)
         return opened
 
-    def begin_opening(self) -> asyncio.Task[Opened]:
+    def begin_opening(self, operation_id: str) -> asyncio.Task[Opened]:
         """Open, and go on until it is done or the next operation closes. Joins an opening that is under way."""
-        if self._opening is None or self._opening.done():
-            self._opening = asyncio.create_task(self._open())
+        # One that is done answers for its own operation again: what it released was released for that one.
+        if self._opening is None or (self._opening.done() and self._opened_for != operation_id):
+            self._opening, self._opened_for = asyncio.create_task(self._open()), operation_id
         return self._opening
 
     async def settle_opening(self) -> None:
@@ -276,8 +278,8 @@ class Operations:
         elif self.fence.operation_id == operation_id and self.fence.lease_generation == generation:
             self._set_alarm(generation)  # the timer came early by its resolution
 
-    async def _confirm_open(self) -> Opened:
-        opening = self.begin_opening()
+    async def _confirm_open(self, operation_id: str) -> Opened:
+        opening = self.begin_opening(operation_id)
         await asyncio.wait({opening}, timeout=OPEN_WAIT_S)
         if opening.done() and not opening.cancelled():
             return opening.result()

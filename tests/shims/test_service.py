@@ -1,0 +1,595 @@
+"""The Participant service over real gRPC: what the contract says of each RPC."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import stat
+import time
+from pathlib import Path
+
+import pytest
+from safepoint.v1 import participant_service_pb2 as pb
+from shim_fakes import FakeAdapter, Shim, answer, collect, refused, rollout, serve, until
+
+from coordinator.wire.errors import Reason, refuse
+from coordinator.wire.terms import CheckpointMode, ParticipantState, QuiesceMode, Role
+
+
+async def saved(shim: Shim, operation_id: str = "op-1", snapshot_id: str = "snap-1") -> pb.Committed:
+    """A whole save up to the publication."""
+    shim.reserve(snapshot_id)
+    await shim.prepared(operation_id)
+    events = await collect(shim.commit(operation_id, snapshot_id))
+    shim.publish(snapshot_id)
+    await shim.resume(operation_id)
+    return events[-1].committed
+
+
+# ---- prepare ---------------------------------------------------------------------------------------------------------
+
+
+async def test_prepare_reports_closed_then_progress_then_prepared(shim: Shim) -> None:
+    shim.adapter.in_flight = [rollout("r-1"), rollout("r-2")]
+    call = shim.prepare(straggler_policy=2)
+    kinds = []
+    async for event in call:
+        kinds.append(event.WhichOneof("event"))
+        if event.HasField("drain_progress"):
+            shim.adapter.finish(event.drain_progress.waiting_for[0].rollout_id)
+    assert kinds[0] == "admission_closed"
+    assert kinds[-1] == "prepared"
+    assert kinds.count("drain_progress") >= 2
+    status = await shim.state()
+    assert status.state == ParticipantState.PREPARED
+    assert status.operation_id == "op-1"
+    assert 59 < status.lease_remaining.seconds <= 60
+
+
+async def test_prepare_that_does_not_drain_names_who_is_stuck_before_the_deadline(shim: Shim) -> None:  # E1
+    shim.adapter.in_flight = [rollout(f"r-{n}") for n in range(30)]
+    begun = time.monotonic()
+    error = await refused(collect(shim.prepare(timeout=0.5, straggler_policy=2)))
+    assert time.monotonic() - begun < 0.5
+    assert error.reason is Reason.DRAIN_INCOMPLETE
+    assert len(error.rollouts) == 20
+    assert error.problem.rollout_count == 30
+    first = error.rollouts[0]
+    assert (first.rollout_id, first.turn, first.age_s, first.waiting_on) == ("r-0", 4, 83.0, "judge")
+    assert error.problem.operation_id == "op-1"
+    assert error.participant_id == "counter"
+    assert (await shim.state()).state == ParticipantState.PREPARING
+    assert not shim.adapter.open_now
+
+
+async def test_progress_comes_within_a_second_and_each_second(shim: Shim) -> None:  # E2
+    shim.adapter.in_flight = [rollout("r-1")]
+    begun = time.monotonic()
+    times = []
+    with pytest.raises(Exception):  # noqa: B017,PT011 the deadline
+        async for _ in shim.prepare(timeout=2.6, straggler_policy=2):
+            times.append(time.monotonic() - begun)
+    assert times[0] < 1
+    assert len(times) >= 4
+    assert all(b - a < 1.2 for a, b in zip(times, times[1:], strict=False))
+
+
+async def test_stragglers_are_excluded_before_the_deadline(shim: Shim) -> None:
+    shim.adapter.in_flight = [rollout("r-1")]
+    prepared = await shim.prepared(timeout=0.6)
+    assert prepared.excluded_count == 1
+    assert prepared.excluded[0].rollout_id == "r-1"
+
+
+async def test_a_cancelled_prepare_goes_on_and_a_repeat_follows_it(shim: Shim) -> None:  # A8
+    shim.adapter.in_flight = [rollout("r-1")]
+    first = shim.prepare(straggler_policy=2)
+    async for _ in first:
+        break
+    first.cancel()
+    second = asyncio.create_task(collect(shim.prepare(straggler_policy=2)))
+    await asyncio.sleep(0)
+    shim.adapter.finish("r-1")
+    events = await second
+    assert events[0].HasField("admission_closed")
+    assert events[-1].HasField("prepared")
+    assert shim.adapter.calls.count("close") == 1
+    assert (await collect(shim.prepare(straggler_policy=2)))[-1] == events[-1]
+
+
+async def test_a_repeated_prepare_with_other_parameters_is_a_conflict_with_both_digests(shim: Shim) -> None:
+    await shim.prepared()
+    before = await shim.state()
+    error = await refused(collect(shim.prepare(quiesce_mode=int(QuiesceMode.DRAIN))))
+    assert error.reason is Reason.REQUEST_CONFLICT
+    assert set(error.problem.metadata) == {"first_digest", "this_digest"}
+    assert (await shim.state()).state == before.state
+
+
+async def test_a_failed_prepare_opens_and_the_next_operation_succeeds(shim: Shim) -> None:  # D1, A13
+    shim.adapter.fail["quiesce"] = refuse(Reason.DECLINED, "The sandbox is busy.")
+    error = await refused(collect(shim.prepare()))
+    assert (error.reason, error.problem.message) == (Reason.DECLINED, "The sandbox is busy.")
+    status = await shim.state()
+    assert (status.state, status.operation_id) == (ParticipantState.OPEN, "")
+    assert shim.adapter.open_now
+    again = await refused(collect(shim.prepare()))  # the same operation gets the recorded failure, and nothing is tried
+    assert again.problem.message == error.problem.message
+    assert shim.adapter.calls.count("close") == 1
+    del shim.adapter.fail["quiesce"]
+    assert (await shim.prepared("op-2")).incarnation_id == "i-1"
+
+
+async def test_an_unexpected_failure_of_an_adapter_tells_nothing_and_opens(shim: Shim) -> None:
+    shim.adapter.fail["quiesce"] = RuntimeError("/secret/path")
+    error = await refused(collect(shim.prepare()))
+    assert error.reason is Reason.INTERNAL
+    assert "secret" not in str(error)
+    assert shim.adapter.open_now
+
+
+async def test_a_call_without_a_deadline_is_refused(shim: Shim) -> None:  # E8
+    request = pb.PrepareRequest(context=shim.context())
+    request.lease_ttl.FromSeconds(60)
+    error = await refused(collect(shim.stub.Prepare(request)))
+    assert error.reason is Reason.DEADLINE_MISSING
+    assert shim.adapter.open_now
+
+
+@pytest.mark.parametrize(
+    ("operation_id", "epoch", "lease_s", "reason"),
+    [
+        ("", 1, 60, Reason.MALFORMED_ID),
+        ("../op", 1, 60, Reason.MALFORMED_ID),
+        ("op-1", 0, 60, Reason.INVALID_ARGUMENT),
+        ("op-1", 1, 0.5, Reason.INVALID_ARGUMENT),
+        ("op-1", 1, 3601, Reason.INVALID_ARGUMENT),
+    ],
+)
+async def test_malformed_requests_change_nothing(
+    shim: Shim, operation_id: str, epoch: int, lease_s: float, reason: Reason
+) -> None:
+    request = pb.PrepareRequest(context=pb.OperationContext(operation_id=operation_id, coordinator_epoch=epoch))
+    request.lease_ttl.FromMilliseconds(int(lease_s * 1000))
+    assert (await refused(collect(shim.stub.Prepare(request, timeout=5)))).reason is reason
+    assert "close" not in shim.adapter.calls
+    assert (await shim.state()).coordinator_epoch == 0
+
+
+async def test_a_quiesce_mode_that_is_not_offered_is_refused_at_once(shim: Shim) -> None:
+    error = await refused(collect(shim.prepare(quiesce_mode=int(QuiesceMode.ABORT))))
+    assert error.reason is Reason.UNSUPPORTED
+    assert "hold, drain" in error.problem.message
+    assert shim.adapter.open_now
+
+
+async def test_an_auxiliary_model_is_never_paused(short_path: Path) -> None:
+    async with serve(FakeAdapter(role=Role.AUXILIARY_MODEL), short_path) as shim:
+        assert (await refused(collect(shim.prepare()))).reason is Reason.UNSUPPORTED
+        assert shim.adapter.open_now
+
+
+# ---- the end of an operation -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("stuck_in", ["close", "quiesce", "still"])
+async def test_abort_overtakes_a_prepare_that_hangs(shim: Shim, stuck_in: str) -> None:  # I15
+    shim.adapter.gate[stuck_in] = asyncio.Event()
+    following = asyncio.create_task(collect(shim.prepare()))
+    await until(lambda: stuck_in in shim.adapter.calls)
+    begun = time.monotonic()
+    await shim.abort()
+    assert time.monotonic() - begun < 1
+    error = await refused(following)
+    assert error.reason is Reason.OPERATION_FINISHED
+    assert shim.adapter.open_now
+    assert (await shim.state()).state == ParticipantState.OPEN
+    del shim.adapter.gate[stuck_in]
+    await shim.prepared("op-2")
+
+
+async def test_resume_and_abort_of_an_unknown_operation_are_accepted_and_fence_it(shim: Shim) -> None:  # I8
+    assert (await shim.abort("op-7")).released_parked == 0
+    assert (await refused(collect(shim.prepare("op-7")))).reason is Reason.OPERATION_FINISHED
+    await shim.resume("op-8")
+    assert (await refused(collect(shim.prepare("op-8")))).reason is Reason.OPERATION_FINISHED
+    assert shim.adapter.open_now
+
+
+async def test_resume_answers_the_same_each_time_and_releases_once(shim: Shim) -> None:
+    await shim.prepared()
+    first = await shim.resume()
+    assert (first.released_parked, first.released_held) == (3, 1)
+    assert first.closed_for.ToMilliseconds() == 1500
+    assert await shim.resume() == first
+    assert shim.adapter.calls.count("open") == 1
+
+
+async def test_an_abort_that_no_gate_confirms_says_so_within_a_second_and_goes_on(shim: Shim) -> None:  # A24
+    await shim.prepared()
+    shim.adapter.gate["open"] = asyncio.Event()
+    begun = time.monotonic()
+    error = await refused(shim.abort())
+    assert time.monotonic() - begun < 1
+    assert error.reason is Reason.UNAVAILABLE
+    assert (await shim.state()).state == ParticipantState.OPEN  # the operation is over all the same
+    shim.adapter.gate["open"].set()
+    await until(lambda: shim.adapter.open_now)
+    assert (await shim.abort()).released_parked == 3
+
+
+async def test_a_late_resume_of_an_older_operation_does_not_open_the_present_one(shim: Shim) -> None:  # A1
+    await shim.prepared("op-4")
+    await shim.resume("op-4")
+    await shim.prepared("op-5")
+    opened = shim.adapter.calls.count("open")
+    await shim.resume("op-4")  # answered from the record
+    assert (await refused(shim.abort("op-4"))).reason is Reason.FENCED
+    assert shim.adapter.calls.count("open") == opened
+    assert (await shim.state()).operation_id == "op-5"
+    assert not shim.adapter.open_now
+
+
+async def test_abort_leaves_nothing_behind_for_the_next_operation(shim: Shim) -> None:  # A15
+    shim.adapter.in_flight = [rollout("r-1")]
+    follower = asyncio.create_task(collect(shim.prepare("c1", straggler_policy=2)))
+    await until(lambda: not shim.adapter.open_now)
+    await shim.abort("c1")
+    await refused(follower)
+    shim.adapter.finish("r-1")
+    assert (await shim.prepared("c2")).excluded_count == 0
+
+
+async def test_another_operation_of_the_same_coordinator_is_told_who_owns_the_pause(shim: Shim) -> None:
+    await shim.prepared()
+    error = await refused(collect(shim.prepare("op-2")))
+    assert (error.reason, error.problem.operation_id) == (Reason.FENCED, "op-1")
+
+
+async def test_a_newer_coordinator_takes_over_after_admission_was_opened(shim: Shim) -> None:
+    await shim.prepared("op-1", epoch=1)
+    await shim.prepared("op-2", epoch=2)
+    assert shim.adapter.calls.index("open") < len(shim.adapter.calls) - shim.adapter.calls[::-1].index("close")
+    assert shim.adapter.generation == 3  # closed, opened, closed: nothing of op-1 can be confirmed
+    assert (await refused(collect(shim.commit("op-1", epoch=1)))).reason is Reason.STALE_EPOCH
+    assert (await shim.state()).operation_id == "op-2"
+
+
+# ---- the lease -------------------------------------------------------------------------------------------------------
+
+
+async def test_commit_is_refused_after_the_lease_lapsed(shim: Shim) -> None:  # A12
+    shim.reserve()
+    await shim.prepared()
+    shim.clock.advance(60.5)
+    await until(lambda: shim.adapter.open_now)
+    assert (await refused(collect(shim.commit()))).reason is Reason.LEASE_LAPSED
+    status = await shim.state()
+    assert status.state == ParticipantState.OPEN
+    assert "lease" in status.last_failure
+    assert "export" not in shim.adapter.calls
+
+
+async def test_a_stopped_process_finds_its_lease_lapsed_before_it_acts(shim: Shim) -> None:  # B22
+    prepared = await shim.prepared()
+    shim.reserve()
+    shim.clock.advance(61, fire=False)  # no timer has fired
+    assert (await refused(collect(shim.commit()))).reason is Reason.LEASE_LAPSED
+    assert "export" not in shim.adapter.calls
+    await until(lambda: shim.adapter.open_now)
+    assert (await refused(shim.confirm(prepared))).reason is Reason.LEASE_LAPSED
+
+
+async def test_a_timer_that_fires_after_resume_is_a_no_op(shim: Shim) -> None:  # B26
+    await shim.prepared("op-1")
+    await shim.resume("op-1")
+    await shim.prepared("op-2")
+    shim.clock.time += 0  # the timer of op-1 fires although it was taken back
+    for alarm in shim.clock.alarms:
+        alarm.due = 0
+    shim.clock.fire(also_taken_back=True)
+    assert (await shim.state()).state == ParticipantState.PREPARED
+
+
+async def test_every_call_of_the_owner_renews_and_a_repeated_prepare_does_not(shim: Shim) -> None:
+    shim.reserve()
+    prepared = await shim.prepared()
+    shim.clock.advance(50)
+    await collect(shim.prepare())
+    assert (await shim.state()).lease_remaining.seconds == 10
+    await shim.confirm(prepared)
+    assert (await shim.state()).lease_remaining.seconds == 60
+    shim.clock.advance(50)
+    await collect(shim.commit())
+    assert (await shim.state()).lease_remaining.seconds == 60
+    request = pb.RenewLeaseRequest(context=shim.context())
+    request.lease_ttl.FromSeconds(100)
+    reply = await answer(shim.stub.RenewLease(request, timeout=5))
+    assert reply.lease_remaining.seconds == 100
+    await until(lambda: shim.adapter.lease_s == 100)
+
+
+async def test_gates_that_opened_by_their_own_lease_void_the_operation(shim: Shim) -> None:
+    await shim.prepared()
+    shim.adapter.open_now = True
+    shim.adapter.generation += 1
+    shim.adapter.changed()
+    await until(lambda: shim.service.operations.fence.operation_id == "")
+    assert (await refused(collect(shim.commit()))).reason is Reason.LEASE_LAPSED
+
+
+# ---- commit ----------------------------------------------------------------------------------------------------------
+
+
+async def test_commit_writes_files_then_a_manifest_and_repeats_answer_the_same(shim: Shim) -> None:
+    shim.adapter.files = {"b/x.bin": b"x" * 10, "a.jsonl": b"{}\n"}
+    shim.reserve()
+    await shim.prepared()
+    events = await collect(shim.commit())
+    committed = events[-1].committed
+    assert events[0].HasField("export_progress")
+    assert [f.path for f in committed.manifest.files] == ["a.jsonl", "b/x.bin"]
+    assert committed.manifest.operation_id == "op-1"
+    assert committed.manifest.totals.parked == 2
+    directory = shim.root / "snapshots" / "snap-1" / "counter"
+    assert stat.S_IMODE(directory.stat().st_mode) == 0o700
+    assert sorted(p.name for p in directory.iterdir()) == ["a.jsonl", "b", "manifest.json"]
+    assert (await collect(shim.commit()))[-1].committed == committed  # I9: the export runs once
+    assert shim.adapter.calls.count("export") == 1
+    assert (await refused(collect(shim.commit(snapshot_id="snap-2")))).reason is Reason.REQUEST_CONFLICT
+
+
+async def test_commit_before_prepare_is_refused_and_not_remembered(shim: Shim) -> None:
+    assert (await refused(collect(shim.commit()))).reason is Reason.WRONG_PHASE
+    await shim.prepared()
+
+
+async def test_activity_after_prepared_voids_the_cut(shim: Shim) -> None:  # A5
+    shim.reserve()
+    prepared = await shim.prepared()
+    shim.adapter.activity = "r-3 sent POST /v1/responses"
+    error = await refused(collect(shim.commit()))
+    assert error.reason is Reason.ACTIVITY_AFTER_PREPARED
+    assert "r-3" in error.problem.message
+    assert error.participant_id == "counter"
+    assert (await refused(shim.confirm(prepared))).reason is Reason.ACTIVITY_AFTER_PREPARED
+
+
+@pytest.mark.parametrize(
+    ("number", "reason"), [(errno.ENOSPC, Reason.STORAGE_FULL), (errno.EDQUOT, Reason.STORAGE_FULL),
+                           (errno.EIO, Reason.STORAGE_FAILED)],
+)  # fmt: skip
+async def test_a_failed_export_leaves_no_files_and_may_be_repeated(shim: Shim, number: int, reason: Reason) -> None:
+    snapshot = shim.reserve()
+    await shim.prepared()
+    shim.adapter.fail["exported"] = OSError(number, "no")
+    assert (await refused(collect(shim.commit()))).reason is reason
+    assert list(snapshot.iterdir()) == []
+    assert (await shim.state()).state == ParticipantState.PREPARED
+    del shim.adapter.fail["exported"]
+    assert (await collect(shim.commit()))[-1].committed.manifest.sessions == 1
+
+
+async def test_a_file_that_is_not_what_the_adapter_said_is_refused(shim: Shim) -> None:
+    snapshot = shim.reserve()
+    await shim.prepared()
+    shim.adapter.gate["exported"] = asyncio.Event()
+    following = asyncio.create_task(collect(shim.commit()))
+    await until(lambda: "exported" in shim.adapter.calls)
+    (snapshot / "counter" / "sessions.jsonl").write_bytes(b"cut")
+    shim.adapter.gate["exported"].set()
+    assert (await refused(following)).reason is Reason.PROTOCOL_VIOLATION
+    assert list(snapshot.iterdir()) == []
+
+
+async def test_commit_never_writes_into_what_is_not_ours(shim: Shim) -> None:
+    await shim.prepared()
+    assert (await refused(collect(shim.commit()))).reason is Reason.SNAPSHOT_NOT_FOUND  # nobody made the directory
+    snapshot = shim.reserve()
+    (snapshot / "counter").mkdir()
+    (snapshot / "counter" / "theirs").write_text("x")
+    assert (await refused(collect(shim.commit()))).reason is Reason.SNAPSHOT_EXISTS
+    assert (snapshot / "counter" / "theirs").exists()
+
+
+async def test_abort_overtakes_an_export_and_discards_it(shim: Shim) -> None:
+    snapshot = shim.reserve()
+    await shim.prepared()
+    shim.adapter.gate["exported"] = asyncio.Event()
+    following = asyncio.create_task(collect(shim.commit()))
+    await until(lambda: "exported" in shim.adapter.calls)
+    begun = time.monotonic()
+    await shim.abort()
+    assert time.monotonic() - begun < 1
+    assert (await refused(following)).reason is Reason.OPERATION_FINISHED
+    await until(lambda: list(snapshot.iterdir()) == [])
+
+
+async def test_abort_after_the_publication_keeps_the_files(shim: Shim) -> None:  # I1
+    snapshot = shim.reserve()
+    await shim.prepared()
+    await collect(shim.commit())
+    shim.publish()
+    await shim.abort()
+    await shim.service.operations.on_disk(lambda: None)
+    assert (snapshot / "counter" / "manifest.json").exists()
+
+
+@pytest.mark.parametrize("mode", [CheckpointMode.STATELESS, CheckpointMode.RESTART_ONLY])
+async def test_a_participant_with_nothing_to_write_commits_and_restores(short_path: Path, mode: CheckpointMode) -> None:
+    async with serve(FakeAdapter(mode=mode, files={}), short_path) as shim:
+        committed = await saved(shim)
+        assert list(committed.manifest.files) == []
+        events = await collect(shim.restore(committed.manifest_sha256))
+        assert events[-1].restored.sessions == 0
+        await shim.resume("op-2")
+        assert (await collect(shim.restore("", "op-3")))[-1].HasField("restored")  # it never committed
+        assert not shim.adapter.open_now
+
+
+# ---- confirm ---------------------------------------------------------------------------------------------------------
+
+
+async def test_confirm_proves_the_freeze_and_refuses_another_incarnation(shim: Shim) -> None:
+    prepared = await shim.prepared()
+    reply = await shim.confirm(prepared)
+    assert reply.admission_generation == prepared.admission_generation
+    assert reply.lease_remaining.seconds in (59, 60)
+    prepared.incarnation_id = "i-0"
+    assert (await refused(shim.confirm(prepared))).reason is Reason.INCARNATION_CHANGED
+    prepared.incarnation_id, prepared.admission_generation = "i-1", prepared.admission_generation + 2
+    assert (await refused(shim.confirm(prepared))).reason is Reason.ACTIVITY_AFTER_PREPARED
+
+
+async def test_confirm_is_refused_when_the_lease_lapses_while_the_server_is_looked_at(shim: Shim) -> None:
+    prepared = await shim.prepared()
+    shim.adapter.calls.clear()
+    shim.adapter.gate["still"] = asyncio.Event()
+    asking = asyncio.create_task(shim.confirm(prepared))
+    await until(lambda: "still" in shim.adapter.calls)
+    shim.clock.advance(61, fire=False)
+    shim.adapter.gate["still"].set()
+    assert (await refused(asking)).reason is Reason.LEASE_LAPSED
+
+
+# ---- restore ---------------------------------------------------------------------------------------------------------
+
+
+async def test_restore_loads_and_stays_paused_until_resume(shim: Shim) -> None:
+    committed = await saved(shim)
+    events = await collect(shim.restore(committed.manifest_sha256))
+    assert events[0].HasField("admission_closed")
+    restored = events[-1].restored
+    assert (restored.sessions, restored.totals.parked, restored.snapshot_id) == (1, 2, "snap-1")
+    assert shim.adapter.loaded == shim.adapter.files
+    assert not shim.adapter.open_now
+    assert (await collect(shim.restore(committed.manifest_sha256)))[-1].restored == restored
+    assert shim.adapter.calls.count("load") == 1
+    await shim.resume("op-2")
+    assert shim.adapter.open_now
+
+
+async def test_a_damaged_snapshot_is_refused_before_anything_is_closed(shim: Shim) -> None:
+    committed = await saved(shim)
+    (shim.root / "snapshots/snap-1/counter/sessions.jsonl").write_bytes(b'{"a": 2}\n')
+    closes = shim.adapter.calls.count("close")
+    error = await refused(collect(shim.restore(committed.manifest_sha256)))
+    assert error.reason is Reason.SNAPSHOT_CORRUPT
+    assert "sessions.jsonl" in error.problem.message
+    assert shim.adapter.calls.count("close") == closes
+    assert (await shim.state()).state == ParticipantState.OPEN
+    assert "load" not in shim.adapter.calls
+
+
+async def test_the_wrong_manifest_or_snapshot_is_refused(shim: Shim) -> None:  # D2
+    committed = await saved(shim)
+    assert (await refused(collect(shim.restore("0" * 64)))).reason is Reason.SNAPSHOT_CORRUPT
+    # operation and snapshot are two names: the saving operation's id is no snapshot, and it is never used again
+    swapped = shim.restore(committed.manifest_sha256, operation_id="op-9", snapshot_id="op-1")
+    assert (await refused(collect(swapped))).reason is Reason.SNAPSHOT_NOT_FOUND
+    again = shim.restore(committed.manifest_sha256, operation_id="op-1")
+    assert (await refused(collect(again))).reason is Reason.OPERATION_FINISHED
+
+
+async def test_a_link_in_a_snapshot_is_refused(shim: Shim, short_path: Path) -> None:
+    committed = await saved(shim)
+    target = shim.root / "snapshots/snap-1/counter/sessions.jsonl"
+    (short_path / "outside").write_bytes(target.read_bytes())
+    target.unlink()
+    target.symlink_to(short_path / "outside")
+    assert (await refused(collect(shim.restore(committed.manifest_sha256)))).reason is Reason.SNAPSHOT_UNSAFE
+
+
+async def test_state_of_another_kind_or_schema_is_refused(shim: Shim) -> None:
+    committed = await saved(shim)
+    shim.adapter.state_schema = "fake-v2"
+    shim.service.operations._description = None
+    assert (await refused(collect(shim.restore(committed.manifest_sha256)))).reason is Reason.SNAPSHOT_FOREIGN
+
+
+async def test_a_failed_load_stays_paused_and_may_be_repeated_or_aborted(shim: Shim) -> None:  # D3
+    committed = await saved(shim)
+    shim.adapter.fail["load"] = refuse(Reason.NOT_FRESH, "It has served work.")
+    error = await refused(collect(shim.restore(committed.manifest_sha256)))
+    assert error.reason is Reason.NOT_FRESH
+    status = await shim.state()
+    assert (status.state, status.operation_id) == (ParticipantState.RESTORE_FAILED, "op-2")
+    assert "served work" in status.last_failure
+    assert not shim.adapter.open_now
+    del shim.adapter.fail["load"]
+    assert (await collect(shim.restore(committed.manifest_sha256)))[-1].HasField("restored")
+    await shim.abort("op-2")
+    assert shim.adapter.open_now
+
+
+async def test_a_part_is_restored_under_another_name(shim: Shim) -> None:
+    committed = await saved(shim)
+    here = shim.root / "snapshots/snap-1"
+    (here / "counter").rename(here / "old-name")
+    error = await refused(collect(shim.restore(committed.manifest_sha256, source_participant_id="old-name")))
+    assert error.reason is Reason.SNAPSHOT_FOREIGN  # its manifest says whose it is
+
+
+# ---- status and rollouts ---------------------------------------------------------------------------------------------
+
+
+async def test_status_answers_within_a_second_when_the_server_does_not(shim: Shim) -> None:  # rule 8
+    await shim.prepared()
+    shim.adapter.gate["status"] = asyncio.Event()
+    begun = time.monotonic()
+    status = await shim.state()
+    assert time.monotonic() - begun < 1
+    assert status.state == ParticipantState.PREPARED
+    assert "does not answer" in status.waiting_for
+
+
+async def test_watch_sends_changes_at_once_and_the_newest_to_a_slow_reader(shim: Shim) -> None:
+    call = shim.stub.WatchStatus(pb.WatchStatusRequest(max_rollouts=10), timeout=10)
+    assert (await call.read()).status.state == ParticipantState.OPEN
+    await shim.prepared()
+    begun = time.monotonic()
+    while (await call.read()).status.state != ParticipantState.PREPARED:
+        pass
+    assert time.monotonic() - begun < 0.5
+    call.cancel()
+
+
+async def test_watchers_do_not_starve_other_calls(shim: Shim) -> None:  # H16
+    watchers = [shim.stub.WatchStatus(pb.WatchStatusRequest(), timeout=10) for _ in range(20)]
+    for watcher in watchers:
+        await watcher.read()
+    begun = time.monotonic()
+    await shim.abort()
+    assert time.monotonic() - begun < 1
+    for watcher in watchers:
+        watcher.cancel()
+
+
+async def test_retire_is_refused_while_an_operation_is_active(shim: Shim) -> None:
+    request = pb.RetireAttemptsRequest(coordinator_epoch=1, attempts=[pb.AttemptRef(rollout_id="r-1", attempt=2)])
+    assert (await answer(shim.stub.RetireAttempts(request, timeout=5))).retired == 1
+    assert shim.adapter.retired == [("r-1", 2)]
+    await shim.prepared()
+    assert (await refused(answer(shim.stub.RetireAttempts(request, timeout=5)))).reason is Reason.FENCED
+    request.attempts.extend([pb.AttemptRef(rollout_id="r-1")] * 1024)
+    assert (await refused(answer(shim.stub.RetireAttempts(request, timeout=5)))).reason is Reason.INVALID_ARGUMENT
+
+
+async def test_capabilities_are_told_with_the_state(shim: Shim) -> None:
+    await shim.prepared()
+    reply = await answer(shim.stub.GetCapabilities(pb.GetCapabilitiesRequest(), timeout=5))
+    assert reply.capabilities.participant_id == "counter"
+    assert (reply.state, reply.operation_id, reply.coordinator_epoch) == (ParticipantState.PREPARED, "op-1", 1)
+
+
+async def test_a_server_that_is_not_up_is_unavailable(shim: Shim) -> None:
+    shim.adapter.fail["describe"] = refuse(Reason.UNAVAILABLE, "The server is not up.")
+    error = await refused(answer(shim.stub.GetCapabilities(pb.GetCapabilitiesRequest(), timeout=5)))
+    assert error.reason is Reason.UNAVAILABLE
+
+
+async def test_stopping_the_shim_opens_admission(short_path: Path) -> None:
+    adapter = FakeAdapter()
+    async with serve(adapter, short_path) as shim:
+        await shim.prepared()
+    assert adapter.open_now
