@@ -29,6 +29,8 @@ setup: $(VENV)/.ready ## make .venv: the coordinator, the shims, the tests
 setup-gym: $(GYM)/.ready ## make .venv-gym: NeMo Gym from PyPI, with Safepoint beside it
 setup-proto: $(PROTOENV)/.ready
 
+# The script has a stamp of its own, over what an environment depends on: when a file here was only touched, it says "up
+# to date" and ends.
 $(VENV)/.ready: pyproject.toml scripts/setup_env.py
 	$(PYTHON) scripts/setup_env.py main $(VENV)
 	touch $@
@@ -56,7 +58,7 @@ check-proto: setup-proto ## fail if gen/ is stale, or proto/ is unformatted, unc
 released-proto: setup-proto ## record proto/ as the released contract that check-proto compares with
 	$(PROTOENV)/bin/buf build proto --exclude-source-info -o proto/safepoint/v1/released.binpb
 
-.PHONY: lint types test test-all check demo clean
+.PHONY: lint format types test check demo clean
 lint: setup ## ruff
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
@@ -67,7 +69,7 @@ format: setup ## ruff, rewriting
 
 types: setup ## mypy strict and pyright strict
 	$(VENV)/bin/mypy
-	$(VENV)/bin/pyright
+	$(VENV)/bin/pyright --warnings
 
 test: setup setup-gym ## all tests, with real NeMo Gym servers and a real Ray
 	$(PY) -m pytest
@@ -75,7 +77,11 @@ test: setup setup-gym ## all tests, with real NeMo Gym servers and a real Ray
 demo: setup setup-gym ## save, kill and restore 32 live rollouts on real NeMo Gym servers
 	$(PY) -m coordinator.cli demo
 
-check: check-proto lint types test ## what CI runs
+check: ## what CI runs: check-proto, lint, types, test
+	$(MAKE) --no-print-directory check-proto
+	$(MAKE) --no-print-directory lint
+	$(MAKE) --no-print-directory types
+	$(MAKE) --no-print-directory test
 
 clean: ## remove what the targets made
 	rm -rf $(VENV) $(GYM) $(PROTOENV) .gen.fresh build

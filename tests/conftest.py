@@ -1,0 +1,125 @@
+"""What holds for every test: nothing is skipped silently, and nothing is left behind.
+
+- A test marked `gym` fails, and is not skipped, when NeMo Gym's environment is missing.
+- At the end no process that a test started may live, and no folder that a test made in the temporary directory may be
+  there. Checked once, after all fixtures are gone, since a module's fixture may keep servers for several tests; the
+  report names the test during which each leftover appeared.
+
+Processes are found by a mark in their environment, which children inherit, so one that has lost its parent is found too.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+REPOSITORY = Path(__file__).resolve().parents[1]
+MARK = "SAFEPOINT_TEST_RUN"
+# How long processes may take to end after the last fixture: Ray's need several seconds.
+ENDING_S = 20.0
+
+_run = secrets.token_hex(8)
+_seen: dict[int, str] = {}
+_folders: dict[str, str] = {}
+_current = "collection"
+_leaks: list[str] = []
+
+
+def gym_python() -> Path:
+    """The interpreter of NeMo Gym's environment."""
+    return Path(os.environ.get("SAFEPOINT_GYM_PYTHON") or REPOSITORY / ".venv-gym" / "bin" / "python")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    os.environ[MARK] = _run
+    make = tempfile.mkdtemp
+
+    def mkdtemp(*args: Any, **kwargs: Any) -> Any:
+        folder = make(*args, **kwargs)
+        _folders[os.fspath(folder)] = _current
+        return folder
+
+    # Every way to make a temporary folder goes through it, TemporaryDirectory included.
+    tempfile.mkdtemp = mkdtemp
+    config.add_cleanup(lambda: setattr(tempfile, "mkdtemp", make))
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    if item.get_closest_marker("gym") and not gym_python().exists():
+        pytest.fail(f"{gym_python()} is not there: run `make setup-gym` first", pytrace=False)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
+    global _current
+    _current = item.nodeid
+    result = yield
+    for pid in _children():
+        _seen.setdefault(pid, item.nodeid)
+    return result
+
+
+def _children() -> list[int]:
+    """Our direct children; cheap enough to ask for after every test."""
+    found: list[int] = []
+    for task in Path("/proc/self/task").glob("*/children"):
+        try:
+            found += [int(pid) for pid in task.read_text().split()]
+        except OSError:
+            continue
+    return found
+
+
+def _ours() -> list[psutil.Process]:
+    found: list[psutil.Process] = []
+    for process in psutil.process_iter():
+        try:
+            if process.pid == os.getpid() or process.status() == psutil.STATUS_ZOMBIE:
+                continue
+            # Python's own helper lives as long as the process that needed it: us.
+            if "multiprocessing.resource_tracker" in " ".join(process.cmdline()):
+                continue
+            if process.ppid() == os.getpid() or process.environ().get(MARK) == _run:
+                found.append(process)
+        except (psutil.Error, OSError):
+            continue
+    return found
+
+
+def _wait_until_empty(look: Callable[[], list[Any]], within_s: float) -> list[Any]:
+    until = time.monotonic() + within_s
+    while (left := look()) and time.monotonic() < until:
+        time.sleep(0.1)
+    return left
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    for process in _wait_until_empty(_ours, ENDING_S):
+        try:
+            what = f"process {process.pid} ({' '.join(process.cmdline())[:160]})"
+            process.kill()
+        except psutil.Error:
+            continue
+        _leaks.append(f"{what}, seen first after {_seen.get(process.pid, 'an unknown test')}")
+    for folder, test in _folders.items():
+        # pytest keeps the folders of the last three runs on purpose.
+        if os.path.isdir(folder) and "pytest-of-" not in folder:
+            _leaks.append(f"folder {folder}, made in {test}")
+    if _leaks and session.exitstatus in (pytest.ExitCode.OK, pytest.ExitCode.NO_TESTS_COLLECTED):
+        session.exitstatus = pytest.ExitCode.TESTS_FAILED
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    if _leaks:
+        terminalreporter.section("left behind", red=True)
+        for leak in _leaks:
+            terminalreporter.line(leak)
