@@ -82,7 +82,7 @@ class Operation:
     options: Options = field(default_factory=Options)
     trainer_driven: bool = False
     resume_when_done: bool = False
-    parts: Mapping[ParticipantId, RestorePart] = field(default=NO_PARTS)
+    parts: Mapping[ParticipantId, RestorePart] = field(default_factory=lambda: NO_PARTS)
 
 
 @dataclass(frozen=True, slots=True)

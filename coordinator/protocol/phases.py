@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Final
 
+from coordinator.protocol.operation import Stage
 from coordinator.protocol.proofs import Committed, Confirmed, Opened, Prepared, Proof, RestoredProof
 from coordinator.protocol.topology import Participant
 from coordinator.wire.ids import ParticipantId
@@ -55,8 +56,30 @@ PHASES: Final[Mapping[Phase, PhaseSpec]] = MappingProxyType({
 })
 # fmt: on
 
+# The programs: each phase in turn. A trainer-driven save stops after those in STOPS until the next call.
 SAVE: Final = (Phase.PREPARE, Phase.COMMIT, Phase.CONFIRM, Phase.PUBLISH, Phase.RESUME)
 RESTORE: Final = (Phase.RESTORE, Phase.RESUME)
+
+
+STAGES: Final[Mapping[Phase, Stage]] = MappingProxyType(
+    {
+        Phase.PREPARE: Stage.PREPARING,
+        Phase.COMMIT: Stage.COMMITTING,
+        Phase.CONFIRM: Stage.CONFIRMING,
+        Phase.PUBLISH: Stage.PUBLISHING,
+        Phase.RESTORE: Stage.RESTORING,
+        Phase.RESUME: Stage.RESUMING,
+        Phase.ABORT: Stage.ABORTING,
+    }
+)
+STOPS: Final[Mapping[Phase, Stage]] = MappingProxyType(
+    {
+        Phase.PREPARE: Stage.PREPARED,
+        Phase.COMMIT: Stage.COMMITTED,
+        Phase.PUBLISH: Stage.PUBLISHED,
+        Phase.RESTORE: Stage.RESTORED,
+    }
+)
 
 
 def waves(phase: Phase, participants: Iterable[Participant]) -> list[list[ParticipantId]]:

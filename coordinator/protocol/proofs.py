@@ -42,7 +42,7 @@ class Committed:
     incarnation_id: IncarnationId
     manifest_sha256: str  # of the stored manifest.json, envelope included
     size_bytes: int = 0
-    totals: Mapping[RolloutState, int] = field(default=NO_TOTALS)
+    totals: Mapping[RolloutState, int] = field(default_factory=lambda: NO_TOTALS)
     sessions: int = 0
     recorded_calls: int = 0
     ledger_file: str = ""
@@ -65,7 +65,7 @@ class RestoredProof:
     incarnation_id: IncarnationId
     generation: int
     sessions: int = 0
-    totals: Mapping[RolloutState, int] = field(default=NO_TOTALS)
+    totals: Mapping[RolloutState, int] = field(default_factory=lambda: NO_TOTALS)
     diverged_count: int = 0
 
 

@@ -1,0 +1,99 @@
+"""Who is waited for and why, as one sentence: the same one in status, logs and errors.
+
+PURE. The one rule: a "not yet" names phase, participant, rollouts and time. Durations are seconds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from coordinator.protocol.operation import Operation
+from coordinator.protocol.proofs import Progress
+from coordinator.wire.errors import Blocked, Problem, Reason
+from coordinator.wire.ids import ParticipantId
+from coordinator.wire.terms import Phase
+
+_NAMED = 5  # names in one sentence; all are in the status
+_MAX_ROLLOUTS = 20
+_DOING = {
+    Phase.PREPARE: "quiescing",
+    Phase.COMMIT: "exporting",
+    Phase.CONFIRM: "confirming the freeze",
+    Phase.RESTORE: "loading",
+    Phase.RESUME: "opening",
+    Phase.ABORT: "opening",
+}
+
+
+def names(participant_ids: Sequence[ParticipantId]) -> str:
+    """A few names, and how many more."""
+    shown = ", ".join(participant_ids[:_NAMED])
+    more = len(participant_ids) - _NAMED
+    return f"{shown} and {more} more" if more > 0 else shown
+
+
+def waiting(
+    phase: Phase, who: Sequence[ParticipantId], progress: Mapping[ParticipantId, Progress], waited_s: float
+) -> str:
+    """Why a phase is not further."""
+    each = "; ".join(f"{name} ({_said(phase, progress.get(name))})" for name in who[:_NAMED])
+    more = f"; and {len(who) - _NAMED} more" if len(who) > _NAMED else ""
+    return f"{phase.name.lower()}: waiting {waited_s:.1f} s for {each}{more}."
+
+
+def deadline_passed(
+    operation: Operation,
+    phase: Phase,
+    who: Sequence[ParticipantId],
+    progress: Mapping[ParticipantId, Progress],
+    waited_s: float,
+    *,
+    called: bool = True,
+) -> Problem:
+    """The Problem of a phase that did not end in time, with what those who are late last said.
+
+    `called` is False when the time was over before they could be called at all.
+    """
+    each = "; ".join(f"{name} ({_said(phase, progress.get(name))})" for name in who[:_NAMED])
+    rollouts, count = blocked(who, progress)
+    draining = phase == Phase.PREPARE
+    return Problem(
+        # Work that does not end is one thing, a participant that does not get done another.
+        Reason.DRAIN_INCOMPLETE if draining else Reason.UNREACHABLE,
+        f"The deadline passed while {names(who)} {'was' if len(who) == 1 else 'were'} {_DOING.get(phase, 'busy')}: {each}."
+        if called
+        else f"The deadline passed before {names(who)} could be called.",
+        next_step=""
+        if draining
+        else "See whether the named participants still work, and give the operation more time.",
+        phase=phase,
+        participant_id=who[0] if len(who) == 1 else "",
+        operation_id=operation.operation_id,
+        rollouts=rollouts,
+        rollout_count=count,
+        waited_s=waited_s,
+    )
+
+
+def blocked(
+    who: Sequence[ParticipantId], progress: Mapping[ParticipantId, Progress]
+) -> tuple[tuple[Blocked, ...], int]:
+    """The rollouts that those participants wait for, the oldest first, and how many there are in all."""
+    said = [progress[name] for name in who if name in progress]
+    rollouts = sorted((r for each in said for r in each.waiting_for), key=lambda r: (-r.age_s, r.rollout_id))
+    count = sum(max(each.waiting_for_count, len(each.waiting_for)) for each in said)
+    return tuple(rollouts[:_MAX_ROLLOUTS]), count
+
+
+def _said(phase: Phase, progress: Progress | None) -> str:
+    if progress is None:
+        return "has reported nothing"
+    if phase == Phase.PREPARE:
+        count = max(progress.waiting_for_count, len(progress.waiting_for))
+        some = ", ".join(str(rollout) for rollout in progress.waiting_for[:3])
+        more = f" and {count - 3} more" if count > 3 else ""
+        what = f"{progress.in_flight} in flight"
+        return f"{what}: {some}{more}" if some else f"{what}, {count} rollouts" if count else what
+    bytes_of = f" of {progress.bytes_total}" if progress.bytes_total else ""
+    items_of = f" of {progress.items_total}" if progress.items_total else ""
+    return f"{progress.bytes_done}{bytes_of} bytes, {progress.items_done}{items_of} items"
