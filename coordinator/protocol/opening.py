@@ -10,9 +10,9 @@ from collections.abc import Collection, Sequence
 
 from coordinator.protocol.calls import CallBook, Running
 from coordinator.protocol.events import AbortArguments, Effect, ResumeArguments
-from coordinator.protocol.operation import Limits
+from coordinator.protocol.operation import Limits, Operation
 from coordinator.wire.errors import Reason
-from coordinator.wire.ids import OperationId, ParticipantId
+from coordinator.wire.ids import ParticipantId
 from coordinator.wire.terms import Phase
 
 # With these answers the participant is not closed by this operation (any more).
@@ -28,19 +28,18 @@ class Opening:
         self,
         phase: Phase,
         waves: Sequence[Sequence[ParticipantId]],
-        operation_id: OperationId,
+        operation: Operation,
         cause: str,
         calls: CallBook,
         gone: Collection[ParticipantId],
         limits: Limits,
         now: float,
-        lease_ttl_s: float,
     ) -> None:
         self.phase = phase
         self.told: tuple[ParticipantId, ...] = tuple(p for wave in waves for p in wave)
         self.acknowledged: set[ParticipantId] = set()
         self._arguments = AbortArguments(cause) if phase == Phase.ABORT else ResumeArguments()
-        self._operation_id = operation_id
+        self._operation_id = operation.operation_id
         self._waves = [list(wave) for wave in waves]
         self._wave: set[ParticipantId] = set()
         self._wave_until = now
@@ -49,7 +48,7 @@ class Opening:
         self._gone = gone
         self._limits = limits
         self._until = now + limits.reserve_s
-        self._linger_until = self._until + lease_ttl_s
+        self._linger_until = self._until + operation.options.lease_ttl_s  # then its lease has freed everybody
 
     @property
     def unconfirmed(self) -> tuple[ParticipantId, ...]:

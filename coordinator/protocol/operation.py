@@ -93,9 +93,9 @@ class Limits:
     leaves some to open everybody again (FAILURES 27): begin with `deadline = caller's budget - reserve_s`.
     """
 
-    reserve_s: float = 10.0  # for opening everybody; what is not confirmed then is listed, and thaws by its lease
-    open_call_s: float = 2.0  # one Resume or Abort call: participants answer within 1 s
-    open_wave_s: float = 1.0  # then the next wave is told although this one has not all answered
+    reserve_s: float = 3.0  # for opening everybody; what is not confirmed then is listed, and thaws by its lease
+    open_call_s: float = 1.5  # one Resume or Abort call: participants answer within 1 s
+    open_wave_s: float = 0.5  # then the next wave is told although this one has not all answered
     confirm_call_s: float = 5.0
     attempts: int = 3  # of a call that got no answer, before the phase fails
     retry_after_s: float = 0.1  # doubles with each attempt

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from coordinator.protocol.operation import Operation
+from coordinator.protocol.operation import Operation, Stage
 from coordinator.protocol.proofs import Progress
 from coordinator.wire.errors import Blocked, Problem, Reason
 from coordinator.wire.ids import ParticipantId
@@ -39,6 +39,16 @@ def waiting(
     each = "; ".join(f"{name} ({_said(phase, progress.get(name))})" for name in who[:_NAMED])
     more = f"; and {len(who) - _NAMED} more" if len(who) > _NAMED else ""
     return f"{phase.name.lower()}: waiting {waited_s:.1f} s for {each}{more}."
+
+
+def standing(stage: Stage, phase: Phase, waited_s: float) -> str:
+    """Why an operation is not further when no participant is waited for; empty when it has ended or not begun."""
+    calls = {Stage.PREPARED: "Commit", Stage.COMMITTED: "Publish", Stage.PUBLISHED: "Resume", Stage.RESTORED: "Resume"}
+    if stage in calls:
+        return f"{phase.name.lower()}: done; everybody is paused until the trainer calls {calls[stage]}."
+    if stage == Stage.PUBLISHING:
+        return f"publish: writing the snapshot manifest for {waited_s:.1f} s."
+    return "restore: failed; everybody stays paused until Abort." if stage == Stage.FAILED_PAUSED else ""
 
 
 def deadline_passed(
