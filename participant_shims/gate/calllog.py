@@ -26,6 +26,7 @@ from participant_shims.identity import CallIdentity
 
 Header = tuple[str, str]
 
+FORMAT: Final = "gym-calls-v1"  # of the file that calllog_files writes, and state schema of agents and models
 _BUSY_S: Final = 5.0  # another worker's commit takes microseconds; longer means that a process was stopped inside one
 # Answers of rollouts that ended without a word (their agent was killed) are dropped from here on, oldest first.
 MAX_EXECUTED: Final = 65_536
@@ -35,7 +36,7 @@ CREATE TABLE IF NOT EXISTS rollouts(
   rollout_id TEXT PRIMARY KEY, attempt INTEGER NOT NULL, base INTEGER NOT NULL, explicit INTEGER NOT NULL,
   input_sha256 TEXT NOT NULL, input BLOB NOT NULL, cookie TEXT NOT NULL, state TEXT NOT NULL,
   restored INTEGER NOT NULL DEFAULT 0, claimed INTEGER NOT NULL DEFAULT 1, delivered INTEGER NOT NULL DEFAULT 0,
-  reason TEXT NOT NULL DEFAULT '', turns INTEGER NOT NULL DEFAULT 0, pid INTEGER NOT NULL DEFAULT 0,
+  guest INTEGER NOT NULL DEFAULT 0, reason TEXT NOT NULL DEFAULT '', turns INTEGER NOT NULL DEFAULT 0, pid INTEGER NOT NULL DEFAULT 0,
   status INTEGER NOT NULL DEFAULT 0, headers TEXT NOT NULL DEFAULT '[]', body BLOB NOT NULL DEFAULT x'');
 CREATE TABLE IF NOT EXISTS calls(
   rollout_id TEXT NOT NULL, scope TEXT NOT NULL, number INTEGER NOT NULL, call_id TEXT NOT NULL,
@@ -160,11 +161,11 @@ class CallLog:
         with self.together():
             row = self.db.execute(
                 "SELECT attempt, base, input_sha256, state, restored, claimed, delivered, pid, status, headers, body,"
-                " cookie FROM rollouts WHERE rollout_id=?", (rollout_id,),
+                " guest, cookie FROM rollouts WHERE rollout_id=?", (rollout_id,),
             ).fetchone()  # fmt: skip
             floor = self.db.execute("SELECT min_attempt FROM marks WHERE rollout_id=?", (rollout_id,)).fetchone()
             lowest = int(floor[0]) if floor else 0
-            if row is None:
+            if row is None or row[11]:
                 return self._begin(rollout_id, explicit, sha256, body, cookie, lowest, "")
             attempt, base, known, state, restored, claimed, delivered, pid = row[:8]
             same = known == sha256
@@ -182,7 +183,7 @@ class CallLog:
                         "UPDATE rollouts SET attempt=?, state='running', claimed=1, pid=?, turns=0 WHERE rollout_id=?",
                         (attempt, os.getpid(), rollout_id),
                     )
-                    return Claim(Verdict.REPLAY, attempt, base, cookie=row[11])
+                    return Claim(Verdict.REPLAY, attempt, base, cookie=row[12])
                 return self._begin(rollout_id, explicit, sha256, body, cookie, max(attempt, lowest), "input changed")
             reason = "" if same else "input changed"
             return self._begin(rollout_id, explicit, sha256, body, cookie, max(attempt + 1, lowest), reason)
@@ -250,6 +251,11 @@ class CallLog:
         ).fetchone()  # fmt: skip
         return _answer(*row) if row else None
 
+    def attempt_of(self, rollout_id: str) -> int:
+        """The present attempt of a dispatch; -1 when it is not known."""
+        row = self.db.execute("SELECT attempt FROM rollouts WHERE rollout_id=?", (rollout_id,)).fetchone()
+        return int(row[0]) if row else -1
+
     def runs_elsewhere(self, rollout_id: str) -> bool:
         """Whether another live worker runs it."""
         row = self.db.execute("SELECT state, pid FROM rollouts WHERE rollout_id=?", (rollout_id,)).fetchone()
@@ -258,6 +264,22 @@ class CallLog:
     def is_fresh(self) -> bool:
         """No dispatch has been served in this life but, at most, a snapshot has been loaded."""
         return self.db.execute("SELECT 1 FROM rollouts WHERE restored=0 OR claimed=1 LIMIT 1").fetchone() is None
+
+    def host(self, call: CallIdentity) -> None:
+        """A rollout that another agent dispatched calls this agent: its calls from here are logged as well."""
+        with self.together():
+            row = self.db.execute(
+                "SELECT attempt, base, guest FROM rollouts WHERE rollout_id=?", (call.rollout_id,)
+            ).fetchone()
+            if row is not None and (not row[2] or (row[0] >= call.attempt and row[1] >= call.base)):
+                return
+            if row is not None and row[1] < call.base:
+                self.db.execute("DELETE FROM calls WHERE rollout_id=?", (call.rollout_id,))
+            self.db.execute(
+                "INSERT OR REPLACE INTO rollouts(rollout_id, attempt, base, explicit, input_sha256, input, cookie,"
+                " state, guest, pid) VALUES(?,?,?,0,'',x'','','running',1,?)",
+                (call.rollout_id, call.attempt, call.base, os.getpid()),
+            )
 
     # -- calls that leave
 
@@ -345,6 +367,10 @@ class CallLog:
             for rollout_id, attempt in rollouts:
                 self.db.execute("DELETE FROM executed WHERE rollout_id=? AND attempt<=?", (rollout_id, attempt))
                 self.db.execute("DELETE FROM sessions WHERE rollout_id=? AND attempt<=?", (rollout_id, attempt))
+                if self.db.execute(
+                    "DELETE FROM rollouts WHERE rollout_id=? AND attempt<=? AND guest=1", (rollout_id, attempt)
+                ).rowcount:
+                    self.db.execute("DELETE FROM calls WHERE rollout_id=?", (rollout_id,))
 
     def bind(self, session_id: str, rollout_id: str, attempt: int) -> None:
         """The session belongs to the rollout."""

@@ -25,9 +25,8 @@ from coordinator.wire.errors import Reason, refuse
 from coordinator.wire.ids import is_rollout_id
 from coordinator.wire.terms import RolloutState
 from participant_shims.adapter import LedgerLine, WrittenFile
-from participant_shims.gate.calllog import CallLog
+from participant_shims.gate.calllog import FORMAT, CallLog
 
-FORMAT: Final = "gym-calls-v1"
 FILE: Final = "calls.jsonl"
 MAX_LINE_BYTES: Final = 256 * 1024 * 1024  # one response with its token ids; the largest seen is 4 MB
 MAX_LINES: Final = 20_000_000
@@ -107,7 +106,7 @@ def _ledger(db: sqlite3.Connection, excluded: Mapping[str, tuple[int, str]]) -> 
     recorded = dict(db.execute("SELECT rollout_id, count(*) FROM calls WHERE done=1 GROUP BY rollout_id"))
     seen: set[str] = set()
     for rollout_id, attempt, state, sha256, turns, status in db.execute(
-        "SELECT rollout_id, attempt, state, input_sha256, turns, status FROM rollouts ORDER BY rollout_id"
+        "SELECT rollout_id, attempt, state, input_sha256, turns, status FROM rollouts WHERE guest=0 ORDER BY rollout_id"
     ):
         seen.add(rollout_id)
         calls, waiting_on, reason = int(recorded.get(rollout_id, 0)), "", ""
@@ -134,14 +133,14 @@ def _records(db: sqlite3.Connection, ledger: Sequence[LedgerLine], skip: set[str
         yield {"t": "excluded", "rollout_id": line.rollout_id, "attempt": line.attempt, "reason": line.reason}
     states = {line.rollout_id: int(line.state) for line in ledger}
     for r in db.execute(
-        "SELECT rollout_id, attempt, base, explicit, input_sha256, input, cookie, state, turns, status, headers, body"
+        "SELECT rollout_id, attempt, base, explicit, input_sha256, input, cookie, state, turns, status, headers, body, guest"
         " FROM rollouts ORDER BY rollout_id"
     ):
         if r[0] not in skip:
             yield {
                 "t": "rollout", "rollout_id": r[0], "attempt": r[1], "base": r[2], "explicit": r[3],
-                "input_sha256": r[4], "input": _text(r[5]), "cookie": r[6], "state": states[r[0]], "turns": r[8],
-                "status": r[9], "headers": json.loads(r[10]), "body": _text(r[11]),
+                "input_sha256": r[4], "input": _text(r[5]), "cookie": r[6], "state": states.get(r[0], int(RolloutState.PARKED)),
+                "guest": r[12], "turns": r[8], "status": r[9], "headers": json.loads(r[10]), "body": _text(r[11]),
             }  # fmt: skip
     for r in db.execute(
         "SELECT rollout_id, scope, number, call_id, attempt, server, own, method, path, digest, done, status, phrase,"
@@ -200,6 +199,8 @@ def load(log: CallLog, files: Sequence[Path], excluded: Mapping[str, str] | None
             elif kind == "rollout":
                 _install_rollout(log, r)
                 known.add(rollout_id)
+                if r["guest"]:
+                    continue  # it is its own agent's to account for
                 state = RolloutState(r["state"])
                 totals[state] = totals.get(state, 0) + 1
                 recorded += r["turns"] if state is RolloutState.COMPLETED else 0
@@ -240,11 +241,12 @@ def load(log: CallLog, files: Sequence[Path], excluded: Mapping[str, str] | None
 def _install_rollout(log: CallLog, r: Mapping[str, Any]) -> None:
     done = r["state"] == RolloutState.COMPLETED
     log.db.execute(
-        "INSERT INTO rollouts(rollout_id, attempt, base, explicit, input_sha256, input, cookie, state, restored,"
-        " claimed, turns, status, headers, body) VALUES(?,?,?,?,?,?,?,?,1,0,?,?,?,?)",
+        "INSERT INTO rollouts(rollout_id, attempt, base, explicit, input_sha256, input, cookie, state, guest,"
+        " restored, claimed, turns, status, headers, body) VALUES(?,?,?,?,?,?,?,?,?,1,0,?,?,?,?)",
         (
             r["rollout_id"], r["attempt"] if done else r["attempt"] + 1, r["base"], r["explicit"], r["input_sha256"],
-            r["input"], r["cookie"], "completed" if done else "interrupted", r["turns"], r["status"],
+            r["input"], r["cookie"], "completed" if done else "interrupted", r["guest"],
+            r["turns"], r["status"],
             json.dumps(r["headers"], separators=(",", ":")), r["body"],
         ),
     )  # fmt: skip
@@ -259,7 +261,7 @@ _FIELDS: Final[Mapping[str, Mapping[str, str]]] = {
     "excluded": {"rollout_id": _S, "attempt": _I, "reason": _S},
     "rollout": {
         "rollout_id": _S, "attempt": _I, "base": _I, "explicit": _I, "input_sha256": _S, "input": _B, "cookie": _S,
-        "state": _I, "turns": _I, "status": _I, "headers": _H, "body": _B,
+        "state": _I, "guest": _I, "turns": _I, "status": _I, "headers": _H, "body": _B,
     },
     "call": {
         "rollout_id": _S, "scope": _S, "number": _I, "call_id": _S, "attempt": _I, "server": _S, "own": _I,

@@ -1,0 +1,319 @@
+"""The gate in the request path: a pure ASGI middleware, the outermost of the server.
+
+The rule kept here: between servers a request is parked, never rejected, and no response is invented, dropped or
+changed; the one exception is a call of an attempt that is over, which gets a 409. What is gated depends on the kind of
+server: an agent's `/run` (a dispatch) and calls to it that carry an identity; every POST of resources and models. GET,
+HEAD, OPTIONS, lifespan and websockets pass untouched. A server's call to itself is never parked: the rollout that
+makes it is inside already.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Mapping
+from typing import Final
+from urllib.parse import unquote
+
+from participant_shims.admission import Entry
+from participant_shims.gate.calllog import Answer, Stale, Verdict
+from participant_shims.gate.core import Gate
+from participant_shims.gate.digest import body_sha256, canonical, cookies_of_header, request_digest
+from participant_shims.gate.dispatch import rollout_of, wait_for_other_worker
+from participant_shims.gate.execution import App, Execution, Message, Receive, Scope, Send, read_body, send_answer
+from participant_shims.gate.outbound import CURRENT, NOBODY, REFUSED_HEADER
+from participant_shims.gate.replay import Scope as CallScope
+from participant_shims.identity import CallIdentity, done_from_headers, from_headers, recorded_from_headers
+
+_UNGATED_METHODS: Final = frozenset({"GET", "HEAD", "OPTIONS"})
+
+
+class GateMiddleware:
+    """Wraps the application that uvicorn has loaded."""
+
+    def __init__(self, app: App, gate: Gate) -> None:
+        self._app = app
+        self._gate = gate
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        kind = scope["type"]
+        if kind == "lifespan":
+            await self._gate.start()
+        if kind != "http" or scope["method"] in _UNGATED_METHODS:
+            await self._app(scope, receive, send)
+            return
+        if not self._gate.started:  # a server without lifespan meets its first request here
+            await self._gate.start()
+        headers = {k.decode("latin-1").lower(): v.decode("latin-1") for k, v in scope["headers"]}
+        identity = from_headers(headers)
+        if identity is not None:
+            await self._identified(identity, headers, scope, receive, send)
+        elif self._gate.is_agent and scope["path"].rstrip("/") == "/run":
+            await self._root(headers, scope, receive, send)
+        elif self._gate.is_agent:
+            CURRENT.set(NOBODY)  # what it sends out is parked with the rest
+            await self._app(scope, receive, send)
+        else:
+            await self._anonymous(scope, receive, send)
+
+    # -- work without identity: counted and gated, not remembered
+
+    async def _anonymous(self, scope: Scope, receive: Receive, send: Send, body: bytes | None = None) -> None:
+        gate = self._gate
+        doors = gate.doors
+        entry = doors.enter(exempt=gate.never_closes, waiting_on=scope["path"])
+        try:
+            if body is None and doors.closed and not gate.never_closes:
+                body = await read_body(receive)  # a parked body must not fill the connection's buffers
+                if body is None:
+                    return
+            if body is not None:
+                if not await self._park(entry, receive):
+                    return
+                receive = _again(body, receive)
+            gate.served = True
+
+            async def held_send(message: Message) -> None:
+                if not gate.never_closes:
+                    await doors.hold(entry)
+                    if message["type"] == "http.response.start" or message.get("more_body", False):
+                        doors.run_on(entry)
+                await send(message)
+
+            CURRENT.set(NOBODY)
+            await self._app(scope, receive, held_send)
+        finally:
+            doors.leave(entry)
+
+    # -- calls of a rollout
+
+    async def _identified(
+        self, identity: CallIdentity, headers: Mapping[str, str], scope: Scope, receive: Receive, send: Send
+    ) -> None:
+        gate = self._gate
+        log = gate.log
+        own = gate.is_agent and log.is_own_call(identity)
+        body = await read_body(receive)
+        if body is None:
+            return
+        gate.hear(identity, recorded_from_headers(headers), done_from_headers(headers))
+        digest = request_digest(
+            scope["method"], "", scope["path"], scope.get("query_string", b"").decode("latin-1"), canonical(body),
+            cookies_of_header(headers.get("cookie", "")),
+        )  # fmt: skip
+        key = (identity.rollout_id, identity.call_id)
+        exempt = own or gate.never_closes
+        entry = gate.doors.enter(
+            identity.rollout_id, identity.attempt, turn=gate.turns.get(identity.rollout_id, 0), exempt=exempt,
+            waiting_on=f"{scope['method']} {scope['path']}",
+        )  # fmt: skip
+        execution: Execution | None = None
+        try:
+            if not await self._park(entry, receive):
+                return
+            # From here to the start of the execution nothing awaits: a retry cannot slip in between.
+            stale = None if own else log.stale(identity)
+            if stale is not None:
+                gate.warn("stale calls refused")
+                await send_answer(send, _refusal(stale, identity, gate.name))
+                return
+            running, remembered = gate.executions.get(key), log.recall(identity)
+            if running is not None and running.digest == digest:
+                gate.warn("calls joined")
+                await self._follow(running, entry, exempt, receive, send)
+                return
+            if remembered is not None and remembered[0] == digest:
+                gate.warn("calls answered from memory")
+                if exempt or await self._held(entry, receive):
+                    await send_answer(send, remembered[1])
+                return
+            keyed = running is None and remembered is None
+            if not keyed:
+                gate.warn("call ids met again with another request")
+            gate.served = True
+            execution = Execution(digest)
+            if keyed:
+                gate.executions[key] = execution
+            execution.task = asyncio.create_task(self._execute(execution, identity, keyed, scope, body, entry))
+            await self._follow(execution, entry, exempt, receive, send)
+        finally:
+            self._leave(entry, execution)
+
+    async def _execute(
+        self, execution: Execution, identity: CallIdentity, keyed: bool, scope: Scope, body: bytes, entry: Entry
+    ) -> None:
+        gate = self._gate
+        run = execution.new_run(passes_on=True)
+        execution.scope = scope = dict(scope)
+        answer: Answer | None = None
+        error: BaseException | None = None
+        dispatch = gate.dispatch_for(identity)
+        try:
+            if dispatch is not None:
+                CURRENT.set(gate.dispatches.scope_of(dispatch, identity.call_id))
+            else:
+                CURRENT.set(CallScope(identity))
+            await run.of(self._app, scope, body)
+            answer = run.answer()
+            if dispatch is not None and dispatch.diverged and identity.rollout_id not in gate.dispatches.running:
+                # It runs at another agent or worker, which has to learn that it must restart.
+                answer, execution.run = _refusal(Stale.STATE_LOST, identity, gate.name), None
+            elif answer is not None and keyed:
+                gate.log.remember(identity, execution.digest, answer, session_id_of(scope))
+            gate.count_turn(identity.rollout_id)
+        except BaseException as caught:
+            error = caught
+            if isinstance(caught, asyncio.CancelledError):
+                raise
+        finally:
+            if keyed:
+                gate.executions.pop((identity.rollout_id, identity.call_id), None)
+            execution.end(answer, error)
+            if execution.adopted:
+                gate.doors.leave(entry)
+            gate.release_dispatch(identity, dispatch)
+
+    # -- dispatches
+
+    async def _root(self, headers: dict[str, str], scope: Scope, receive: Receive, send: Send) -> None:
+        gate = self._gate
+        body = await read_body(receive)
+        if body is None:
+            return
+        found = rollout_of(body, headers)
+        if found is None:
+            await self._anonymous(scope, receive, send, body)
+            return
+        rollout_id, explicit = found
+        sha256 = body_sha256(body)
+        entry = gate.doors.enter(rollout_id, waiting_on="POST /run")
+        execution: Execution | None = None
+        try:
+            if not await self._park(entry, receive):
+                return
+            while True:
+                claim = gate.dispatches.claim(rollout_id, explicit, sha256, body, headers.get("cookie", ""))
+                entry.attempt = claim.attempt
+                if claim.verdict is Verdict.JOIN and rollout_id not in gate.dispatches.running:
+                    gate.warn("dispatches joined")
+                    await wait_for_other_worker(gate.log, rollout_id)
+                    continue
+                break
+            gate.served = True
+            if claim.verdict is Verdict.CONFLICT:
+                gate.warn("dispatches of a running id with another input, not logged")
+                await self._app(scope, _again(body, receive), send)
+            elif claim.verdict is Verdict.ANSWER and claim.result is not None:
+                if await self._held(entry, receive):
+                    await send_answer(send, claim.result)
+                    gate.log.delivered(rollout_id, claim.attempt)
+            else:
+                if claim.verdict is Verdict.JOIN:
+                    gate.warn("dispatches joined")
+                    followed = gate.dispatches.running[rollout_id]
+                else:
+                    started = execution = gate.dispatches.start(
+                        self._app, scope, body, rollout_id, sha256, claim,
+                        lambda: gate.doors.leave(entry) if started.adopted else None,
+                    )  # fmt: skip
+                    followed = execution
+                if await self._follow(followed, entry, False, receive, send, watch=True):
+                    gate.log.delivered(rollout_id, gate.log.attempt_of(rollout_id))
+        finally:
+            self._leave(entry, execution)
+
+    # -- waiting, with an eye on the client
+
+    async def _park(self, entry: Entry, receive: Receive) -> bool:
+        if not self._gate.doors.closed:
+            return await self._gate.doors.admitted(entry)
+        watch = asyncio.create_task(self._watch(entry, receive))
+        try:
+            return await self._gate.doors.admitted(entry)
+        finally:
+            watch.cancel()
+
+    async def _held(self, entry: Entry, receive: Receive) -> bool:
+        if not self._gate.doors.closed:
+            return True
+        watch = asyncio.create_task(self._watch(entry, receive))
+        try:
+            return await self._gate.doors.hold(entry)
+        finally:
+            watch.cancel()
+
+    async def _follow(
+        self, execution: Execution, entry: Entry, exempt: bool, receive: Receive, send: Send, watch: bool = False
+    ) -> bool:
+        doors = self._gate.doors
+
+        async def before_send() -> bool:
+            if exempt:
+                return True
+            if not await (doors.hold(entry) if watch else self._held(entry, receive)):
+                return False
+            if not execution.finished:
+                doors.run_on(entry)
+            return True
+
+        watcher = asyncio.create_task(self._watch(entry, receive)) if watch else None
+        try:
+            return await execution.follow(send, before_send)
+        finally:
+            if watcher is not None:
+                watcher.cancel()
+
+    def _leave(self, entry: Entry, execution: Execution | None) -> None:
+        if execution is None or execution.finished:
+            self._gate.doors.leave(entry)
+        else:  # it goes on without its client, and stays counted until it ends
+            execution.adopted = True
+
+    async def _watch(self, entry: Entry, receive: Receive) -> None:
+        while True:
+            if (await receive())["type"] == "http.disconnect":
+                self._gate.doors.abandon(entry)
+                return
+
+
+def session_id_of(scope: Scope) -> str:
+    """The id of the Gym session that a handled request belongs to; empty when it has none."""
+    session = scope.get("session")
+    value = session.get("session_id") if isinstance(session, Mapping) else None  # pyright: ignore
+    return value if isinstance(value, str) else ""
+
+
+def _again(body: bytes, receive: Receive) -> Receive:
+    given = False
+
+    async def again() -> Message:
+        nonlocal given
+        if given:
+            return await receive()
+        given = True
+        return {"type": "http.request", "body": body, "more_body": False}
+
+    return again
+
+
+def _refusal(stale: Stale, identity: CallIdentity, name: str) -> Answer:
+    what = (
+        "a later attempt of the rollout has been installed"
+        if stale is Stale.ATTEMPT
+        else "the state of the rollout is lost here: it has to restart from its input"
+    )
+    error = {
+        "reason": stale.value, "message": f"{unquote(name)} refused this call: {what}.",
+        "rollout_id": identity.rollout_id, "attempt": identity.attempt, "call": identity.call_id,
+    }  # fmt: skip
+    body = json.dumps({"error": error}).encode()
+    return Answer(
+        409,
+        (
+            ("content-type", "application/json"),
+            ("content-length", str(len(body))),
+            (REFUSED_HEADER, stale.value),
+        ),
+        body,
+        "Conflict",
+    )

@@ -1,0 +1,343 @@
+"""One worker's gate: doors, call log, outbound side and session state of one server process, and what the shim asks.
+
+The rule kept here: every operation runs on the server's event loop in one step with the state that it touches; the
+control thread only reads. Opening works without disk and without the shim.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hashlib
+import logging
+import os
+import sqlite3
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Final, Protocol
+
+from coordinator.wire.errors import Reason, refuse
+from coordinator.wire.terms import Activity, QuiesceMode
+from participant_shims.admission import ANONYMOUS, Doors, Released, Standing
+from participant_shims.gate.calllog import FORMAT, CallLog
+from participant_shims.gate.describe import Server
+from participant_shims.gate.dispatch import Dispatches
+from participant_shims.gate.execution import Execution
+from participant_shims.gate.outbound import Outbound
+from participant_shims.gate.replay import PATIENCE_S, Dispatch
+from participant_shims.identity import CallIdentity
+
+log = logging.getLogger(__name__)
+
+_DOORS: Final = "doors"  # the key under which workers tell one that joins later that admission is closed
+_STRAGGLER: Final = "its request did not end before the cut"
+_MAX_TURNS: Final = 100_000
+MAX_WAITING_FOR: Final = 20
+
+
+class Sessions(Protocol):
+    """What a gate needs of a server's session state (participant_shims.gate.state.sessions.SessionState)."""
+
+    def describe(self) -> dict[str, Any]: ...
+
+    def freshness(self) -> bool: ...
+
+    async def export(self, path: Path, sessions: Mapping[str, tuple[str, int]], skip: set[str]) -> dict[str, Any]: ...
+
+    async def load(self, path: Path) -> dict[str, Any]: ...
+
+
+class Gate:
+    """See the module. `on_change` and `on_lapse` are for the control thread; `on_start` runs once on the loop."""
+
+    def __init__(
+        self,
+        server: Server,
+        calls: CallLog,
+        sessions: Sessions | None = None,
+        *,
+        worker_id: str = "worker-0",
+        clock: Callable[[], float] = time.monotonic,
+        on_start: Callable[[asyncio.AbstractEventLoop], None] | None = None,
+        patience_s: float = PATIENCE_S,
+    ) -> None:
+        self.server = server
+        self.name = server.name
+        self.worker_id = worker_id
+        self.is_agent = server.kind == "gym.agent"
+        self.never_closes = server.role == "auxiliary_model"
+        self.log = calls
+        self.sessions = sessions
+        self.on_change: Callable[[], None] | None = None
+        self.on_opened: Callable[[str], None] | None = None
+        self.doors = Doors(clock=clock, on_change=self._changed, on_lapse=self._lapsed)
+        self.outbound = Outbound(self.doors, calls, server.name, is_agent=self.is_agent, patience_s=patience_s)
+        self.dispatches = Dispatches(calls, self.outbound)
+        self.executions: dict[tuple[str, str], Execution] = {}
+        self.guests: dict[tuple[str, int], tuple[Dispatch, int]] = {}  # and how many of its requests run here
+        self.turns: dict[str, int] = self.outbound.turns if self.is_agent else {}
+        self.warnings: dict[str, int] = {}
+        self.served = False
+        self.started = False
+        self._clock = clock
+        self._on_start = on_start
+
+    # -- the life of a worker
+
+    async def start(self) -> None:
+        """Runs before the first request: a worker that joins while admission is closed closes before it serves."""
+        if self.started:
+            return
+        self.started = True
+        known = self.log.noted(_DOORS)
+        if known and not self.never_closes and known["deadline"] > self._clock():
+            mode = QuiesceMode[known["mode"]]
+            self.doors.close(known["operation_id"], mode, known["deadline"] - self._clock())
+        if self._on_start is not None:
+            self._on_start(asyncio.get_running_loop())
+
+    def hear(self, call: CallIdentity, recorded: Sequence[str], ended: Sequence[tuple[str, int]]) -> None:
+        """What a call says of earlier ones: answers that its caller has, and rollouts that have ended there."""
+        if recorded:
+            self.log.forget(call.rollout_id, recorded)
+        if ended:
+            self.log.done(ended)
+            for rollout_id, attempt in ended:
+                self.turns.pop(rollout_id, None)
+                if not self.is_agent:
+                    self.outbound.finished(rollout_id, attempt)
+
+    def dispatch_for(self, call: CallIdentity) -> Dispatch | None:
+        """The dispatch that a call to this agent is part of; None at other servers. Give it back when it ends."""
+        if not self.is_agent:
+            return None
+        dispatch = self.dispatches.attempts.get(call.rollout_id)
+        if dispatch is not None and dispatch.attempt == call.attempt:
+            return dispatch
+        self.log.host(call)
+        key = (call.rollout_id, call.attempt)
+        found, users = self.guests.get(key) or (Dispatch(call.rollout_id, call.attempt, call.base), 0)
+        self.guests[key] = (found, users + 1)
+        return found
+
+    def release_dispatch(self, call: CallIdentity, dispatch: Dispatch | None) -> None:
+        """A call is over."""
+        key = (call.rollout_id, call.attempt)
+        held = self.guests.get(key)
+        if dispatch is not None and held is not None and held[0] is dispatch:
+            if held[1] > 1:
+                self.guests[key] = (dispatch, held[1] - 1)
+            else:
+                del self.guests[key]
+
+    def count_turn(self, rollout_id: str) -> None:
+        """A call of the rollout has finished here (agents count the calls that they make)."""
+        if not self.is_agent:
+            self.turns[rollout_id] = self.turns.pop(rollout_id, 0) + 1
+            if len(self.turns) > _MAX_TURNS:
+                del self.turns[next(iter(self.turns))]
+
+    def warn(self, what: str) -> None:
+        """Count something that people may want to know."""
+        self.warnings[what] = self.warnings.get(what, 0) + 1
+
+    # -- what the shim asks; each runs on the loop
+
+    def close(self, operation_id: str, mode: QuiesceMode, lease_s: float) -> dict[str, Any]:
+        """Close admission. Raises DECLINED at an auxiliary model, LEASE_LAPSED for a lapsed operation: still open."""
+        if self.never_closes:
+            raise refuse(Reason.DECLINED, f"{self.name} is an auxiliary model, which is never paused.")
+        before = self.doors.generation
+        generation = self.doors.close(operation_id, mode, lease_s)
+        if generation != before:
+            self.log.clear_excluded()
+        self._note_doors()
+        return {"counts": self.counts(), "generation": generation}
+
+    def renew(self, lease_s: float) -> dict[str, Any]:
+        """Extend the lease. Raises LEASE_LAPSED when admission is open."""
+        self.doors.renew(lease_s)
+        self._note_doors()
+        return {"lease_remaining_s": self.doors.lease_remaining_s}
+
+    def open(self, cause: str = "resume") -> dict[str, Any]:
+        """Open admission in every state, also when the disk fails."""
+        released: Released = self.doors.open(cause)
+        with contextlib.suppress(sqlite3.Error):
+            self.log.note(_DOORS, None)
+            self.log.clear_excluded()
+        return {
+            "released_parked": released.parked, "released_held": released.held, "closed_for_s": released.closed_for_s,
+            "generation": self.doors.generation,
+        }  # fmt: skip
+
+    def exclude(self) -> dict[str, Any]:
+        """Rollouts whose requests still run cannot be in this cut."""
+        standing = {s.rollout_id: s for s in self.doors.rollouts(1_000_000, only=(Activity.RUNNING,))[0]}
+        standing.pop(ANONYMOUS, None)
+        for rollout_id, s in standing.items():
+            where = f", waiting on {s.waiting_on}" if s.waiting_on else ""
+            self.log.exclude(
+                rollout_id, s.attempt, f"{_STRAGGLER} at {self.name} (turn {s.turn}, {s.age_s:.0f} s{where})"
+            )
+        return {"excluded": [_standing(s) for s in standing.values()]}
+
+    async def export(self, directory: str, prefix: str) -> dict[str, Any]:
+        """Write this worker's session state below `directory`; the call log itself is exported by the shim.
+
+        Raises ACTIVITY_AFTER_PREPARED when admission is open; OSError and what the session state raises.
+        """
+        self.doors.tick()
+        if not self.doors.closed:
+            raise refuse(
+                Reason.ACTIVITY_AFTER_PREPARED, f"Admission of {self.name} is open: there is no cut to export."
+            )
+        if self.sessions is None:
+            return {"files": [], "sessions": 0, "bytes": 0, "excluded": []}
+        generation = self.doors.generation
+        owners = self.log.sessions()
+        skip = self._running_sessions()
+        for session_id in skip:
+            if session_id in owners:
+                self.log.exclude(*owners[session_id], f"{_STRAGGLER} at {self.name}")
+        path = Path(directory) / f"{prefix}sessions.jsonl"
+        wrote = await self.sessions.export(path, owners, skip)
+        for line in wrote.get("excluded", ()):
+            self.log.exclude(line["rollout_id"], int(line["attempt"]), line["reason"])
+        if self.doors.generation != generation:
+            raise refuse(Reason.ACTIVITY_AFTER_PREPARED, f"Admission of {self.name} changed while it was exporting.")
+        files = [_written(path)] if path.exists() else []
+        return {
+            "files": files, "sessions": wrote.get("sessions", 0), "bytes": wrote.get("bytes", 0),
+            "excluded": wrote.get("excluded", []),
+        }  # fmt: skip
+
+    async def load(self, directory: str, files: Sequence[str]) -> dict[str, Any]:
+        """Load this worker's session files. Raises NOT_FRESH when it has served work since it started."""
+        if not self.doors.closed:
+            raise refuse(Reason.WRONG_PHASE, f"Admission of {self.name} is open: nothing can be loaded.")
+        if self.served:
+            raise refuse(Reason.NOT_FRESH, f"{self.name} has served work since it started.")
+        sessions, diverged = 0, list[Any]()
+        for name in files:
+            if self.sessions is None:
+                raise refuse(Reason.SNAPSHOT_FOREIGN, f"{self.name} keeps no sessions, but {name} has some.")
+            done = await self.sessions.load(Path(directory) / name)
+            sessions += int(done.get("sessions", 0))
+            diverged += done.get("diverged", [])
+        for line in diverged:
+            self.log.mark(line["rollout_id"], 0, int(line.get("attempt", 0)) + 1)
+        return {"sessions": sessions, "diverged": diverged}
+
+    def retire(self, attempts: Sequence[Sequence[Any]]) -> dict[str, Any]:
+        """Forget rollouts up to the given attempts."""
+        return {"known": self.log.retire([(str(r), int(a)) for r, a in attempts])}
+
+    # -- what may be read from any thread
+
+    def counts(self) -> dict[str, int]:
+        """Requests by where they are."""
+        tally = self.doors.counts()
+        return {"in_flight": tally.in_flight, "parked": tally.parked, "held": tally.held, "calling": tally.calling}
+
+    def status(self, max_rollouts: int = MAX_WAITING_FOR) -> dict[str, Any]:
+        """The truth now; also while the event loop is busy."""
+        doors = self.doors
+        shown, count = doors.rollouts(max_rollouts)
+        waiting, waiting_count = doors.rollouts(MAX_WAITING_FOR, only=(Activity.RUNNING,))
+        return {
+            "closed": doors.closed,
+            "operation_id": doors.operation_id,
+            "mode": doors.mode.name.lower(),
+            "generation": doors.generation,
+            "lease_remaining_s": doors.lease_remaining_s,
+            "closed_for_s": doors.closed_for_s,
+            "lapsed_operation_id": doors.lapsed_operation_id,
+            "counts": self.counts(),
+            "rollouts": [_standing(s) for s in shown],
+            "rollout_count": count,
+            "waiting_for": [_standing(s) for s in waiting],
+            "waiting_for_count": waiting_count,
+            "anonymous_requests": doors.anonymous_total,
+            "fresh": not self.served,
+            "replayed_calls": self.outbound.replayed,
+            "diverged": self.dispatches.diverged_total,
+            "warnings": dict(self.warnings),
+        }
+
+    def describe(self) -> dict[str, Any]:
+        """What this server is and how its state survives."""
+        found: dict[str, Any] = {
+            "checkpoint_mode": "export_restore", "mode_reason": "", "state_schema": FORMAT,
+        }  # fmt: skip
+        if self.sessions is not None:
+            try:
+                found |= self.sessions.describe()
+            except Exception as error:
+                log.exception("the session state of %s cannot be described", self.name)
+                found |= {
+                    "checkpoint_mode": "restart_only",
+                    "mode_reason": f"its state cannot be read: {error!r}"[:500],
+                }
+        return found | {
+            "role": self.server.role,
+            "depends_on": list(self.server.depends_on),
+            "upstream_endpoints": list(self.server.upstream_endpoints),
+            "config_digest": self.server.config_digest,
+            "versions": dict(self.server.versions),
+        }
+
+    def hello(self) -> dict[str, Any]:
+        """The first message to the shim."""
+        return {
+            "worker_id": self.worker_id, "pid": os.getpid(), "server_name": self.name, "kind": self.server.kind,
+            "configured_workers": self.server.configured_workers, "describe": self.describe(),
+        }  # fmt: skip
+
+    # -- inner workings
+
+    def _running_sessions(self) -> set[str]:
+        found: set[str] = set()
+        for execution in (*self.executions.values(), *self.dispatches.running.values()):
+            session: Any = execution.scope.get("session")
+            value = session.get("session_id") if isinstance(session, Mapping) else None  # pyright: ignore
+            if isinstance(value, str):
+                found.add(value)
+        return found
+
+    def _note_doors(self) -> None:
+        doors = self.doors
+        self.log.note(
+            _DOORS, {"operation_id": doors.operation_id, "mode": doors.mode.name, "deadline": doors.lease_deadline}
+        )
+
+    def _lapsed(self, operation_id: str) -> None:
+        log.warning("admission of %s opened by itself: the lease of %s ran out", self.name, operation_id)
+        with contextlib.suppress(sqlite3.Error):
+            known = self.log.noted(_DOORS)
+            if known and known.get("operation_id") == operation_id:
+                self.log.note(_DOORS, None)
+        if self.on_opened is not None:
+            self.on_opened("lease")
+
+    def _changed(self) -> None:
+        if self.on_change is not None:
+            self.on_change()
+
+
+def _standing(s: Standing) -> dict[str, Any]:
+    return {
+        "rollout_id": s.rollout_id, "attempt": s.attempt, "turn": s.turn, "activity": s.activity.name.lower(),
+        "age_s": round(s.age_s, 3), "waiting_on": s.waiting_on[:256],
+    }  # fmt: skip
+
+
+def _written(path: Path) -> dict[str, Any]:
+    digest = hashlib.sha256()
+    size = 0
+    with path.open("rb") as f:
+        while chunk := f.read(1 << 20):
+            digest.update(chunk)
+            size += len(chunk)
+    return {"path": path.name, "size_bytes": size, "sha256": digest.hexdigest()}
