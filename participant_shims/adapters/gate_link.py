@@ -1,0 +1,254 @@
+"""The shim's end of the socket that the gates dial: one JSON object a line, in both directions.
+
+The rule: what a gate says is checked before it is believed, and a gate that is gone fails whatever waits for it at once.
+A gate announces itself with `hello`, pushes `status` events, and answers requests by their number; `progress` lines may
+come before an answer. Nothing here knows what the operations mean.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Final, cast
+
+from coordinator.wire.errors import Reason, SafepointError, refuse
+from coordinator.wire.terms import Activity
+from participant_shims.adapter import Counts, LiveRollout
+
+log = logging.getLogger(__name__)
+
+MAX_LINE_BYTES: Final = 16 << 20
+HELLO_WITHIN_S: Final = 10.0
+Json = Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class GateStatus:
+    """What one worker's gate says of itself. `waiting_for`: rollouts with a handler that runs, the oldest ones."""
+
+    counts: Counts = field(default_factory=Counts)
+    generation: int = 0
+    closed: bool = False
+    operation_id: str = ""
+    rollouts: tuple[LiveRollout, ...] = ()
+    rollout_count: int = 0
+    waiting_for: tuple[LiveRollout, ...] = ()
+    waiting_for_count: int = 0
+    anonymous_requests: int = 0
+    closed_for_s: float | None = None
+    fresh: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class GateHello:
+    """Who dialled in."""
+
+    worker_id: str
+    pid: int
+    server_name: str
+    kind: str
+    configured_workers: int
+    describe: Json
+
+
+def read_status(raw: object) -> GateStatus:
+    """A status as it came. Raises PROTOCOL_VIOLATION: a status that can't be read must never look like an idle server."""
+    try:
+        status = cast("dict[str, Any]", raw)
+        counts = cast("dict[str, Any]", status["counts"])
+        waiting_for = tuple(read_rollout(r) for r in cast("list[Any]", status.get("waiting_for") or []))
+        rollouts = tuple(read_rollout(r) for r in cast("list[Any]", status.get("rollouts") or []))
+        closed_for = status.get("closed_for_s")
+        return GateStatus(
+            counts=Counts(int(counts["in_flight"]), int(counts["parked"]), int(counts["held"])),
+            generation=int(status["generation"]),
+            closed=bool(status["closed"]),
+            operation_id=str(status.get("operation_id") or ""),
+            rollouts=rollouts,
+            rollout_count=int(status.get("rollout_count", len(rollouts))),
+            waiting_for=waiting_for,
+            waiting_for_count=int(status.get("waiting_for_count", len(waiting_for))),
+            anonymous_requests=int(status.get("anonymous_requests") or 0),
+            closed_for_s=None if closed_for is None else float(closed_for),
+            fresh=bool(status.get("fresh", True)),
+        )
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise refuse(Reason.PROTOCOL_VIOLATION, f"A gate sent a status that can't be read: {error!r}.") from error
+
+
+def read_rollout(raw: object) -> LiveRollout:
+    """A live rollout as it came. Raises KeyError, TypeError, ValueError."""
+    r = cast("dict[str, Any]", raw)
+    activity = r.get("activity", 0)
+    return LiveRollout(
+        rollout_id=str(r["rollout_id"]),
+        activity=Activity[activity.upper()] if isinstance(activity, str) else Activity(int(activity)),
+        attempt=int(r.get("attempt") or 0),
+        turn=int(r.get("turn") or 0),
+        age_s=float(r.get("age_s") or 0.0),
+        waiting_on=str(r.get("waiting_on") or ""),
+    )
+
+
+class GateLink:
+    """The connection of one worker's gate."""
+
+    def __init__(self, hello: GateHello, writer: asyncio.StreamWriter) -> None:
+        self.hello = hello
+        self.status = GateStatus()
+        self.connected = True
+        self._writer = writer
+        self._number = 0
+        self._waiting: dict[int, tuple[asyncio.Future[Json], Callable[[Json], None] | None]] = {}
+
+    @property
+    def worker_id(self) -> str:
+        return self.hello.worker_id
+
+    async def request(
+        self,
+        what: str,
+        params: Json | None = None,
+        timeout_s: float | None = None,
+        progress: Callable[[Json], None] | None = None,
+    ) -> Json:
+        """Ask the gate and wait, at most `timeout_s` seconds (None: until it answers or is gone).
+
+        Raises what the gate refuses; WORKERS_MISSING when it is gone or does not answer: whether it has done it is not
+        known then.
+        """
+        if not self.connected:
+            raise self._missing("is not connected")
+        self._number += 1
+        number = self._number
+        answer: asyncio.Future[Json] = asyncio.get_running_loop().create_future()
+        self._waiting[number] = (answer, progress)
+        self._writer.write(json.dumps({"id": number, "op": what, "params": dict(params or {})}).encode() + b"\n")
+        try:
+            async with asyncio.timeout(timeout_s):
+                return await answer
+        except TimeoutError:
+            raise self._missing(f"has not answered {what} within {timeout_s:.1f} s") from None
+        finally:
+            self._waiting.pop(number, None)
+
+    def receive(self, message: Json) -> None:
+        """An answer or a progress line."""
+        waiting = self._waiting.get(message["id"]) if isinstance(message.get("id"), int) else None
+        if waiting is None:
+            return  # its caller has given up
+        answer, progress = waiting
+        if "progress" in message:
+            if progress is not None:
+                progress(cast("Json", message["progress"]))
+        elif answer.done():
+            pass
+        elif "error" in message:
+            answer.set_exception(self._refusal(cast("Json", message["error"])))
+        else:
+            answer.set_result(cast("Json", message.get("ok") or {}))
+
+    def lost(self) -> None:
+        """The connection is gone: whoever waits is told."""
+        self.connected = False
+        for answer, _ in list(self._waiting.values()):
+            if not answer.done():
+                answer.set_exception(self._missing("is gone"))
+        self._writer.close()
+
+    def _missing(self, what: str) -> SafepointError:
+        return refuse(
+            Reason.WORKERS_MISSING,
+            f"Worker {self.worker_id} (pid {self.hello.pid}) of {self.hello.server_name} {what}.",
+        )
+
+    def _refusal(self, error: Json) -> SafepointError:
+        name = str(error.get("reason", "INTERNAL"))
+        reason = Reason[name] if name in Reason.__members__ else Reason.INTERNAL
+        return refuse(reason, str(error.get("message") or f"Worker {self.worker_id} refused."))
+
+
+class GateHub:
+    """Listens for gates. `on_join(link)`, `on_event(link, message)` and `on_leave(link)` are called on the loop."""
+
+    def __init__(
+        self,
+        path: Path,
+        on_join: Callable[[GateLink], None],
+        on_event: Callable[[GateLink, Json], None],
+        on_leave: Callable[[GateLink], None],
+    ) -> None:
+        self._path = path
+        self._on_join, self._on_event, self._on_leave = on_join, on_event, on_leave
+        self._server: asyncio.Server | None = None
+        self._links: set[GateLink] = set()
+        self._serving: set[asyncio.Task[None]] = set()
+
+    async def start(self) -> None:
+        """Listen. The caller holds the life's lock, so a socket that is there was left by a dead shim."""
+        self._path.unlink(missing_ok=True)
+        before = os.umask(0o177)  # nobody else may dial: the socket is 0600 from its first moment
+        try:
+            self._server = await asyncio.start_unix_server(self._accept, str(self._path), limit=MAX_LINE_BYTES)
+        finally:
+            os.umask(before)
+
+    async def stop(self) -> None:
+        """Stop listening and hang up."""
+        if self._server is not None:
+            self._server.close()
+        for link in list(self._links):
+            link.lost()
+        for task in list(self._serving):
+            task.cancel()
+        self._path.unlink(missing_ok=True)
+
+    async def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        task = asyncio.current_task()
+        if task is not None:
+            self._serving.add(task)
+            task.add_done_callback(self._serving.discard)
+        link: GateLink | None = None
+        try:
+            async with asyncio.timeout(HELLO_WITHIN_S):
+                link = GateLink(_read_hello(await reader.readline()), writer)
+            self._links.add(link)
+            self._on_join(link)
+            while line := await reader.readline():
+                message: object = json.loads(line)
+                if not isinstance(message, dict):
+                    raise ValueError("a line is no object")
+                received = cast("Json", message)
+                if "event" in received:
+                    self._on_event(link, received)
+                else:
+                    link.receive(received)
+        except (TimeoutError, ValueError, KeyError, TypeError, SafepointError) as error:
+            log.warning("a gate is hung up on: %s", error)
+        except (ConnectionError, asyncio.IncompleteReadError):
+            pass
+        except asyncio.CancelledError:
+            pass  # the shim ends
+        finally:
+            writer.close()
+            if link is not None:
+                self._links.discard(link)
+                link.lost()
+                self._on_leave(link)
+
+
+def _read_hello(line: bytes) -> GateHello:
+    hello = cast("dict[str, Any]", json.loads(line)["hello"])
+    return GateHello(
+        worker_id=str(hello["worker_id"]),
+        pid=int(hello["pid"]),
+        server_name=str(hello["server_name"]),
+        kind=str(hello["kind"]),
+        configured_workers=max(1, int(hello["configured_workers"])),
+        describe=cast("dict[str, Any]", hello.get("describe") or {}),
+    )

@@ -1,0 +1,446 @@
+"""A NeMo Gym server, through the gates in its worker processes.
+
+The rule: the server is closed when every configured worker has said so, and the cut is whole only while each of those
+processes stays connected, closed, and in the generation it was closed in. A worker that does not answer is an error
+with its name, never a zero.
+
+Who has to be quiet for a cut (ARCHITECTURE, "The cut"): an agent is as soon as it is closed, since nothing it does can
+leave it; a model under hold as well, since its responses wait; everybody else when no handler runs any more.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Final, cast
+
+from coordinator.wire.errors import Reason, SafepointError, refuse
+from coordinator.wire.terms import CheckpointMode, QuiesceMode, Role
+from participant_shims.adapter import (
+    Closed,
+    Counts,
+    Description,
+    Drain,
+    Exported,
+    LiveRollout,
+    Loaded,
+    Opened,
+    Progress,
+    Snapshot,
+    Stillness,
+    Worker,
+    WrittenFile,
+)
+from participant_shims.adapters.gate_link import GateHub, GateLink, GateStatus, Json, read_rollout, read_status
+from participant_shims.adapters.gym_files import GymFiles
+from participant_shims.adapters.gym_terms import (
+    mode_named,
+    progress_until,
+    read_file,
+    read_progress,
+    role_named,
+    sum_counts,
+)
+from participant_shims.admission import ANONYMOUS
+from participant_shims.running import Pulse
+
+log = logging.getLogger(__name__)
+
+CLOSE_WITHIN_S: Final = 5.0  # a worker whose loop is busy for longer is declined; it is asked to open again
+ANSWER_WITHIN_S: Final = 0.7  # status, open, renew: what must be answered within 1 s to our own caller
+EXCLUDE_WITHIN_S: Final = 2.0
+SHOWN: Final = 20
+_KIND_ROLES: Final = {"agent": Role.AGENT, "resources": Role.RESOURCES}
+
+
+@dataclass(slots=True)
+class _Pause:
+    """One closing: which process closed in which of its generations. `excluded` are rollouts that are given up."""
+
+    operation_id: str
+    mode: QuiesceMode
+    lease_until: float
+    workers: dict[str, tuple[int, int]] = field(default_factory=dict[str, tuple[int, int]])  # id -> pid, generation
+    excluded: set[str] = field(default_factory=set[str])
+
+
+class GymAdapter:
+    """The adapter of one life of a Gym server. `life` is its directory, whose lock the caller holds."""
+
+    def __init__(self, life: Path, participant_id: str, role: Role = Role.UNSPECIFIED) -> None:
+        self._participant_id = participant_id
+        self._role = role
+        self._hub = GateHub(life / "gate.sock", self._join, self._event, self._leave)
+        self._files = GymFiles(life / "calls.db", participant_id)
+        self._links: dict[str, GateLink] = {}
+        self._changed: Callable[[], None] = lambda: None
+        self._pulse = Pulse()
+        self._pause: _Pause | None = None
+        self._last_operation = ""
+        self._generation = 0
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._order = asyncio.Lock()  # close and open reach the gates one after the other, never interleaved
+
+    # ---- life -----------------------------------------------------------------------------------------------------
+
+    async def start(self, on_change: Callable[[], None]) -> None:
+        self._changed = on_change
+        await self._hub.start()
+
+    async def stop(self) -> None:
+        for task in list(self._tasks):
+            task.cancel()
+        await self._hub.stop()
+
+    async def describe(self) -> Description:
+        links = self._all_workers(Reason.UNAVAILABLE)
+        told = await self._ask(links, "describe", {}, ANSWER_WITHIN_S)
+        hello, first = links[0].hello, told[0]
+        kind = _kind(links[0])
+        mode = mode_named(str(first.get("checkpoint_mode", "")))
+        role = self._role or role_named(str(first.get("role") or "")) or _KIND_ROLES.get(kind, Role.UNSPECIFIED)
+        reason = str(first.get("mode_reason") or "")
+        for other in told[1:]:  # one worker that can't export makes the whole server lose its rollouts
+            if mode_named(str(other.get("checkpoint_mode", ""))) is CheckpointMode.RESTART_ONLY:
+                mode, reason = CheckpointMode.RESTART_ONLY, str(other.get("mode_reason") or reason)
+        return Description(
+            participant_id=self._participant_id,
+            role=role,
+            kind=f"gym.{kind}",
+            checkpoint_mode=mode,
+            checkpoint_mode_reason=reason,
+            state_schema=str(first.get("state_schema") or "gym-v1"),
+            configured_workers=hello.configured_workers,
+            depends_on=tuple(str(n) for n in first.get("depends_on") or ()),
+            upstream_endpoints=tuple(str(n) for n in first.get("upstream_endpoints") or ()),
+            config_digest=str(first.get("config_digest") or ""),
+            features=tuple(f"{k}={v}" for k, v in sorted(dict(first.get("versions") or {}).items())),
+        )
+
+    # ---- closing --------------------------------------------------------------------------------------------------
+
+    async def close(self, operation_id: str, mode: QuiesceMode, lease_ttl_s: float) -> Closed:
+        async with self._order:
+            now = asyncio.get_running_loop().time()
+            pause = _Pause(operation_id, mode, now + lease_ttl_s)
+            self._pause, self._last_operation = pause, operation_id
+            try:
+                links = self._all_workers(Reason.WORKERS_MISSING)
+                answers = await self._ask(links, "close", _closing(pause, lease_ttl_s), CLOSE_WITHIN_S)
+                statuses = [self._closed_status(link, a) for link, a in zip(links, answers, strict=True)]
+                for link, status in zip(links, statuses, strict=True):
+                    pause.workers[link.worker_id] = (link.hello.pid, status.generation)
+            except BaseException:
+                self._pause = None
+                # Those that did close are opened again: a server that is half closed would stop its callers for a lease.
+                self._spawn(self._open_all(), "re-open after a failed close")
+                raise
+            self._generation += 1
+            self._moved()
+            return Closed(self._workers(), sum_counts(statuses), self._generation)
+
+    async def quiesce(self, mode: QuiesceMode, exclude_after_s: float | None) -> AsyncIterator[Drain]:
+        pause = self._pause
+        if pause is None:
+            raise refuse(Reason.WRONG_PHASE, f"{self._participant_id} is not closed.")
+        loop = asyncio.get_running_loop()
+        give_up = None if exclude_after_s is None else loop.time() + exclude_after_s
+        if self._is_quiet_when_closed(mode):
+            counts = sum_counts(await self._statuses(0))
+            # Under hold a generation that still runs is a response that will be held.
+            yield Drain(Counts(0, counts.parked, counts.held + counts.in_flight), quiesced=True)
+            return
+        while True:
+            seen = self._pulse.beats
+            statuses = await self._statuses(0)
+            self._check_whole(pause)
+            counts = sum_counts(statuses)
+            waiting = sorted((r for s in statuses for r in s.waiting_for), key=lambda r: -r.age_s)
+            if counts.in_flight == 0:
+                yield Drain(Counts(0, counts.parked, counts.held), quiesced=True)
+                return
+            yield Drain(counts, tuple(waiting[:SHOWN]), sum(s.waiting_for_count for s in statuses))
+            left = None if give_up is None else give_up - loop.time()
+            if left is not None and left <= 0:
+                excluded = await self._exclude(pause, waiting)
+                yield Drain(Counts(0, counts.parked, counts.held), quiesced=True, excluded=excluded)
+                return
+            # Gates push each change; the second is for the ages that are shown.
+            await self._pulse.wait(seen, min(1.0, left) if left is not None else 1.0)
+
+    async def still(self) -> Stillness:
+        pause = self._pause
+        if pause is None:
+            return Stillness(self._generation, "Admission is open.")
+        try:
+            statuses = await self._statuses(0)
+            self._check_whole(pause)
+        except SafepointError as error:
+            return Stillness(self._generation, error.problem.message)
+        if not self._is_quiet_when_closed(pause.mode):
+            moving = sorted({r.rollout_id for s in statuses for r in s.waiting_for} - pause.excluded)
+            more = sum(s.waiting_for_count for s in statuses) > len(pause.excluded)
+            if moving or more:
+                who = ", ".join(moving[:5]) or "a rollout"
+                return Stillness(self._generation, f"Work of {who} runs at {self._participant_id}.")
+        return Stillness(self._generation)
+
+    # ---- state ----------------------------------------------------------------------------------------------------
+
+    async def export(self, directory: Path) -> AsyncIterator[Progress | Exported]:
+        links = self._all_workers(Reason.WORKERS_MISSING)
+        description = await self.describe()
+        progress: asyncio.Queue[Progress] = asyncio.Queue()
+        asking = asyncio.gather(
+            *(
+                link.request(
+                    "export", {"directory": str(directory), "prefix": f"{link.worker_id}."},
+                    progress=lambda p: progress.put_nowait(read_progress(p)),
+                )
+                for link in links
+            )
+        )  # fmt: skip
+        async for step in progress_until(asking, progress):
+            yield step
+        answers = asking.result()
+        written = [read_file(f) for a in answers for f in a.get("files") or ()]
+        yield Progress(sum(f.size_bytes for f in written))
+        done = await asyncio.to_thread(self._files.export, directory, description)
+        yield Exported(
+            files=(*written, *done.files),
+            ledger_file=done.ledger_file,
+            totals=done.totals,
+            sessions=sum(int(a.get("sessions") or 0) for a in answers),
+            recorded_calls=done.recorded_calls,
+        )
+
+    async def load(self, directory: Path, files: Sequence[WrittenFile]) -> AsyncIterator[Progress | Loaded]:
+        links = self._all_workers(Reason.WORKERS_MISSING)
+        if not all(s.fresh for s in await self._statuses(0)):
+            raise refuse(Reason.NOT_FRESH, f"{self._participant_id} has served work since it started.")
+        log_load = await asyncio.to_thread(self._files.load, directory, [f.path for f in files])
+        yield Progress(sum(f.size_bytes for f in files if f.path in self._files.names))
+        progress: asyncio.Queue[Progress] = asyncio.Queue()
+        mine = {
+            link.worker_id: [f.path for f in files if f.path.startswith(f"{link.worker_id}.")] for link in links
+        }  # fmt: skip
+        asking = asyncio.gather(
+            *(
+                link.request(
+                    "load", {"directory": str(directory), "files": mine[link.worker_id]},
+                    progress=lambda p: progress.put_nowait(read_progress(p)),
+                )
+                for link in links
+            )
+        )  # fmt: skip
+        async for step in progress_until(asking, progress):
+            yield step
+        answers = asking.result()
+        diverged = [self._files.diverged_line(d) for a in answers for d in a.get("diverged") or ()]
+        yield Loaded(
+            sessions=sum(int(a.get("sessions") or 0) for a in answers),
+            totals=log_load.totals,
+            diverged=(*log_load.restarted, *diverged),
+            generation=self._generation,
+        )
+
+    # ---- opening --------------------------------------------------------------------------------------------------
+
+    async def open(self) -> Opened:
+        self._pause = None
+        async with self._order:
+            return await self._open_all()
+
+    async def renew(self, lease_ttl_s: float) -> None:
+        if self._pause is not None:
+            self._pause.lease_until = asyncio.get_running_loop().time() + lease_ttl_s
+        await self._ask(list(self._links.values()), "renew", {"lease_s": lease_ttl_s}, ANSWER_WITHIN_S)
+
+    async def retire(self, attempts: Sequence[tuple[str, int]]) -> int:
+        links = self._all_workers(Reason.WORKERS_MISSING)
+        answers = await self._ask(links, "retire", {"attempts": [list(a) for a in attempts]}, None)
+        return max(int(a.get("known") or 0) for a in answers)  # the workers share one call log
+
+    async def status(self, max_rollouts: int) -> Snapshot:
+        links = list(self._links.values())
+        answered = await self._refresh(links, max_rollouts)
+        statuses = [link.status for link in links]
+        rollouts = sorted((r for s in statuses for r in s.rollouts), key=lambda r: -r.age_s)
+        configured = links[0].hello.configured_workers if links else 1
+        remarks = [f"{link.worker_id} does not answer" for link, ok in zip(links, answered, strict=True) if not ok]
+        if len(links) < configured:
+            remarks.append(f"{len(links)} of {configured} workers are connected")
+        closed_for = [s.closed_for_s for s in statuses if s.closed_for_s is not None]
+        return Snapshot(
+            workers=self._workers(),
+            counts=sum_counts(statuses),
+            generation=self._generation,
+            closed=all(s.closed for s in statuses) if statuses else self._pause is not None,
+            rollouts=tuple(rollouts[:max_rollouts]),
+            rollout_count=sum(s.rollout_count for s in statuses),
+            waiting_for="; ".join(remarks),
+            anonymous_requests=sum(s.anonymous_requests for s in statuses),
+            closed_for_s=max(closed_for) if closed_for else None,
+            fresh=all(s.fresh for s in statuses),
+        )
+
+    # ---- gates come, speak and go ---------------------------------------------------------------------------------
+
+    def _join(self, link: GateLink) -> None:
+        old = self._links.get(link.worker_id)
+        if old is not None and old.connected:
+            old.lost()  # the same worker dialled again before we saw its old connection end
+        self._links[link.worker_id] = link
+        if self._pause is not None:
+            self._spawn(self._close_newcomer(link, self._pause), f"close {link.worker_id}, which joined while closed")
+        elif self._last_operation:
+            self._spawn(self._open_newcomer(link, self._last_operation), f"open {link.worker_id}, which missed it")
+        self._moved()
+
+    async def _close_newcomer(self, link: GateLink, pause: _Pause) -> None:
+        # The worker that was closed may only have lost its connection: then its generation has not moved.
+        left = pause.lease_until - asyncio.get_running_loop().time()
+        if left > 0 and pause is self._pause:
+            self._closed_status(link, await link.request("close", _closing(pause, left), CLOSE_WITHIN_S))
+
+    async def _open_newcomer(self, link: GateLink, operation_id: str) -> None:
+        status = read_status(await link.request("status", {"max_rollouts": 0}, ANSWER_WITHIN_S))
+        if status.closed and status.operation_id in ("", operation_id) and self._pause is None:
+            await link.request("open", {}, ANSWER_WITHIN_S)
+
+    def _event(self, link: GateLink, message: Json) -> None:
+        if message["event"] == "status":
+            status = read_status(message["status"])
+            if status.generation >= link.status.generation:  # one made before a close must not undo its answer
+                link.status = status
+        elif message["event"] == "opened":
+            log.warning("worker %s opened by itself: %s", link.worker_id, message.get("cause"))
+        self._moved()
+
+    def _leave(self, link: GateLink) -> None:
+        if self._links.get(link.worker_id) is link:
+            del self._links[link.worker_id]
+        self._moved()
+
+    def _moved(self) -> None:
+        self._pulse.beat()
+        self._changed()
+
+    # ---- parts ----------------------------------------------------------------------------------------------------
+
+    def _all_workers(self, reason: Reason) -> list[GateLink]:
+        links = [self._links[name] for name in sorted(self._links)]
+        configured = links[0].hello.configured_workers if links else 1
+        if len(links) < configured:
+            there = ", ".join(link.worker_id for link in links) or "none"
+            expected = [f"worker-{n}" for n in range(configured)]
+            absent = [n for n in expected if n not in self._links] or [f"{configured - len(links)} more"]
+            raise refuse(
+                reason,
+                f"{len(links)} of {configured} workers of {self._participant_id} are connected ({there}); "
+                f"missing: {', '.join(absent)}.",
+            )
+        return links
+
+    def _is_quiet_when_closed(self, mode: QuiesceMode) -> bool:
+        kind = next((_kind(link) for link in self._links.values()), "")
+        return kind == "agent" or (kind == "model" and mode is QuiesceMode.HOLD)
+
+    def _closed_status(self, link: GateLink, answer: Json) -> GateStatus:
+        operation_id = self._pause.operation_id if self._pause else ""
+        status = read_status({"closed": True, "operation_id": operation_id, **answer})
+        link.status = status
+        return status
+
+    def _check_whole(self, pause: _Pause) -> None:
+        """Raise unless every worker that closed is there, closed, and has not been open in between."""
+        for worker_id, (pid, generation) in pause.workers.items():
+            link = self._links.get(worker_id)
+            if link is None:
+                raise refuse(Reason.WORKERS_MISSING, f"Worker {worker_id} (pid {pid}) left after it had closed.")
+            if link.hello.pid != pid:
+                raise refuse(
+                    Reason.WORKERS_MISSING, f"Worker {worker_id} was restarted: pid {link.hello.pid}, not {pid}."
+                )
+            if not link.status.closed or link.status.generation != generation:
+                raise refuse(
+                    Reason.ACTIVITY_AFTER_PREPARED,
+                    f"Admission of worker {worker_id} opened (generation {generation}, now {link.status.generation}).",
+                )
+
+    async def _exclude(self, pause: _Pause, waiting: Sequence[LiveRollout]) -> tuple[LiveRollout, ...]:
+        answers = await self._ask(self._all_workers(Reason.WORKERS_MISSING), "exclude", {}, EXCLUDE_WITHIN_S)
+        out = [read_rollout(raw) for answer in answers for raw in cast("list[Any]", answer.get("excluded") or [])]
+        # Work without identity can't be excluded by name; it is in no snapshot anyway, and it may not veto one.
+        out += [r for r in waiting if r.rollout_id == ANONYMOUS]
+        pause.excluded |= {r.rollout_id for r in out}
+        return tuple(out)
+
+    async def _statuses(self, max_rollouts: int) -> list[GateStatus]:
+        """The status of every worker, asked now. Raises WORKERS_MISSING."""
+        links = self._all_workers(Reason.WORKERS_MISSING)
+        answers = await self._ask(links, "status", {"max_rollouts": max_rollouts}, ANSWER_WITHIN_S)
+        for link, answer in zip(links, answers, strict=True):
+            link.status = read_status(answer)
+        return [link.status for link in links]
+
+    async def _refresh(self, links: Sequence[GateLink], max_rollouts: int) -> list[bool]:
+        async def one(link: GateLink) -> bool:
+            try:
+                link.status = read_status(await link.request("status", {"max_rollouts": max_rollouts}, ANSWER_WITHIN_S))
+            except SafepointError:
+                return False  # its last word stands, and it is named
+            return True
+
+        return list(await asyncio.gather(*(one(link) for link in links)))
+
+    async def _ask(self, links: Sequence[GateLink], what: str, params: Json, timeout_s: float | None) -> list[Json]:
+        """Ask all at once; every answer, or the first refusal after all have ended."""
+        answers = await asyncio.gather(
+            *(link.request(what, params, timeout_s) for link in links), return_exceptions=True
+        )  # fmt: skip
+        for answer in answers:
+            if isinstance(answer, BaseException):
+                raise answer
+        return cast("list[Json]", answers)
+
+    async def _open_all(self) -> Opened:
+        links = list(self._links.values())
+        answers = await self._ask(links, "open", {}, ANSWER_WITHIN_S)
+        closed_for = [float(a["closed_for_s"]) for a in answers if a.get("closed_for_s") is not None]
+        if closed_for:
+            self._generation += 1
+        self._moved()
+        return Opened(
+            released_parked=sum(int(a.get("released_parked") or 0) for a in answers),
+            released_held=sum(int(a.get("released_held") or 0) for a in answers),
+            closed_for_s=max(closed_for) if closed_for else None,
+        )
+
+    def _workers(self) -> tuple[Worker, ...]:
+        closed = self._pause is not None
+        return tuple(
+            Worker(name, link.hello.pid, link.status.closed == closed) for name, link in sorted(self._links.items())
+        )
+
+    def _spawn(self, work: Any, what: str) -> None:
+        async def run() -> None:
+            try:
+                await work
+            except SafepointError as error:
+                log.warning("%s: %s", what, error)
+
+        task = asyncio.create_task(run())
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+
+def _kind(link: GateLink) -> str:
+    return link.hello.kind.removeprefix("gym.") or "unknown"
+
+
+def _closing(pause: _Pause, lease_s: float) -> Json:
+    return {"operation_id": pause.operation_id, "mode": pause.mode.name.lower(), "lease_s": lease_s}

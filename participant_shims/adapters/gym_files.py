@@ -1,0 +1,128 @@
+"""The call log of a Gym server as files of a snapshot, and the ledger that says where each rollout stands.
+
+The rule: the log is exported after every worker has acknowledged that it is closed, and loaded only as a whole. Works on
+the same `calls.db` as the gates, from the shim's process. Everything blocks: the adapter uses a thread.
+
+    calls.jsonl     what a restore needs (participant_shims.gate.calllog_files)
+    ledger.jsonl    one LedgerEntry a line, protobuf JSON, field names as in the contract
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Final, cast
+
+from google.protobuf import json_format
+from safepoint.v1 import manifest_pb2
+
+from coordinator.wire.beneath import Directory
+from coordinator.wire.errors import Reason, refuse
+from coordinator.wire.manifest_file import MANIFEST_NAME, read_snapshot_manifest
+from coordinator.wire.terms import CheckpointMode, RolloutState
+from participant_shims import messages
+from participant_shims.adapter import Description, Exported, LedgerLine, WrittenFile
+from participant_shims.gate import calllog_files
+from participant_shims.gate.calllog import CallLog
+
+LEDGER: Final = "ledger.jsonl"
+MAX_LEDGER_LINE: Final = 64 << 10
+
+
+class GymFiles:
+    """The call log of one life."""
+
+    names: Final = frozenset({calllog_files.FILE, LEDGER})
+
+    def __init__(self, database: Path, participant_id: str) -> None:
+        self._database = database
+        self._participant_id = participant_id
+
+    def export(self, directory: Path, what: Description) -> Exported:
+        """Write the call log and the ledger, fsynced. Raises OSError; partial files are left for the caller."""
+        log = CallLog(self._database)
+        try:
+            done = calllog_files.export(
+                log,
+                directory,
+                stateful=what.checkpoint_mode is not CheckpointMode.RESTART_ONLY,
+                lost_reason=what.checkpoint_mode_reason or f"{what.participant_id} can't save its state",
+            )
+        finally:
+            log.close()
+        totals: dict[RolloutState, int] = {}
+        for line in done.ledger:
+            totals[line.state] = totals.get(line.state, 0) + 1
+        files = list(done.files)
+        if done.ledger:
+            files.append(self._write_ledger(directory / LEDGER, done.ledger))
+        return Exported(
+            files=tuple(files),
+            ledger_file=LEDGER if done.ledger else "",
+            totals=totals,
+            recorded_calls=done.recorded_calls,
+        )
+
+    def load(self, directory: Path, paths: Sequence[str]) -> calllog_files.LogLoad:
+        """Install the call log. Rollouts that any participant of the snapshot lost restart from their input here.
+
+        Raises NOT_FRESH, SNAPSHOT_CORRUPT: nothing has changed then.
+        """
+        logs = [directory / path for path in paths if path == calllog_files.FILE]
+        if not logs:
+            return calllog_files.LogLoad()
+        log = CallLog(self._database)
+        try:
+            return calllog_files.load(log, logs, excluded_in(directory.parent))
+        finally:
+            log.close()
+
+    def diverged_line(self, raw: Mapping[str, Any]) -> LedgerLine:
+        """A rollout that a gate could not bring back."""
+        return LedgerLine(
+            rollout_id=str(raw["rollout_id"]),
+            attempt=int(raw.get("attempt") or 0),
+            state=RolloutState.EXCLUDED,
+            reason=str(raw.get("reason") or "its session could not be loaded"),
+        )
+
+    def _write_ledger(self, path: Path, lines: Sequence[LedgerLine]) -> WrittenFile:
+        digest, size = hashlib.sha256(), 0
+        fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        with os.fdopen(fd, "wb") as out:
+            for line in lines:
+                entry = messages.ledger_entry(line, self._participant_id)
+                text = json_format.MessageToDict(entry, preserving_proto_field_name=True)
+                raw = json.dumps(text, separators=(",", ":")).encode() + b"\n"
+                out.write(raw)
+                digest.update(raw)
+                size += len(raw)
+            out.flush()
+            os.fsync(out.fileno())
+        return WrittenFile(path.name, size, digest.hexdigest())
+
+
+def excluded_in(snapshot: Path) -> dict[str, str]:
+    """Rollouts that the snapshot as a whole could not capture, with the reason: from its ledger, whose digest is checked.
+
+    Empty when the snapshot has no ledger. Raises SNAPSHOT_CORRUPT.
+    """
+    out: dict[str, str] = {}
+    with Directory.open(snapshot) as directory:
+        if not directory.has(LEDGER) or not directory.has(MANIFEST_NAME):
+            return out
+        manifest, _ = read_snapshot_manifest(directory)
+        if directory.digest(LEDGER).sha256 != manifest.ledger_sha256:
+            raise refuse(Reason.SNAPSHOT_CORRUPT, f"{snapshot / LEDGER} is damaged.")
+        for line in directory.lines(LEDGER, MAX_LEDGER_LINE):
+            entry = manifest_pb2.LedgerEntry()
+            try:
+                json_format.Parse(line.decode(), entry)
+            except (json_format.ParseError, ValueError) as error:
+                raise refuse(Reason.SNAPSHOT_CORRUPT, f"{snapshot / LEDGER} can't be read: {error}.") from error
+            if cast(int, entry.state) == RolloutState.EXCLUDED:
+                out[entry.rollout_id] = entry.reason or "it was excluded from the snapshot"
+    return out
