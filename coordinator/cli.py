@@ -1,0 +1,59 @@
+"""The `safepoint` command.
+
+    safepoint coordinator | shim | serve              start something
+    safepoint save | restore | resume | abort         operate
+    safepoint status | topology | why | snapshots     look
+    safepoint inspect | demo | version                this machine
+
+The rule: `safepoint --help` answers at once, so nothing but Typer is imported before a command runs.
+
+cli_exit         exit codes by cause
+cli_output       JSON, text, failures
+cli_options      options that many commands share
+cli_progress     bars and lines while an operation runs
+cli_views        tables
+cli_operations, cli_snapshots, cli_processes      the commands
+"""
+
+from __future__ import annotations
+
+import typer
+
+from coordinator import cli_operations, cli_processes, cli_snapshots
+from coordinator.cli_exit import epilog
+
+app = typer.Typer(
+    name="safepoint",
+    help="Consistent checkpoints of RL rollouts that are still running.",
+    epilog=epilog(),
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode="rich",
+    context_settings={"help_option_names": ["--help", "-h"]},
+)
+
+START, OPERATE, LOOK, HERE = "Start", "Operate", "Look", "This machine"
+
+app.command(rich_help_panel=START, context_settings=cli_processes.FORWARDED)(cli_processes.shim)
+app.command(rich_help_panel=START, context_settings=cli_processes.FORWARDED)(cli_processes.serve)
+app.command(rich_help_panel=OPERATE)(cli_operations.save)
+app.command(rich_help_panel=OPERATE)(cli_operations.restore)
+app.command(rich_help_panel=OPERATE)(cli_operations.resume)
+app.command(rich_help_panel=OPERATE)(cli_operations.abort)
+app.command(rich_help_panel=LOOK)(cli_operations.status)
+app.command(rich_help_panel=LOOK)(cli_operations.topology)
+app.command(rich_help_panel=LOOK)(cli_operations.why)
+app.add_typer(cli_snapshots.app, name="snapshots", rich_help_panel=LOOK)
+app.command(rich_help_panel=HERE)(cli_processes.inspect)
+app.command(rich_help_panel=HERE)(cli_processes.demo)
+app.command(rich_help_panel=HERE)(cli_processes.version)
+
+
+def main() -> None:
+    """Entry point of the console script."""
+    app(prog_name="safepoint")
+
+
+if __name__ == "__main__":
+    main()

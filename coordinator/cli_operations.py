@@ -1,0 +1,305 @@
+"""Commands about operations: save, restore, resume, abort, status, topology, why.
+
+The rule: a command is a thin shell around one client call. What it means is written at the client and in the contract.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from coordinator.cli_exit import ExitCode
+from coordinator.cli_options import (
+    DEFAULT_WAIT_S,
+    AsJson,
+    OperationId,
+    Root,
+    Target,
+    Timeout,
+    TokenFile,
+    Wait,
+    make_client,
+)
+from coordinator.cli_output import emit, note, plain, reporting, say, show
+from coordinator.wire.errors import Reason, SafepointError, refuse
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+
+    from coordinator.client import Client
+
+
+def save(
+    snapshot_id: Annotated[str, typer.Argument(help="Name of the snapshot; made from the time when absent.")] = "",
+    mode: Annotated[
+        str, typer.Option("--mode", help="hold: pause without waiting. drain: wait until running requests end.")
+    ] = "hold",
+    stragglers: Annotated[
+        str, typer.Option("--stragglers", help="exclude: late rollouts restart after a restore. fail: give up instead.")
+    ] = "exclude",
+    grace: Annotated[float | None, typer.Option("--grace", min=0, metavar="S", help="Seconds for stragglers.")] = None,
+    lease: Annotated[float | None, typer.Option("--lease", min=1, metavar="S", help="Seconds of lease.")] = None,
+    meta: Annotated[list[str] | None, typer.Option("--meta", metavar="KEY=VALUE", help="Kept in the manifest.")] = None,
+    operation_id: OperationId = "",
+    timeout: Timeout = None,
+    target: Target = "",
+    root: Root = "",
+    token_file: TokenFile = "",
+    wait: Wait = DEFAULT_WAIT_S,
+    as_json: AsJson = False,
+) -> None:
+    """Take a snapshot of all rollouts while they run.
+
+    Everybody is paused for a moment and told to resume; the snapshot is published and durable when this returns.
+
+    Example: safepoint save step-40 --meta weights=/ckpt/40
+    """
+    from coordinator.cli_progress import progress
+
+    with reporting(as_json):
+        metadata = _pairs(meta or [])
+        with make_client(target, root, token_file, wait, as_json) as client, progress(as_json) as on_progress:
+            result = client.save(
+                snapshot_id or None,
+                quiesce_mode=mode,
+                straggler_policy=stragglers,
+                straggler_grace=grace,
+                lease=lease,
+                timeout=timeout,
+                metadata=metadata,
+                operation_id=operation_id or None,
+                on_progress=on_progress,
+            )
+        if as_json:
+            emit(plain(result) | {"line": result.line})
+        else:
+            say(result.line)
+            for warning in result.warnings:
+                note(f"warning: {warning}")
+
+
+def restore(
+    snapshot_id: Annotated[
+        str, typer.Argument(help="The snapshot, or latest: the newest one that verifies.")
+    ] = "latest",
+    resume: Annotated[bool, typer.Option("--resume", help="Open admission when all is loaded.")] = False,
+    lease: Annotated[float | None, typer.Option("--lease", min=1, metavar="S", help="Seconds of lease.")] = None,
+    operation_id: OperationId = "",
+    timeout: Timeout = None,
+    target: Target = "",
+    root: Root = "",
+    token_file: TokenFile = "",
+    wait: Wait = DEFAULT_WAIT_S,
+    as_json: AsJson = False,
+) -> None:
+    """Load a snapshot into fresh servers.
+
+    Everybody stays paused until `safepoint resume`, unless --resume is given: dispatch the rollouts again first or after.
+
+    Example: safepoint restore latest && safepoint resume
+    """
+    from coordinator.cli_progress import progress
+
+    with reporting(as_json):
+        with make_client(target, root, token_file, wait, as_json) as client, progress(as_json) as on_progress:
+            result = client.restore(
+                snapshot_id,
+                resume=resume,
+                lease=lease,
+                timeout=timeout,
+                operation_id=operation_id or None,
+                on_progress=on_progress,
+            )
+        if as_json:
+            emit(plain(result) | {"line": result.line})
+            return
+        say(result.line)
+        for name, why in result.skipped.items():
+            note(f"passed over {name}: {why}")
+        for rollout in result.diverged:
+            note(f"restarts: {rollout.rollout_id}: {rollout.reason}")
+        if result.paused:
+            note("Still paused. `safepoint resume` opens admission; `safepoint abort` opens it without the snapshot.")
+
+
+def resume(
+    operation_id: Annotated[str, typer.Argument(help="The operation; the one that waits for it when absent.")] = "",
+    timeout: Timeout = None,
+    target: Target = "",
+    root: Root = "",
+    token_file: TokenFile = "",
+    wait: Wait = DEFAULT_WAIT_S,
+    as_json: AsJson = False,
+) -> None:
+    """Open admission after a restore or a trainer's own publish.
+
+    Example: safepoint resume
+    """
+    with reporting(as_json):
+        with make_client(target, root, token_file, wait, as_json) as client:
+            result = client.resume(operation_id or None, timeout=timeout)
+        if as_json:
+            emit(plain(result))
+        elif result.pause_s is None:
+            say("nothing to resume")
+        else:
+            say(f"resumed after {result.pause_s:.2f} s of pause")
+            if result.unconfirmed:
+                note(
+                    f"not heard from: {', '.join(result.unconfirmed)}; they are told again, and their leases free them"
+                )
+
+
+def abort(
+    operation_id: Annotated[str, typer.Argument(help="The operation; the active one when absent.")] = "",
+    cause: Annotated[str, typer.Option("--cause", help="Why, for logs and `safepoint why`.")] = "by hand",
+    timeout: Timeout = None,
+    target: Target = "",
+    root: Root = "",
+    token_file: TokenFile = "",
+    wait: Wait = DEFAULT_WAIT_S,
+    as_json: AsJson = False,
+) -> None:
+    """End the active operation and open admission everywhere. Published snapshots stay.
+
+    Example: safepoint abort --cause "the node is drained"
+    """
+    with reporting(as_json):
+        with make_client(target, root, token_file, wait, as_json) as client:
+            result = client.abort(cause, operation_id=operation_id or None, timeout=timeout)
+        if as_json:
+            emit(plain(result))
+        elif not result.operation_id:
+            say("no such operation is active")
+        else:
+            say(f"aborted {result.operation_id}; open: {', '.join(result.acknowledged) or 'nobody yet'}")
+            if result.unconfirmed:
+                note(
+                    f"not heard from: {', '.join(result.unconfirmed)}; they are told again, and their leases free them"
+                )
+
+
+def status(
+    watch: Annotated[bool, typer.Option("--watch", "-w", help="Go on until interrupted.")] = False,
+    interval: Annotated[
+        float, typer.Option("--interval", min=0.1, metavar="S", help="Seconds between two looks.")
+    ] = 1.0,
+    rollouts: Annotated[
+        int, typer.Option("--rollouts", min=0, max=1000, help="Live rollouts to show of each participant.")
+    ] = 0,
+    timeout: Timeout = None,
+    target: Target = "",
+    root: Root = "",
+    token_file: TokenFile = "",
+    wait: Wait = DEFAULT_WAIT_S,
+    as_json: AsJson = False,
+) -> None:
+    """Show the operation, every participant, and on request what each rollout is doing.
+
+    With --watch a table that is kept up to date on a terminal, a block of lines or (--json) a line of JSON at each look.
+
+    Example: safepoint status --watch --rollouts 10
+    """
+    from coordinator.cli_views import status_view
+
+    with reporting(as_json), make_client(target, root, token_file, wait, as_json) as client:
+        if watch:
+            _watch(client, interval, rollouts, timeout, as_json)
+            return
+        answer = client.status(participants=True, max_rollouts=rollouts, timeout=timeout)
+        if as_json:
+            emit(plain(answer))
+        else:
+            show(status_view(answer))
+
+
+def _watch(client: Client, interval_s: float, rollouts: int, timeout_s: float | None, as_json: bool) -> None:
+    from rich.console import Console
+    from rich.live import Live
+    from rich.text import Text
+
+    from coordinator.cli_views import status_view
+
+    console = Console(highlight=False)
+    if as_json or not console.is_terminal:
+        while True:
+            answer = client.status(participants=True, max_rollouts=rollouts, timeout=timeout_s)
+            if as_json:
+                emit(plain(answer))
+            else:
+                show(status_view(answer))
+            time.sleep(interval_s)
+    with Live(console=console, auto_refresh=False, screen=False) as live:
+        while True:
+            view: RenderableType
+            try:
+                view = status_view(client.status(participants=True, max_rollouts=rollouts, timeout=timeout_s))
+            except SafepointError as error:  # a coordinator that restarts is a sight, not the end of watching
+                view = Text(str(error))
+            live.update(view, refresh=True)
+            time.sleep(interval_s)
+
+
+def topology(
+    refresh: Annotated[bool, typer.Option("--refresh", help="Ask every participant again.")] = False,
+    timeout: Timeout = None,
+    target: Target = "",
+    root: Root = "",
+    token_file: TokenFile = "",
+    wait: Wait = DEFAULT_WAIT_S,
+    as_json: AsJson = False,
+) -> None:
+    """Show who takes part, what of each server survives, and what is wrong. Exit code 13 when a save would be refused.
+
+    Example: safepoint topology --refresh
+    """
+    from coordinator.cli_views import topology_view
+
+    with reporting(as_json):
+        with make_client(target, root, token_file, wait, as_json) as client:
+            answer = client.topology(refresh=refresh, timeout=timeout)
+        if as_json:
+            emit(plain(answer))
+        else:
+            show(topology_view(answer))
+    if any(finding.blocking for finding in answer.findings):
+        raise typer.Exit(int(ExitCode.TOPOLOGY))
+
+
+def why(
+    operation_id: Annotated[
+        str, typer.Argument(help="The operation; the last one that did not finish when absent.")
+    ] = "",
+    events: Annotated[bool, typer.Option("--events", help="Show its last events too.")] = False,
+    timeout: Timeout = None,
+    target: Target = "",
+    root: Root = "",
+    token_file: TokenFile = "",
+    wait: Wait = DEFAULT_WAIT_S,
+    as_json: AsJson = False,
+) -> None:
+    """Say why an operation did not finish: one primary cause, and what followed from it.
+
+    Example: safepoint why --events
+    """
+    from coordinator.cli_views import cause_text
+
+    with reporting(as_json):
+        with make_client(target, root, token_file, wait, as_json) as client:
+            answer = client.explain(operation_id or None, timeout=timeout)
+        if as_json:
+            emit(plain(answer))
+        else:
+            say(cause_text(answer, events))
+
+
+def _pairs(texts: list[str]) -> dict[str, str]:
+    pairs: dict[str, str] = {}
+    for text in texts:
+        key, equals, value = text.partition("=")
+        if not equals or not key:
+            raise refuse(Reason.INVALID_ARGUMENT, f"--meta {text!r} is not KEY=VALUE.")
+        pairs[key] = value
+    return pairs

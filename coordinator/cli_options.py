@@ -1,0 +1,78 @@
+"""Options that many commands share, and the client they make."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Final, NoReturn
+
+import typer
+
+from coordinator.cli_exit import ExitCode
+from coordinator.cli_output import fail
+
+if TYPE_CHECKING:
+    from coordinator.client import Client
+
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON on stdout, and nothing else there.")]
+Target = Annotated[
+    str,
+    typer.Option(
+        "--coordinator",
+        "-c",
+        envvar="SAFEPOINT_COORDINATOR",
+        help="Where the coordinator is: host:port, unix:PATH, or file:ROOT/coordinator/address.json.",
+        metavar="TARGET",
+    ),
+]
+Root = Annotated[
+    str,
+    typer.Option("--root", envvar="SAFEPOINT_ROOT", help="The snapshot root, an absolute path.", metavar="DIR"),
+]
+TokenFile = Annotated[
+    str,
+    typer.Option(
+        "--token-file", envvar="SAFEPOINT_TOKEN_FILE", help="File with the bearer token, mode 600.", metavar="FILE"
+    ),
+]
+Timeout = Annotated[float | None, typer.Option("--timeout", min=0.1, help="Seconds for the whole call.", metavar="S")]
+Wait = Annotated[
+    float, typer.Option("--wait", min=0, help="Seconds to wait for a coordinator that does not answer.", metavar="S")
+]
+OperationId = Annotated[
+    str, typer.Option("--operation-id", help="Repeat this operation instead of starting another one.", metavar="ID")
+]
+
+DEFAULT_WAIT_S: Final = 5.0
+ROOT_VARIABLE: Final = "SAFEPOINT_ROOT"
+
+
+def make_client(target: str, root: str, token_file: str, wait_s: float, as_json: bool) -> Client:
+    """A client for the options; ends with MISSING when nothing names a coordinator."""
+    if not target and not root:
+        no_coordinator(as_json)
+    from coordinator.client import Budgets, Client
+
+    if not target:
+        target = f"file:{Path(root) / 'coordinator' / 'address.json'}"
+    budgets = Budgets(unreachable_s=wait_s, lost_reply_s=max(wait_s, 60.0), not_ready_s=max(wait_s, 30.0))
+    return Client(target, token_file=token_file or None, budgets=budgets)
+
+
+def no_coordinator(as_json: bool) -> NoReturn:
+    fail(
+        ExitCode.MISSING,
+        "Nothing names a coordinator.",
+        "Give --coordinator host:port, or set SAFEPOINT_COORDINATOR, or SAFEPOINT_ROOT where one runs.",
+        as_json,
+    )
+
+
+def missing(what: str, how: str, as_json: bool) -> NoReturn:
+    """End with MISSING: something has to be installed or set first."""
+    fail(ExitCode.MISSING, what, how, as_json)
+
+
+def folder(root: str) -> str:
+    """An absolute path: other processes have other working directories."""
+    return os.path.abspath(os.path.expanduser(root)) if root else ""

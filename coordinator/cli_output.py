@@ -1,0 +1,164 @@
+"""What commands print: results on stdout, everything about the way there on stderr.
+
+The rule: with --json stdout carries one JSON document, or one a line for commands that stream, and nothing else, also when
+the command fails. Progress bars appear only on a terminal; a pipe gets plain lines.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import sys
+from collections.abc import Generator, Mapping
+from dataclasses import asdict, is_dataclass
+from enum import IntEnum
+from typing import Any, NoReturn, cast
+
+import typer
+
+from coordinator.cli_exit import ExitCode, exit_code
+from coordinator.wire.errors import Problem, SafepointError
+
+
+def emit(document: Any) -> None:
+    """One JSON document on one line of stdout, at once."""
+    sys.stdout.write(json.dumps(document, ensure_ascii=False) + "\n")
+    sys.stdout.flush()
+
+
+def say(text: str) -> None:
+    """A line of result for people."""
+    sys.stdout.write(text + "\n")
+    sys.stdout.flush()
+
+
+def note(text: str) -> None:
+    """A line about the way there."""
+    sys.stderr.write(text + "\n")
+    sys.stderr.flush()
+
+
+def show(renderable: object) -> None:
+    """A table or other Rich object as result; plain text of 120 columns where stdout is no terminal."""
+    from rich.console import Console
+
+    width = None if sys.stdout.isatty() else 120
+    Console(file=sys.stdout, width=width, highlight=False).print(renderable)
+
+
+def fail(code: ExitCode, message: str, next_step: str, as_json: bool) -> NoReturn:
+    """End with a code that is not a coordinator's reason, such as a missing package."""
+    if as_json:
+        emit({"error": {"reason": code.name, "message": message, "next_step": next_step, "exit_code": int(code)}})
+    else:
+        note(f"safepoint: {message}\n  Next: {next_step}")
+    raise typer.Exit(int(code))
+
+
+@contextlib.contextmanager
+def reporting(as_json: bool) -> Generator[None, None, None]:
+    """Turn what a command raises into a message and the exit code of its cause."""
+    try:
+        yield
+    except SafepointError as error:
+        code = exit_code(error)
+        notes: list[str] = getattr(error, "__notes__", [])
+        if as_json:
+            emit({"error": problem_document(error.problem) | {"exit_code": int(code), "notes": notes}})
+        else:
+            note(f"safepoint: {type(error).__name__.lower()} ({error.reason.name}): {error}")
+            for text in notes:
+                note(f"  {text}")
+        raise typer.Exit(int(code)) from None
+    except KeyboardInterrupt:
+        code = ExitCode.INTERRUPTED
+        if as_json:
+            emit({"error": {"reason": code.name, "message": "Interrupted.", "exit_code": int(code)}})
+        else:
+            note("safepoint: interrupted. A running operation goes on; `safepoint abort` ends it.")
+        raise typer.Exit(int(code)) from None
+    except BrokenPipeError:
+        # The reader of our output has left, e.g. `| head`: not a failure of ours. Python's last flush must not fail.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        raise typer.Exit(0) from None
+
+
+def problem_document(problem: Problem) -> dict[str, Any]:
+    """A failure as JSON: the fields of ErrorDetail."""
+    return {
+        "reason": problem.reason.name,
+        "message": problem.message,
+        "next_step": problem.advice,
+        "phase": problem.phase.name.lower() if problem.phase else None,
+        "participant_id": problem.participant_id or None,
+        "operation_id": problem.operation_id or None,
+        "rollouts": [asdict(blocked) for blocked in problem.rollouts],
+        "rollout_count": max(problem.rollout_count, len(problem.rollouts)),
+        "waited_s": problem.waited_s,
+        "metadata": dict(problem.metadata),
+    }
+
+
+def plain(value: Any) -> Any:
+    """A message, dataclass or container as JSON types.
+
+    Unlike protobuf's own JSON, numbers stay numbers, durations are seconds, enum values lose their prefix, and every field
+    is there, so that `jq` expressions stay short.
+    """
+    if hasattr(value, "DESCRIPTOR"):
+        return _message(value)
+    if is_dataclass(value) and not isinstance(value, type):
+        return {name: plain(item) for name, item in _fields(value)}
+    if isinstance(value, IntEnum):
+        return value.name.lower()
+    if isinstance(value, Mapping):
+        return _mapping(value)
+    if isinstance(value, (list, tuple)):
+        return [plain(item) for item in cast("list[Any]", value)]
+    return value
+
+
+def _mapping(value: Any) -> dict[str, Any]:
+    return {str(key): plain(item) for key, item in value.items()}
+
+
+def _fields(value: Any) -> list[tuple[str, Any]]:
+    return [(name, getattr(value, name)) for name in value.__dataclass_fields__ if not callable(getattr(value, name))]
+
+
+def _message(message: Any) -> Any:
+    kind = message.DESCRIPTOR.full_name
+    if kind in ("google.protobuf.Duration", "google.protobuf.Timestamp"):
+        return message.ToMicroseconds() / 1e6
+    out: dict[str, Any] = {}
+    for field in message.DESCRIPTOR.fields:
+        item = getattr(message, field.name)
+        if field.message_type is not None and field.message_type.GetOptions().map_entry:
+            out[field.name] = _mapping(item)
+        elif isinstance(item, (str, bytes, int, float, bool)):
+            if field.containing_oneof is not None and message.WhichOneof(field.containing_oneof.name) != field.name:
+                continue
+            out[field.name] = _scalar(field, item)
+        elif hasattr(item, "DESCRIPTOR"):
+            if message.HasField(field.name):
+                out[field.name] = _message(item)
+        else:
+            out[field.name] = [plain(e) if field.message_type is not None else _scalar(field, e) for e in item]
+    return out
+
+
+def _scalar(field: Any, value: Any) -> Any:
+    if field.enum_type is None:
+        return value
+    known = field.enum_type.values_by_number.get(value)
+    if known is None:
+        return value
+    prefix = "".join("_" + c if c.isupper() else c.upper() for c in field.enum_type.name).lstrip("_").upper() + "_"
+    name = str(known.name).removeprefix(prefix)
+    return name if field.enum_type.name == "Reason" else name.lower()
+
+
+def short(message: Any, field: str) -> str:
+    """The value of an enum field for people: "policy_model" instead of ROLE_POLICY_MODEL."""
+    return str(_scalar(message.DESCRIPTOR.fields_by_name[field], getattr(message, field)))

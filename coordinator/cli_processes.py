@@ -1,0 +1,100 @@
+"""Commands that start processes: coordinator, shim, serve, demo; and inspect and version, which look at this machine.
+
+The rule: what a command needs is imported when it runs, and what is missing is named with the way to get it.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+import platform
+from typing import Annotated, Any, Final
+
+import typer
+
+from coordinator.cli_options import AsJson, missing
+from coordinator.cli_output import emit, reporting, say
+
+FORWARDED: Final[dict[str, Any]] = {"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []}
+
+
+def shim(ctx: typer.Context) -> None:
+    """Run the shim beside one server. A gated server starts its own; this is for proxies and for starting it by hand.
+
+    Example: safepoint shim --help
+    """
+    _forward("shim", ctx.args)
+
+
+def serve(ctx: typer.Context) -> None:
+    """Run a server, or ng_run with all of its servers, with the gate loaded into it and a shim beside it.
+
+    Example: safepoint serve --role policy -- python app.py
+    """
+    _forward("serve", ctx.args)
+
+
+def _forward(command: str, arguments: list[str]) -> None:
+    from participant_shims.cli import main as shims_main
+
+    raise typer.Exit(shims_main([command, *arguments]))
+
+
+def inspect(
+    server: Annotated[str, typer.Argument(help="resources_servers/NAME of an installed Gym, or a path to an app.py.")],
+    as_json: AsJson = False,
+) -> None:
+    """Say what of a Gym server can be saved, how, and what a restart would cost. Run it where Gym is installed.
+
+    Example: safepoint inspect resources_servers/blackjack
+    """
+    with reporting(as_json):
+        if importlib.util.find_spec("nemo_gym") is None:
+            missing(
+                "NeMo Gym is not installed here.",
+                "Run it with the Python of your Gym environment, or `pip install safepoint[gym]` (Python 3.12 or later).",
+                as_json,
+            )
+        from participant_shims.gate.state.inspect import inspect_server
+
+        report = inspect_server(server)
+        if as_json:
+            emit(report.to_dict())
+        else:
+            say(str(report))
+
+
+def demo(
+    rollouts: Annotated[int, typer.Option("--rollouts", min=1, help="How many rollouts run.")] = 32,
+    seed: Annotated[int, typer.Option("--seed", help="Of the policy and the tasks.")] = 7,
+    as_json: AsJson = False,
+) -> None:
+    """Save, kill and restore live rollouts on real Gym servers, and compare them with an uninterrupted run.
+
+    Example: safepoint demo --rollouts 8
+    """
+    with reporting(as_json):
+        try:
+            from coordinator.demo.story import run_demo
+        except ImportError as error:
+            missing(f"The demo needs {error.name}.", "pip install 'safepoint[demo,ray]', or `make demo`.", as_json)
+        code = run_demo(json=as_json, rollouts=rollouts, seed=seed)
+    raise typer.Exit(code)
+
+
+def version(as_json: AsJson = False) -> None:
+    """Print the versions that matter when something is reported.
+
+    Example: safepoint version --json
+    """
+    packages = ("safepoint", "grpcio", "protobuf", "ray", "nemo-gym", "vllm")
+    found: dict[str, Any] = {"contract": "safepoint.v1", "python": platform.python_version()}
+    for name in packages:
+        try:
+            found[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            found[name] = None
+    if as_json:
+        emit(found)
+    else:
+        say("\n".join(f"{name:10} {value or 'not installed'}" for name, value in found.items()))

@@ -1,0 +1,165 @@
+"""What people see of statuses, topologies, snapshots and causes. Returns Rich objects and text; prints nothing."""
+
+from __future__ import annotations
+
+import datetime
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING, Any
+
+from safepoint.v1 import coordinator_service_pb2 as pb
+
+from coordinator.cli_output import short
+from coordinator.client_results import SnapshotSummary, describe, seconds, size_text
+from coordinator.wire.rpc import problem_from_detail
+
+if TYPE_CHECKING:
+    from rich.console import Group
+    from rich.table import Table
+
+
+def table(*columns: str) -> Table:
+    from rich.box import SIMPLE_HEAD
+    from rich.table import Table
+
+    made = Table(box=SIMPLE_HEAD, pad_edge=False, header_style="bold")
+    for column in columns:
+        made.add_column(column, overflow="fold")
+    return made
+
+
+def status_text(status: pb.GetCoordinatorStatusResponse) -> str:
+    """What goes on, in two or three lines."""
+    lines = [f"coordinator epoch {status.coordinator_epoch}, job {status.job_id}, root {status.snapshot_root}"]
+    lines.append(f"latest snapshot: {status.latest_snapshot_id or 'none yet'}")
+    lines.append(operation_text(status.operation) if status.HasField("operation") else "no operation yet")
+    return "\n".join(lines)
+
+
+def operation_text(operation: pb.OperationStatus) -> str:
+    """One operation: how it stands, in which phase, who is waited for, what became of it."""
+    kind, outcome, phase = (short(operation, field) for field in ("kind", "outcome", "phase"))
+    text = f"{kind} {operation.snapshot_id} ({operation.operation_id}): {outcome.replace('_', ' ')}"
+    if operation.phase:
+        text += f", phase {phase}"
+    text += f", {seconds(operation.elapsed):.1f} s"
+    if operation.waiting_for:
+        text += f"\n  waiting for {operation.waiting_for}"
+    if operation.HasField("failure"):
+        text += f"\n  cause: {problem_from_detail(operation.failure.primary)}"
+    if operation.unconfirmed:
+        text += f"\n  may still be paused: {', '.join(operation.unconfirmed)} (their leases free them)"
+    return text
+
+
+def status_view(status: pb.GetCoordinatorStatusResponse) -> Group:
+    """Status with its participants, and their live rollouts when they were asked for."""
+    from rich.console import Group
+    from rich.text import Text
+
+    people = table("participant", "role", "state", "in flight", "parked", "held", "workers", "lease", "waits for")
+    rollouts = table("rollout", "participant", "attempt", "turn", "activity", "age", "waits for")
+    for health in status.participants:
+        who = health.info.capabilities
+        known = health.HasField("status")
+        people.add_row(
+            who.participant_id,
+            short(who, "role"),
+            short(health.status, "state") if known else ("registered" if health.reachable else "no answer"),
+            *(str(n) if known else "" for n in (health.status.in_flight, health.status.parked, health.status.held)),
+            f"{sum(w.acknowledged for w in health.status.workers)}/{who.configured_workers}" if known else "",
+            f"{seconds(health.status.lease_remaining):.0f} s" if health.status.HasField("lease_remaining") else "",
+            (health.status.waiting_for or health.status.last_failure) if known else health.problem,
+        )
+        for live in health.status.rollouts:
+            rollouts.add_row(
+                live.rollout_id,
+                who.participant_id,
+                str(live.attempt),
+                str(live.turn),
+                short(live, "activity"),
+                f"{seconds(live.age):.0f} s",
+                live.waiting_on,
+            )
+    parts: list[Any] = [Text(status_text(status)), people]
+    if rollouts.row_count:
+        parts.append(rollouts)
+    return Group(*parts)
+
+
+def topology_view(topology: pb.GetTopologyResponse) -> Group:
+    """Participants, then findings: blocking ones first."""
+    from rich.console import Group
+    from rich.text import Text
+
+    people = table("participant", "role", "kind", "state survives by", "workers", "address")
+    for info in topology.participants:
+        who = info.capabilities
+        people.add_row(
+            who.participant_id,
+            short(who, "role"),
+            who.kind,
+            short(who, "checkpoint_mode").replace("_", " "),
+            str(who.configured_workers),
+            info.address,
+        )
+    lines: list[Any] = [people, Text(f"fingerprint {topology.fingerprint}")]
+    for finding in sorted(topology.findings, key=lambda f: not f.blocking):
+        who_text = f"{finding.participant_id}: " if finding.participant_id else ""
+        head = "BLOCKING" if finding.blocking else "costs"
+        lines.append(Text(f"{head}: {who_text}{finding.message}\n  Next: {finding.next_step}"))
+    return Group(*lines)
+
+
+def snapshots_view(published: Iterable[SnapshotSummary], invalid: Mapping[str, str]) -> Group:
+    """A list of snapshots, newest first, and what is no snapshot."""
+    from rich.console import Group
+    from rich.text import Text
+
+    rows = table("snapshot", "when (UTC)", "size", "completed", "in flight", "restart", "participants")
+    for one in published:
+        rows.add_row(
+            one.snapshot_id,
+            when(one.create_time_s),
+            size_text(one.size_bytes),
+            str(one.totals.completed),
+            str(one.totals.kept_in_flight),
+            str(one.totals.excluded),
+            ", ".join(one.participant_ids),
+        )
+    parts: list[Any] = [rows] if rows.row_count else [Text("no snapshots")]
+    parts += [Text(f"not a snapshot: {name}: {why}") for name, why in invalid.items()]
+    return Group(*parts)
+
+
+def when(time_s: float) -> str:
+    return datetime.datetime.fromtimestamp(time_s, datetime.UTC).strftime("%Y-%m-%d %H:%M:%S")
+
+
+def snapshot_text(one: SnapshotSummary) -> str:
+    """Everything a manifest says that people ask for."""
+    totals = one.totals
+    lines = [
+        f"snapshot      {one.snapshot_id}",
+        f"operation     {one.operation_id}",
+        f"published     {when(one.create_time_s)} UTC",
+        f"size          {size_text(one.size_bytes)} ({one.size_bytes} bytes)",
+        f"participants  {', '.join(one.participant_ids)}",
+        f"rollouts      {totals.all}: {totals.completed} completed, {totals.parked} parked, {totals.pending} pending, "
+        f"{totals.excluded} excluded",
+        f"fingerprint   {one.topology_fingerprint}",
+    ]
+    lines += [f"metadata      {key} = {value}" for key, value in sorted(one.metadata.items())]
+    return "\n".join(lines)
+
+
+def cause_text(answer: pb.ExplainResponse, with_events: bool) -> str:
+    """Why an operation did not finish: the one primary cause first, then what followed from it."""
+    if not answer.HasField("operation"):
+        return "No operation has failed."
+    operation = answer.operation
+    lines = [operation_text(operation)]
+    if operation.HasField("failure"):
+        lines += [f"  also: {problem_from_detail(detail)}" for detail in operation.failure.secondary]
+    if with_events:
+        lines += [text for text in map(describe, answer.events) if text]
+    return "\n".join(lines)

@@ -1,0 +1,81 @@
+"""Every failure has one exit code that says what kind of cause it was."""
+
+from __future__ import annotations
+
+import pytest
+
+from coordinator.cli_exit import BY_REASON, MEANINGS, ExitCode, exit_code
+from coordinator.wire.errors import Misanswered, Problem, Reason, Refused, Unanswered
+from tests.cli.conftest import Safepoint
+from tests.client.fake_coordinator import LOST, FakeCoordinator
+
+
+def test_every_reason_has_a_code_and_every_code_a_meaning() -> None:
+    assert set(BY_REASON) == set(Reason)
+    assert set(MEANINGS) == set(ExitCode)
+    assert ExitCode.OK not in BY_REASON.values()
+
+
+def test_nobodys_answer_weighs_more_than_its_reason() -> None:
+    problem = Problem(Reason.STORAGE_FULL, "x")
+    assert exit_code(Refused(problem)) is ExitCode.STORAGE
+    assert exit_code(Unanswered(problem)) is ExitCode.UNANSWERED
+    assert exit_code(Misanswered(problem)) is ExitCode.INTERNAL
+
+
+@pytest.mark.parametrize(
+    ("reason", "code"),
+    [
+        (Reason.FENCED, 4),
+        (Reason.SNAPSHOT_CORRUPT, 6),
+        (Reason.DRAIN_INCOMPLETE, 7),
+        (Reason.STORAGE_FULL, 8),
+        (Reason.UNAUTHENTICATED, 9),
+        (Reason.INTERNAL, 10),
+        (Reason.LEASE_LAPSED, 11),
+        (Reason.SNAPSHOT_NOT_FOUND, 12),
+        (Reason.TOPOLOGY_INVALID, 13),
+    ],
+)
+async def test_a_refused_save_ends_with_the_code_of_its_cause(
+    safepoint: Safepoint, fake: FakeCoordinator, reason: Reason, code: int
+) -> None:
+    fake.fail("Save", Problem(reason, "counter said no", participant_id="counter"))
+    ran = await safepoint("save", "s")
+    assert ran.code == code
+    assert ran.out == ""
+    assert reason.name in ran.err
+    assert "counter said no" in ran.err
+    assert "Next: " in ran.err
+    fake.fail("Save", Problem(reason, "counter said no", participant_id="counter"))
+    ran = await safepoint("save", "t", "--json")
+    assert ran.code == code
+    error = ran.json()["error"]
+    assert (error["reason"], error["participant_id"], error["exit_code"]) == (reason.name, "counter", code)
+    assert error["next_step"]
+    assert ran.err == ""
+
+
+async def test_a_coordinator_that_does_not_answer_is_5(safepoint: Safepoint, fake: FakeCoordinator) -> None:
+    fake.fail("GetStatus", *[LOST] * 50)
+    assert (await safepoint("status", "--wait", "0.2")).code == 5
+
+
+async def test_no_coordinator_named_is_3(safepoint: Safepoint) -> None:
+    ran = await safepoint("status", "--json", env={"SAFEPOINT_COORDINATOR": ""})
+    assert ran.code == 3
+    assert "SAFEPOINT_COORDINATOR" in ran.json()["error"]["next_step"]
+
+
+async def test_wrong_usage_is_2_and_nothing_leaves(safepoint: Safepoint, fake: FakeCoordinator) -> None:
+    for arguments in (
+        ("save", "--lease", "0"),
+        ("save", "--nope"),
+        ("save", "../s"),
+        ("save", "s", "--meta", "novalue"),
+        ("save", "s", "--mode", "freeze"),
+        ("snapshots", "prune"),
+        ("nope",),
+    ):
+        assert (await safepoint(*arguments)).code == 2, arguments
+    assert fake.asked == []
