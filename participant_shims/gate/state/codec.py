@@ -20,6 +20,7 @@ from participant_shims.gate.state.graph import (
     Handler,
     Limits,
     Malformed,
+    Unavailable,
     Unencodable,
     type_name,
 )
@@ -63,12 +64,15 @@ def encode_with_numbers(
     name: str = "session",
     outer: Mapping[int, int] | None = None,
     limits: Limits | None = None,
+    named: bool = False,
 ) -> Encoded:
     """Encode `value`; objects whose id is in `outer` are written as references to that document.
 
-    `name` begins the path in messages. Raises Unencodable.
+    `name` begins the path in messages; `named` says that the keys of `value` are names of attributes. Raises Unencodable.
     """
-    encoder = Encoder(_make_scope(scope), _encoders(), objects.encode_other, limits or Limits(), outer or {}, name)
+    encoder = Encoder(
+        _make_scope(scope), _encoders(), objects.encode_other, limits or Limits(), outer or {}, name, named
+    )
     try:
         document = encoder.document(value)
     except Unencodable:
@@ -126,6 +130,7 @@ __all__ = [
     "Limits",
     "Malformed",
     "Scope",
+    "Unavailable",
     "Unencodable",
     "decode",
     "decode_with_objects",

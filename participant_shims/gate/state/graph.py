@@ -48,6 +48,14 @@ class Malformed(Exception):
     """A document that can't be decoded. Nothing was changed."""
 
 
+class Unavailable(Malformed):
+    """A sound document that names something which this server does not have (a class not loaded, a place not set up)."""
+
+
+# Stands in an outer table for what this server does not have.
+ABSENT: Final = object()
+
+
 @dataclass(frozen=True, slots=True)
 class Limits:
     """What one document may hold."""
@@ -123,6 +131,7 @@ class Encoder:
     limits: Limits = field(default_factory=Limits)
     outer: Mapping[int, int] = field(default_factory=dict[int, int])
     root_name: str = "value"
+    root_is_named: bool = False  # the keys of the root are names of attributes, which matters to messages only
     objects: list[Entry] = field(default_factory=list[Entry])
     memo: dict[int, int] = field(default_factory=dict[int, int])
     # Address ranges of array buffers, ascending and disjoint: arrays that share memory would come back separate.
@@ -205,6 +214,8 @@ class Encoder:
         parts: list[str] = []
         while number >= 0 and len(parts) < 40:
             owner, attribute, key = self.origins[number]
+            if attribute is None and owner == 0 and self.root_is_named and type(key) is str:
+                attribute = key
             if attribute is not None:
                 parts.append(f".{attribute}")
             elif owner >= 0:
@@ -331,7 +342,10 @@ class Decoder:
         if number < 0:
             if -number > len(self.outer):
                 raise Malformed("reference to no outer object")
-            return self.outer[-number - 1]
+            shared = self.outer[-number - 1]
+            if shared is ABSENT:
+                raise Unavailable("it refers to something that this server has not set up")
+            return shared
         if number >= len(self.built):
             raise Malformed("reference to no object")
         found = self.built[number]
@@ -414,6 +428,7 @@ def hashed(keys: Iterable[Any]) -> list[Any]:
 
 
 __all__ = [
+    "ABSENT",
     "VERSION",
     "Decoder",
     "Encode",
@@ -423,6 +438,7 @@ __all__ = [
     "Limits",
     "Malformed",
     "Missing",
+    "Unavailable",
     "Unencodable",
     "hashed",
     "inline_text",

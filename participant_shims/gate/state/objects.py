@@ -17,7 +17,7 @@ from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable
 from typing import Any, Final, cast
 
-from participant_shims.gate.state.graph import Decoder, Encode, Encoder, Entry, Handler, Malformed
+from participant_shims.gate.state.graph import Decoder, Encode, Encoder, Entry, Handler, Malformed, Unavailable
 from participant_shims.gate.state.scope import BUILTIN_TYPES, Scope
 from participant_shims.gate.state.values import fill_mapping, fill_set
 
@@ -234,7 +234,7 @@ def _encode_model(encoder: Encoder, obj: Any, number: int, name: str) -> Entry:
 def _usable(decoder: Decoder, written: Any, *, model: bool, base: str = "") -> type[Any]:
     cls = decoder.scope.find(written)
     if not isinstance(cls, type) or issubclass(cls, enum.Enum):
-        raise Malformed(f"class {str(written)[:100]} is not loaded, or not one of the server")
+        raise Unavailable(f"class {str(written)[:100]} is not loaded, or not one of the server")
     found = cast("type[Any]", cls)
     why = objection(decoder.scope, found)
     if why:
@@ -318,14 +318,14 @@ def _fill_model(decoder: Decoder, entry: Entry, obj: Any) -> None:
 def _read_class(decoder: Decoder, entry: Entry) -> type[Any]:
     found = decoder.scope.find(entry[1])
     if not isinstance(found, type):
-        raise Malformed(f"class {str(entry[1])[:100]} is not loaded, or not one of the server")
+        raise Unavailable(f"class {str(entry[1])[:100]} is not loaded, or not one of the server")
     return cast("type[Any]", found)
 
 
 def _read_function(decoder: Decoder, entry: Entry) -> Any:
     found = decoder.scope.find(entry[1])
     if not isinstance(found, types.FunctionType):
-        raise Malformed(f"function {str(entry[1])[:100]} is not loaded, or not one of the server")
+        raise Unavailable(f"function {str(entry[1])[:100]} is not loaded, or not one of the server")
     return found
 
 

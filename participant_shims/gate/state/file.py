@@ -1,0 +1,251 @@
+"""The session file: JSON lines; what several sessions hold alike is written once.
+
+The one rule: a reader takes nothing on trust. It checks the header, the order of lines, every digest and the counts of
+the footer, and gives nothing away before it has seen the footer.
+
+    {"gym_session": 1, "schema": ..., "method": ..., "server": ..., ...}    first
+    {"blob": SHA256, "data": ...} or {"blob": SHA256, "z": BASE64}          before the first line that uses it
+    {"global": {...}}                                                       at most one
+    {"session": ID, "rollout_id": ..., "attempt": n, "state": {...}}        one a session
+    {"end": {"sessions": n, "blobs": n}}                                    last
+
+A part of a document that is `{"@": SHA256}` stands for the blob.
+"""
+
+from __future__ import annotations
+
+import base64
+import contextlib
+import hashlib
+import json
+import os
+import zlib
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, BinaryIO, Final, cast
+
+from coordinator.wire.errors import Reason, Refused, refuse
+from participant_shims.gate.state import codec
+
+FORMAT: Final = 1
+BLOB_FROM: Final = 1024  # characters; shorter parts are cheaper to repeat
+COMPRESS_FROM: Final = 4096
+MAX_LINE: Final = 512 * 1024 * 1024
+MAX_SESSIONS: Final = 1_000_000
+_INLINE: Final = frozenset({type(None), bool, int, float, str})
+
+
+@dataclass(frozen=True, slots=True)
+class SavedSession:
+    """One session as it is in the file. `state` is a document, or what the server's own hook gave."""
+
+    session_id: str
+    rollout_id: str
+    attempt: int
+    state: Any
+
+
+@dataclass(slots=True)
+class SavedFile:
+    """A session file that was read to its end."""
+
+    header: dict[str, Any]
+    shared: dict[str, Any] = field(default_factory=dict[str, Any])
+    sessions: list[SavedSession] = field(default_factory=list[SavedSession])
+
+
+@dataclass(slots=True)
+class Writer:
+    """Writes one file; not for two threads at once. A file that `close` did not finish has no footer and is refused."""
+
+    path: Path
+    size: int = 0
+    sessions: int = 0
+    _blobs: set[str] = field(default_factory=set[str])
+    _digest: Any = field(default_factory=hashlib.sha256)
+    _file: BinaryIO | None = None
+
+    def open(self, header: dict[str, Any]) -> None:
+        """Create the file (it must not exist) and write the header. Raises OSError."""
+        descriptor = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        self._file = os.fdopen(descriptor, "wb", buffering=1 << 20)
+        self._line({"gym_session": FORMAT, "schema": codec.SCHEMA, **header})
+
+    def write_shared(self, shared: dict[str, Any]) -> None:
+        """What belongs to the server as a whole."""
+        self._line({"global": self._lift_all(shared)})
+
+    def write_sessions(self, sessions: list[SavedSession]) -> None:
+        """Sessions, one line each."""
+        for saved in sessions:
+            self._line(
+                {
+                    "session": saved.session_id,
+                    "rollout_id": saved.rollout_id,
+                    "attempt": saved.attempt,
+                    "state": self._lift_all(saved.state),
+                }
+            )
+            self.sessions += 1
+
+    def close(self) -> str:
+        """Footer, fsync; the SHA-256 hex of the file."""
+        assert self._file is not None
+        self._line({"end": {"sessions": self.sessions, "blobs": len(self._blobs)}})
+        self._file.flush()
+        os.fsync(self._file.fileno())
+        self._file.close()
+        self._file = None
+        return cast(str, self._digest.hexdigest())
+
+    def discard(self) -> None:
+        """Close and remove the file, whatever state it is in."""
+        if self._file is not None:
+            with contextlib.suppress(OSError):
+                self._file.close()
+            self._file = None
+        with contextlib.suppress(OSError):
+            self.path.unlink()
+
+    def _line(self, content: dict[str, Any]) -> None:
+        assert self._file is not None
+        data = codec.dumps(content).encode("utf-8") + b"\n"
+        self._digest.update(data)
+        self._file.write(data)
+        self.size += len(data)
+
+    def _lift_all(self, state: Any) -> Any:
+        """`state` with the large plain parts of its documents replaced by blobs."""
+        if not isinstance(state, dict):
+            return state
+        state = cast("dict[str, Any]", state)
+        if isinstance(state.get("objects"), list) and "root" in state:
+            return {
+                **state,
+                "objects": [[entry[0], *(self._lift(p, 0) for p in entry[1:])] for entry in state["objects"]],
+            }
+        return {name: self._lift_all(part) for name, part in state.items()}
+
+    def _lift(self, part: Any, depth: int) -> Any:
+        if type(part) is str:
+            return self._blob(part) if len(part) >= BLOB_FROM else part
+        if type(part) is not list:
+            return part
+        listed = cast("list[Any]", part)
+        if set(map(type, listed)) <= _INLINE:
+            long = len(listed) >= BLOB_FROM // 2 or sum(len(v) for v in listed if type(v) is str) >= BLOB_FROM
+            return self._blob(listed) if long else listed
+        if depth < 4 and len(listed) <= 512:
+            return [self._lift(inner, depth + 1) for inner in listed]
+        return listed
+
+    def _blob(self, part: Any) -> dict[str, str]:
+        data = codec.dumps(part).encode("utf-8")
+        digest = hashlib.sha256(data).hexdigest()
+        if digest not in self._blobs:
+            self._blobs.add(digest)
+            packed = zlib.compress(data, 1) if len(data) >= COMPRESS_FROM else data
+            if len(packed) * 4 // 3 < len(data):
+                self._line({"blob": digest, "size": len(data), "z": base64.b64encode(packed).decode("ascii")})
+            else:
+                self._line({"blob": digest, "data": part})
+        return {"@": digest}
+
+
+def _unsafe(path: Path, what: str) -> Refused:
+    return refuse(Reason.SNAPSHOT_UNSAFE, f"Session file {path.name}: {what}.")
+
+
+def read(path: Path) -> SavedFile:
+    """The whole file. Raises Refused: SNAPSHOT_UNSAFE, SNAPSHOT_CORRUPT (cut short), SNAPSHOT_TOO_NEW; OSError."""
+    with path.open("rb") as file:
+        header = _parse(path, file.readline(1 << 20))
+        version = header.get("gym_session")
+        if type(version) is not int or version < 1:
+            raise _unsafe(path, "it is no session file")
+        if version > FORMAT or header.get("schema") != codec.SCHEMA:
+            raise refuse(
+                Reason.SNAPSHOT_TOO_NEW,
+                f"Session file {path.name} has format {version} ({str(header.get('schema'))[:60]}); this gate reads "
+                f"{FORMAT} ({codec.SCHEMA}).",
+            )
+        saved = SavedFile(header)
+        blobs: dict[str, Any] = {}
+        seen: set[str] = set()
+        while True:
+            raw = file.readline(MAX_LINE)
+            if not raw.endswith(b"\n"):
+                raise refuse(Reason.SNAPSHOT_CORRUPT, f"Session file {path.name} ends without its footer.")
+            line = _parse(path, raw)
+            if "blob" in line:
+                _take_blob(path, line, blobs)
+            elif "global" in line and not saved.shared and isinstance(line["global"], dict):
+                saved.shared = cast("dict[str, Any]", _put_back(path, line["global"], blobs))
+            elif "session" in line:
+                session = _take_session(path, line, blobs)
+                if session.session_id in seen or len(seen) >= MAX_SESSIONS:
+                    raise _unsafe(path, "a session occurs twice, or there are too many")
+                seen.add(session.session_id)
+                saved.sessions.append(session)
+            elif "end" in line:
+                if line["end"] != {"sessions": len(seen), "blobs": len(blobs)} or file.read(1):
+                    raise _unsafe(path, "its footer does not agree with its content")
+                return saved
+            else:
+                raise _unsafe(path, "a line is of no known kind")
+
+
+def _parse(path: Path, raw: bytes) -> dict[str, Any]:
+    try:
+        line = codec.loads(raw.decode("utf-8"))
+    except (codec.Malformed, UnicodeDecodeError) as e:
+        raise _unsafe(path, f"a line is {e}") from None
+    if not isinstance(line, dict):
+        raise _unsafe(path, "a line is no object")
+    return cast("dict[str, Any]", line)
+
+
+def _take_blob(path: Path, line: dict[str, Any], blobs: dict[str, Any]) -> None:
+    try:
+        if "z" in line:
+            size = line["size"]
+            if type(size) is not int or not 0 <= size <= MAX_LINE:
+                raise ValueError("size")
+            inflater = zlib.decompressobj()
+            data = inflater.decompress(base64.b64decode(line["z"], validate=True), size + 1)
+            if len(data) != size or not inflater.eof:
+                raise ValueError("length")
+            part = json.loads(data)
+        else:
+            part = line["data"]
+            data = codec.dumps(part).encode("utf-8")
+        if hashlib.sha256(data).hexdigest() != line["blob"] or line["blob"] in blobs:
+            raise ValueError("digest")
+    except (ValueError, KeyError, TypeError, zlib.error, RecursionError) as e:
+        raise _unsafe(path, f"a shared part is bad ({str(e)[:60]})") from None
+    blobs[line["blob"]] = part
+
+
+def _take_session(path: Path, line: dict[str, Any], blobs: dict[str, Any]) -> SavedSession:
+    session, rollout, attempt = line["session"], line.get("rollout_id"), line.get("attempt")
+    if not (isinstance(session, str) and isinstance(rollout, str) and type(attempt) is int and "state" in line):
+        raise _unsafe(path, "a session line is incomplete")
+    return SavedSession(session, rollout, attempt, _put_back(path, line["state"], blobs))
+
+
+def _put_back(path: Path, state: Any, blobs: dict[str, Any], depth: int = 0) -> Any:
+    if depth > 12:
+        return state
+    if isinstance(state, dict):
+        mapping = cast("dict[str, Any]", state)
+        if mapping.keys() == {"@"}:
+            if not isinstance(mapping["@"], str) or mapping["@"] not in blobs:
+                raise _unsafe(path, "it refers to a shared part that it does not have")
+            return blobs[mapping["@"]]
+        return {name: _put_back(path, part, blobs, depth + 1) for name, part in mapping.items()}
+    if isinstance(state, list):
+        listed = cast("list[Any]", state)
+        if set(map(type, listed)) <= _INLINE:
+            return listed
+        return [_put_back(path, part, blobs, depth + 1) for part in listed]
+    return state

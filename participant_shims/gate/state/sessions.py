@@ -1,0 +1,565 @@
+"""The session state of one server object: what the gate calls at commit and at restore.
+
+The one rule: a session is saved exactly or excluded with its reason, and a file is loaded whole or not at all. Encoding
+runs on the event loop while admission is closed, so nothing changes under it; it gives way every few milliseconds.
+
+Order of preference: the server's own hook (`safepoint_export_session(session_id)` gives something JSON can say,
+`safepoint_import_session(session_id, state)` takes it; plain functions), the codec, re-execution, restart.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect as introspect
+import platform
+import sys
+import time
+import types
+from collections import deque
+from collections.abc import Awaitable, Callable, Mapping, Set
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Final, cast
+
+from coordinator.wire.errors import Reason, refuse
+from participant_shims.gate.state import codec, layout, modes
+from participant_shims.gate.state.file import SavedFile, SavedSession, Writer, read
+from participant_shims.gate.state.graph import ABSENT, type_name
+from participant_shims.gate.state.layout import Place
+from participant_shims.gate.state.reexecute import Exchange, RequestLog, Send, reexecute
+from participant_shims.gate.state.scope import Scope
+from participant_shims.gate.state.source import SourceFacts, read_source
+
+SLICE_S: Final = 0.005  # longest time on the loop before it gives way
+RELOAD_TIP: Final = "Restart the server and restore before it gets work."
+
+Sessions = Mapping[str, tuple[str, int]]
+
+
+def scope_of(server: object) -> Scope:
+    """The allow-list of `server`: its own package, those of its base classes, and modules beside its file."""
+    own: list[str] = []
+    aliases: dict[str, str] = {}
+    directory = ""
+    for cls in type(server).__mro__:
+        name = cls.__module__
+        if name == "__main__":
+            path = Path(getattr(sys.modules["__main__"], "__file__", "") or "app.py").resolve()
+            parent = path.parent.parent.name
+            written = f"{path.parent.name}.{path.stem}"
+            aliases["__main__"] = f"{parent}.{written}" if parent == "resources_servers" else written
+            name = aliases["__main__"]
+        elif name.partition(".")[0] in ("nemo_gym", "pydantic", "builtins", "abc", "typing"):
+            continue
+        if cls is type(server):
+            file = getattr(sys.modules.get(cls.__module__), "__file__", None)
+            directory = str(Path(file).resolve().parent) if isinstance(file, str) else ""
+        parts = name.split(".")
+        own.append(".".join(parts[:2]) if parts[0] == "resources_servers" else name)
+    return Scope(tuple(dict.fromkeys(own)), aliases, directory)
+
+
+def facts_of(server: object) -> SourceFacts | None:
+    """What the source of the class of `server` says; None when it can't be read."""
+    try:
+        file = introspect.getsourcefile(type(server))
+        return read_source(Path(file), type(server).__name__) if file else None
+    except (OSError, TypeError, SyntaxError, ValueError, RecursionError):
+        return None
+
+
+@dataclass(slots=True)
+class _Shared:
+    """What sessions may refer to: anchors (places that every server of this kind has) and the objects of `values`."""
+
+    document: dict[str, Any]
+    outer: dict[int, int]
+    # Keeps every object whose id is in `outer` alive.
+    kept: list[Any] = field(default_factory=list[Any])
+
+
+class SessionState:
+    """The state of `server`. Made when the server object is first seen, before it serves.
+
+    `mode`: a value of SAFEPOINT_STATE (`codec`, `reexecute`, `restart_only`, `stateless`). `send`: how a request is made
+    again, needed to load a file of re-executed requests. `log` takes one line. Raises ValueError for an unknown mode.
+    """
+
+    def __init__(
+        self,
+        server: object,
+        mode: str = "codec",
+        *,
+        send: Send | None = None,
+        log: Callable[[str], None] | None = None,
+    ) -> None:
+        self._server = server
+        self._send = send
+        self._log = log or (lambda line: None)
+        self._scope = scope_of(server)
+        self._facts = facts_of(server)
+        self._requests = RequestLog()
+        self._served = False
+        self._take_baseline()
+        live = tuple(
+            p.name for p in layout.session_places(layout.places(server, self._scope), frozenset(), frozenset())
+        )
+        self._decision = modes.decide(self._facts, mode, hooks=self._hooks() is not None, live=live)
+        self._known = frozenset(self._decision.session_attributes)
+
+    # -- what it is ----------------------------------------------------------------------------------------------------
+
+    def describe(self) -> dict[str, Any]:
+        """`checkpoint_mode`, `mode_reason`, `state_schema`, `session_attributes`; the same for the life of the server."""
+        decision = self._decision
+        return {
+            "checkpoint_mode": decision.mode,
+            "mode_reason": decision.reason,
+            "state_schema": codec.SCHEMA,
+            "session_attributes": list(decision.session_attributes),
+        }
+
+    @property
+    def wants_requests(self) -> bool:
+        """Whether `record` must be called with every request of a session and its response."""
+        return self._decision.mode == modes.REPLAY
+
+    def record(self, session_id: str, exchange: Exchange) -> None:
+        """Note a request that was served, in the order in which they were."""
+        self._requests.record(session_id, exchange)
+
+    def forget(self, session_id: str) -> None:
+        """Drop the recorded requests of a session whose rollout is retired."""
+        self._requests.forget(session_id)
+
+    def before_first_request(self) -> None:
+        """Take the baseline again: what start-up hooks set is not a change. Has an effect once."""
+        if not self._served:
+            self._served = True
+            self._take_baseline()
+
+    def freshness(self) -> bool:
+        """Whether the server holds nothing per session yet."""
+        if len(self._requests):
+            return False
+        found = layout.places(self._server, self._scope)
+        for place in layout.session_places(found, frozenset(), self._known):
+            held = cast("Set[object]", place.value)
+            # A Gym session id, or anything in a place that only sessions are kept in.
+            if any(layout.looks_like_session(k) or isinstance(k, tuple) or place.name in self._known for k in held):
+                return False
+        return True
+
+    def _take_baseline(self) -> None:
+        self._baseline = layout.baseline(layout.places(self._server, self._scope), self._scope)
+
+    def _hooks(self) -> tuple[Callable[[str], Any], Callable[[str, Any], Any]] | None:
+        found = [getattr(self._server, f"safepoint_{verb}_session", None) for verb in ("export", "import")]
+        if not all(callable(hook) and not introspect.iscoroutinefunction(hook) for hook in found):
+            return None
+        return cast("tuple[Callable[[str], Any], Callable[[str, Any], Any]]", tuple(found))
+
+    # -- export --------------------------------------------------------------------------------------------------------
+
+    async def export(self, path: str | Path, sessions: Sessions, skip: Set[str] = frozenset()) -> dict[str, Any]:
+        """Write the state of `sessions` (id -> rollout, attempt) but those in `skip` to `path`, durably.
+
+        Admission must be closed. Returns `sessions` and `bytes` written, `excluded` rollouts with reasons, and `file`
+        (`path`, `size`, `sha256`). A session that can't be saved is excluded, the others are not concerned.
+        Raises OSError, and then removes the file.
+        """
+        writer = Writer(Path(path))
+        excluded: list[dict[str, Any]] = []
+        chosen = {sid: rollout for sid, rollout in sessions.items() if sid not in skip}
+        try:
+            await asyncio.to_thread(writer.open, self._header())
+            match self._method():
+                case "hook":
+                    await self._write(writer, chosen, self._encode_hook, excluded)
+                case "codec":
+                    await self._export_codec(writer, chosen, set(sessions) | set(skip), excluded)
+                case "reexecute":
+                    await self._write(writer, chosen, self._encode_requests, excluded)
+                case _:
+                    if self._decision.mode == modes.RESTART:
+                        excluded += [_excluded(who, self._decision.reason) for who in chosen.values()]
+            digest = await asyncio.to_thread(writer.close)
+        except BaseException:
+            writer.discard()
+            raise
+        for entry in excluded[:20]:
+            self._log(f"excluded {entry['rollout_id']} (attempt {entry['attempt']}): {entry['reason']}")
+        file = {"path": writer.path.name, "size": writer.size, "sha256": digest}
+        return {"sessions": writer.sessions, "bytes": writer.size, "excluded": excluded, "file": file}
+
+    def _method(self) -> str:
+        if self._decision.mode == modes.EXPORT:
+            return "hook" if self._hooks() is not None else "codec"
+        return "reexecute" if self._decision.mode == modes.REPLAY else "none"
+
+    def _header(self) -> dict[str, Any]:
+        versions = {
+            name: str(getattr(sys.modules.get(name), "__version__", "")) for name in ("numpy", "pandas", "pydantic")
+        }
+        return {
+            "method": self._method(),
+            "server": self._class_name(),
+            "python": platform.python_version(),
+            "versions": {k: v for k, v in versions.items() if v},
+        }
+
+    def _class_name(self) -> str:
+        cls = type(self._server)
+        return f"{self._scope.aliases.get(cls.__module__, cls.__module__)}:{cls.__qualname__}"
+
+    async def _write(
+        self,
+        writer: Writer,
+        chosen: Sessions,
+        encode: Callable[[str], Any],
+        excluded: list[dict[str, Any]],
+    ) -> None:
+        """Encode on the loop, write in a thread; both in slices. `encode` gives None for a session without state."""
+        batch: list[SavedSession] = []
+        begun = time.monotonic()
+        for session_id, who in chosen.items():
+            try:
+                state = encode(session_id)
+            except codec.Unencodable as e:
+                excluded.append(_excluded(who, f"its session can't be saved: {e}"))
+                continue
+            if state is not None:
+                batch.append(SavedSession(session_id, who[0], who[1], state))
+            if time.monotonic() - begun > SLICE_S:
+                await asyncio.to_thread(writer.write_sessions, batch)
+                batch, begun = [], time.monotonic()
+        await asyncio.to_thread(writer.write_sessions, batch)
+
+    async def _export_codec(
+        self, writer: Writer, chosen: Sessions, ids: set[str], excluded: list[dict[str, Any]]
+    ) -> None:
+        found = layout.places(self._server, self._scope)
+        keyed = layout.session_places(found, ids, self._known)
+        try:
+            shared = self._encode_shared(found, keyed, ids)
+        except codec.Unencodable as e:
+            reason = f"state that belongs to the whole server can't be saved: {e}"
+            excluded += [_excluded(who, reason) for who in chosen.values()]
+            return
+        await asyncio.to_thread(writer.write_shared, shared.document)
+        by_session: dict[str, dict[str, list[Any]]] = {}
+        for place in keyed:
+            for session_id, keys in layout.session_keys(place.value, ids).items():
+                by_session.setdefault(session_id, {})[place.name] = keys
+        values = {place.name: place.value for place in keyed}
+        owners: dict[int, tuple[str, object]] = {}
+
+        def encode(session_id: str) -> Any:
+            parts = by_session.get(session_id)
+            if not parts:
+                return None
+            state = {
+                name: {k: values[name][k] for k in keys} if isinstance(values[name], dict) else set(keys)
+                for name, keys in parts.items()
+            }
+            made = codec.encode_with_numbers(state, self._scope, outer=shared.outer, named=True)
+            self._claim(made.kept, session_id, owners)
+            return made.document
+
+        await self._write(writer, chosen, encode, excluded)
+
+    def _encode_shared(self, found: list[Place], keyed: list[Place], ids: set[str]) -> _Shared:
+        keyed_names = {place.name for place in keyed}
+        changed: dict[str, Any] = {}
+        anchors: dict[str, Any] = {"": self._server}
+        for place in found:
+            value = place.value
+            if place.name not in keyed_names and not any(n.startswith(f"{place.name}[") for n in keyed_names):
+                before = self._baseline.get(place.name)
+                if before != layout.fingerprint(value, self._scope) and not layout.is_runtime(value):
+                    changed[place.name] = value
+                    continue
+            if not isinstance(value, type(None) | bool | int | float | str | bytes | tuple):
+                anchors[place.name] = value
+        for name in ("config", "server_client"):
+            anchors[name] = getattr(self._server, name, None)
+        for place in keyed:
+            rest = layout.remainder(place, ids)
+            if rest:
+                changed[place.name] = rest
+        names = [name for name, value in anchors.items() if value is not None]
+        outer = {id(anchors[name]): number for number, name in enumerate(names)}
+        values = codec.encode_with_numbers(changed, self._scope, name="server", outer=outer, named=True)
+        kept: list[Any] = [*(anchors[name] for name in names), *values.kept]
+        for key, number in values.numbers.items():
+            outer[key] = number + len(names)
+        containers: dict[str, Any] = {}
+        for place in keyed:
+            empty = layout.empty_like(place.value)
+            try:
+                containers[place.name] = codec.encode(empty, self._scope)
+            except codec.Unencodable:
+                continue  # the restored server must have set it up itself
+        random = codec.encode(dict(layout.global_randomness()), self._scope)
+        document = {"anchors": names, "values": values.document, "containers": containers, "random": random}
+        return _Shared(document, outer, kept)
+
+    def _claim(self, objects: Any, session_id: str, owners: dict[int, tuple[str, object]]) -> None:
+        """Note which session an object of the server's own classes was saved with.
+
+        Two sessions that share one would each get a copy, and would no longer see each other's changes. Containers are
+        not asked: what sessions share of those are the constants of a data set.
+        """
+        mine: list[object] = []
+        for obj in objects:
+            if type(obj) in _NEVER_OWN or not self._scope.owns(type(obj).__module__):
+                continue
+            owner = owners.get(id(obj))
+            if owner is not None and owner[0] != session_id:
+                raise codec.Unencodable("session", type_name(obj), f"is shared with session {owner[0]}")
+            mine.append(obj)
+        owners.update({id(obj): (session_id, obj) for obj in mine})
+
+    def _encode_hook(self, session_id: str) -> Any:
+        hooks = self._hooks()
+        assert hooks is not None
+        try:
+            state = hooks[0](session_id)
+        except Exception as e:  # a hook that fails concerns one session
+            raise codec.Unencodable("session", "hook", f"{type(e).__name__}: {str(e)[:200]}") from e
+        return None if state is None else codec.encode(state)
+
+    def _encode_requests(self, session_id: str) -> Any:
+        exchanges = self._requests.of(session_id)
+        return codec.encode([exchange.to_plain() for exchange in exchanges]) if exchanges else None
+
+    # -- load ----------------------------------------------------------------------------------------------------------
+
+    async def load(self, path: str | Path, *, send: Send | None = None) -> dict[str, Any]:
+        """Load a file that `export` wrote, into a server that holds nothing yet.
+
+        Returns `sessions` loaded and `diverged` ones (`session_id`, `rollout_id`, `attempt`, `reason`), which restart.
+        Everything is decoded before anything is put in place. Raises Refused: NOT_FRESH, SNAPSHOT_FOREIGN,
+        SNAPSHOT_UNSAFE, SNAPSHOT_CORRUPT, SNAPSHOT_TOO_NEW, STATE_UNSUPPORTED; the server is unchanged then.
+        """
+        if not self.freshness():
+            raise refuse(Reason.NOT_FRESH, "The server already holds sessions.", next_step=RELOAD_TIP)
+        saved = await asyncio.to_thread(read, Path(path))
+        if saved.header.get("server") != self._class_name():
+            raise refuse(
+                Reason.SNAPSHOT_FOREIGN,
+                f"The sessions are those of {str(saved.header.get('server'))[:200]}, this server is {self._class_name()}.",
+            )
+        method = saved.header.get("method")
+        if method == "codec":
+            return await self._load_codec(saved)
+        if method == "hook":
+            return await self._load_hook(saved)
+        if method == "reexecute":
+            return await self._load_requests(saved, send or self._send)
+        if method == "none" and not saved.sessions:
+            return {"sessions": 0, "diverged": []}
+        raise refuse(Reason.SNAPSHOT_UNSAFE, f"Session file {Path(path).name} was made in an unknown way.")
+
+    async def _load_codec(self, saved: SavedFile) -> dict[str, Any]:
+        if not saved.shared:
+            return {"sessions": 0, "diverged": []}
+        found = {place.name: place for place in layout.places(self._server, self._scope)}
+        anchors = saved.shared.get("anchors")
+        if not isinstance(anchors, list) or saved.shared.keys() != {"anchors", "values", "containers", "random"}:
+            raise refuse(Reason.SNAPSHOT_UNSAFE, "The shared part of a session file is not as it should be.")
+        outer: list[Any] = [self._anchor(name, found) for name in cast("list[Any]", anchors)]
+        diverged: list[dict[str, Any]] = []
+        ready: list[tuple[SavedSession, dict[str, Any]]] = []
+        containers = cast("dict[str, Any]", saved.shared["containers"])
+        try:
+            values = codec.decode_with_objects(saved.shared["values"], self._scope, outer=outer)
+            shared = _named_dict(values.value)
+            random = _named_dict(codec.decode(saved.shared["random"], self._scope))
+            empties = {name: codec.decode(document, self._scope) for name, document in containers.items()}
+        except codec.Malformed as e:
+            raise _unsafe("what belongs to the whole server", e) from e
+        outer += list(values.objects)
+        begun = time.monotonic()
+        for session in saved.sessions:
+            try:
+                state = _named_dict(codec.decode_with_objects(session.state, self._scope, outer=outer).value)
+                for name, part in state.items():
+                    self._check_part(name, part, session.session_id, found, empties)
+                ready.append((session, state))
+            except codec.Unavailable as e:
+                diverged.append(_diverged(session, f"its session can't be brought back: {e}"))
+            except codec.Malformed as e:
+                raise _unsafe(f"session {session.session_id}", e) from e
+            if time.monotonic() - begun > SLICE_S:
+                await asyncio.sleep(0)
+                begun = time.monotonic()
+        if not self.freshness():
+            raise refuse(
+                Reason.NOT_FRESH, "The server took up a session while it was being restored.", next_step=RELOAD_TIP
+            )
+        self._activate(shared, ready, found, empties, random)
+        return {"sessions": len(ready), "diverged": diverged}
+
+    def _anchor(self, name: Any, found: Mapping[str, Place]) -> Any:
+        if name == "":
+            return self._server
+        if name in ("config", "server_client"):
+            value = getattr(self._server, name, None)
+        else:
+            value = found[name].value if isinstance(name, str) and name in found else None
+        return ABSENT if value is None else value
+
+    def _check_part(
+        self, name: str, part: Any, session_id: str, found: Mapping[str, Place], empties: Mapping[str, Any]
+    ) -> None:
+        live = _resolve(name, found)
+        container = live if isinstance(live, dict | set) else empties.get(name)
+        if container is None or (name not in empties and name not in found):
+            raise codec.Unavailable(f"this server has no {name}")
+        if isinstance(container, dict) is not isinstance(part, dict) or type(part) not in (dict, set):
+            raise codec.Malformed("a part is of another kind than its place")
+        if not all(layout.session_of(key, {session_id}) for key in part):
+            raise codec.Malformed("a session claims a key of another")
+
+    def _activate(
+        self,
+        shared: Mapping[str, Any],
+        ready: list[tuple[SavedSession, dict[str, Any]]],
+        found: dict[str, Place],
+        empties: Mapping[str, Any],
+        random: Mapping[str, Any],
+    ) -> None:
+        """Put everything in place, without giving way once. Nothing here can fail on what was checked before."""
+        for name, empty in empties.items():
+            _set_up(name, empty, found)
+        for name, value in shared.items():
+            live = _resolve(name, found)
+            if name in empties and isinstance(live, dict | set):
+                live.update(value)  # pyright: ignore[reportUnknownMemberType]
+            elif name in found:
+                found[name].replace(value)
+            else:
+                self._put_new(name, value)
+        for _, state in ready:
+            for name, part in state.items():
+                live = cast(Any, _resolve(name, found))
+                live.update(part)
+        layout.restore_randomness(random)
+
+    def _put_new(self, name: str, value: object) -> None:
+        """An attribute that the server had got since its start: global names and attributes of the server only."""
+        module, separator, variable = name.partition(":")
+        if separator:
+            for loaded in self._scope.own_modules():
+                if self._scope.aliases.get(loaded.__name__, loaded.__name__) == module:
+                    vars(loaded)[variable] = value
+        elif "." not in name and "[" not in name:
+            private = getattr(self._server, "__pydantic_private__", None)
+            store = private if name.startswith("_") and isinstance(private, dict) else vars(self._server)
+            store[name] = value
+        else:
+            self._log(f"{name} was not brought back: the server has no such place")
+
+    async def _load_hook(self, saved: SavedFile) -> dict[str, Any]:
+        hooks = self._hooks()
+        if hooks is None:
+            raise refuse(Reason.STATE_UNSUPPORTED, "The sessions were saved by a hook that this server does not have.")
+        ready: list[tuple[SavedSession, Any]] = []
+        for session in saved.sessions:
+            try:
+                ready.append((session, codec.decode(session.state)))
+            except codec.Malformed as e:
+                raise _unsafe(f"session {session.session_id}", e) from e
+        diverged: list[dict[str, Any]] = []
+        for session, state in ready:
+            try:
+                hooks[1](session.session_id, state)
+            except Exception as e:  # a hook that fails concerns one session
+                diverged.append(_diverged(session, f"safepoint_import_session: {type(e).__name__}: {str(e)[:200]}"))
+        return {"sessions": len(ready) - len(diverged), "diverged": diverged}
+
+    async def _load_requests(self, saved: SavedFile, send: Send | None) -> dict[str, Any]:
+        if send is None:
+            raise refuse(
+                Reason.STATE_UNSUPPORTED, "The sessions are to be re-executed, and there is no way to send requests."
+            )
+        histories: dict[str, list[Exchange]] = {}
+        for session in saved.sessions:
+            try:
+                plain = codec.decode(session.state)
+                histories[session.session_id] = [Exchange.from_plain(p) for p in plain]
+            except (codec.Malformed, TypeError) as e:
+                raise _unsafe(f"session {session.session_id}", e) from e
+        outcome = await reexecute(histories, send)
+        diverged: list[dict[str, Any]] = []
+        for session in saved.sessions:
+            mismatch = outcome.get(session.session_id)
+            if mismatch is None:
+                for exchange in histories[session.session_id]:
+                    self._requests.record(session.session_id, exchange)
+                continue
+            self._drop(session.session_id)
+            diverged.append(_diverged(session, str(mismatch)))
+        return {"sessions": len(saved.sessions) - len(diverged), "diverged": diverged}
+
+    def _drop(self, session_id: str) -> None:
+        found = layout.places(self._server, self._scope)
+        for place in layout.session_places(found, {session_id}, self._known):
+            for key in layout.session_keys(place.value, {session_id}).get(session_id, []):
+                if isinstance(place.value, dict):
+                    cast("dict[Any, Any]", place.value).pop(key, None)
+                else:
+                    cast("set[Any]", place.value).discard(key)
+
+
+_NEVER_OWN: Final = frozenset(
+    {dict, list, set, frozenset, tuple, str, int, float, bytes, deque, types.FunctionType, types.MethodType, type}
+)
+
+
+def _resolve(name: str, found: Mapping[str, Place]) -> Any:
+    if name in found:
+        return found[name].value
+    base, separator, key = name.partition("[")
+    if not separator or base not in found or not isinstance(found[base].value, dict):
+        return None
+    return cast("dict[str, Any]", found[base].value).get(key.rstrip("]")[1:-1])
+
+
+def _set_up(name: str, empty: Any, found: Mapping[str, Place]) -> None:
+    if isinstance(_resolve(name, found), dict | set):
+        return
+    if name in found:
+        found[name].store[found[name].key] = empty
+        return
+    base, _, key = name.partition("[")
+    if base in found and isinstance(found[base].value, dict):
+        cast("dict[str, Any]", found[base].value)[key.rstrip("]")[1:-1]] = empty
+
+
+def _named_dict(value: Any) -> dict[str, Any]:
+    if not isinstance(value, dict) or not all(isinstance(k, str) for k in cast("dict[Any, Any]", value)):
+        raise codec.Malformed("names are missing")
+    return cast("dict[str, Any]", value)
+
+
+def _excluded(who: tuple[str, int], reason: str) -> dict[str, Any]:
+    return {"rollout_id": who[0], "attempt": who[1], "reason": reason[:500]}
+
+
+def _diverged(session: SavedSession, reason: str) -> dict[str, Any]:
+    return {
+        "session_id": session.session_id,
+        "rollout_id": session.rollout_id,
+        "attempt": session.attempt,
+        "reason": reason[:500],
+    }
+
+
+def _unsafe(what: str, error: Exception) -> Exception:
+    return refuse(Reason.SNAPSHOT_UNSAFE, f"The saved state of {what} can't be read: {str(error)[:300]}.")
+
+
+Load = Callable[[str], Awaitable[dict[str, Any]]]
+__all__ = ["Exchange", "SessionState", "facts_of", "scope_of"]
