@@ -22,7 +22,7 @@ from coordinator.answers import Answers
 from coordinator.participants import Participants
 from coordinator.pause import PauseMeter
 from coordinator.protocol import events as core
-from coordinator.protocol.operation import Operation, Stage
+from coordinator.protocol.operation import Operation, Outcome, Stage
 from coordinator.protocol.proofs import Opened, Progress
 from coordinator.protocol.topology import Participant
 from coordinator.protocol.transaction import Transaction
@@ -98,7 +98,9 @@ class Drive:
         self.manifest: manifest_pb2.SnapshotManifest | None = None  # of the snapshot that is saved or restored
         self.replies: dict[ParticipantId, Any] = {}  # the last Restored of each, for the summary
         self.recorded = False  # BEGUN is durable: the operation_id is used up
+        self.reserved = False  # the snapshot's directory was made by this operation
         self.ignored = 0
+        self.finish: core.Finish | None = None
         self.done = asyncio.Event()
         self._around = around
         self._inbox: asyncio.Queue[core.Event] = asyncio.Queue()
@@ -111,13 +113,32 @@ class Drive:
     # ---- for the service --------------------------------------------------------------------------------------------
 
     def start(self, first: core.Begin | core.Recover) -> None:
-        """Begin to drive."""
+        """Begin to drive. Before it, checks that pause nobody may run, and end in `fail_early`."""
         self.post(first)
         self.task = asyncio.create_task(self._run(), name=f"drive {self.operation.operation_id}")
 
     def post(self, event: core.Event) -> None:
         """Something happened; it is stepped in turn."""
         self._inbox.put_nowait(event)
+
+    def fail_early(self, problem: Problem) -> None:
+        """The checks before Begin refuse it: nothing was recorded, nobody has heard of it."""
+        self._finish(core.Finish(Outcome.ABORTED, problem))
+
+    @property
+    def started(self) -> bool:
+        """Whether Begin or Recover was given."""
+        return self.task is not None
+
+    @property
+    def outcome(self) -> Outcome:
+        """How it stands."""
+        return self.finish.outcome if self.finish is not None else self.transaction.outcome
+
+    @property
+    def unconfirmed(self) -> tuple[ParticipantId, ...]:
+        """Who may be paused by it and has not said that it is open: telling them goes on after the end."""
+        return self.transaction.unconfirmed
 
     @property
     def active(self) -> bool:
@@ -151,7 +172,7 @@ class Drive:
             log.exception("driving %s failed", self.operation.operation_id)
             problem = Problem(Reason.INTERNAL, f"The coordinator failed: {type(error).__name__}.",
                               operation_id=self.operation.operation_id)  # fmt: skip
-            self._finish(core.Finish(self.transaction.outcome, problem, (), self.transaction.unconfirmed))
+            self._finish(core.Finish(Outcome.ABORTED, problem, (), self.transaction.unconfirmed))
         finally:
             renewing.cancel()
             if self._timer is not None:
@@ -306,8 +327,8 @@ class Drive:
     def _finish(self, finish: core.Finish) -> None:
         if self.done.is_set():
             return
-        self.ended_at = self._around.clock()
-        if finish.primary is not None or finish.outcome not in (finish.outcome.SUCCEEDED, finish.outcome.PAUSED):
+        self.ended_at, self.finish = self._around.clock(), finish
+        if finish.outcome is not Outcome.SUCCEEDED:
             primary = finish.primary or Problem(Reason.ABORTED, "It was aborted.")
             self.answers.failed = self.reporter.failed(primary, finish.secondary)
             self.answers.fail_all(Refused(primary))

@@ -199,6 +199,14 @@ class Directory:
                     raise refuse(Reason.LIMIT_EXCEEDED, f"{self.path / path} has a line over {line_limit} bytes.")
                 yield line.rstrip(b"\n")
 
+    def size(self, path: str) -> int:
+        """Bytes of a plain file. Raises FileNotFoundError when it is not there."""
+        fd = self._open_file(path)
+        try:
+            return os.fstat(fd).st_size
+        finally:
+            os.close(fd)
+
     def digest(self, path: str) -> FileDigest:
         """Size and SHA-256 of every byte. Raises FileNotFoundError when it is not there."""
         fd = self._open_file(path)

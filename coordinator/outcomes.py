@@ -1,0 +1,136 @@
+"""How operations have ended, as values that outlive the process: in the journal, and for whoever asks again.
+
+The rule: what is answered to a repeat after a restart is what was answered before. The events that tell results are kept
+as protobuf JSON, read leniently: a newer version may have written them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Final, cast
+
+from google.protobuf import json_format
+from safepoint.v1 import coordinator_service_pb2
+
+from coordinator import convert
+from coordinator.driver import Drive
+from coordinator.protocol.operation import Outcome
+from coordinator.reporting import failure
+from coordinator.wire.ids import OperationId, SnapshotId
+from coordinator.wire.rpc import problem_from_detail
+from coordinator.wire.terms import OperationKind, Phase
+
+RESULTS: Final = ("saved", "restored", "resumed", "failed")
+
+
+@dataclass(frozen=True, slots=True)
+class Ended:
+    """An operation that has ended."""
+
+    operation_id: OperationId
+    snapshot_id: SnapshotId
+    kind: OperationKind
+    outcome: Outcome
+    digest: str
+    phase: Phase
+    elapsed_s: float
+    unconfirmed: tuple[str, ...]
+    results: dict[str, coordinator_service_pb2.OperationEvent] = field(
+        default_factory=dict[str, coordinator_service_pb2.OperationEvent]
+    )
+    history: tuple[coordinator_service_pb2.OperationEvent, ...] = ()  # in memory only
+
+    @property
+    def failed(self) -> coordinator_service_pb2.Failed | None:
+        """Why it ended without success."""
+        event = self.results.get("failed")
+        return event.failed if event is not None and self.outcome is not Outcome.SUCCEEDED else None
+
+    def status(self) -> coordinator_service_pb2.OperationStatus:
+        """As GetStatus and Explain show it."""
+        return coordinator_service_pb2.OperationStatus(
+            operation_id=self.operation_id,
+            snapshot_id=self.snapshot_id,
+            kind=convert.wire(self.kind),
+            outcome=convert.wire(self.outcome),
+            phase=convert.wire(self.phase),
+            elapsed=convert.duration(self.elapsed_s),
+            failure=self.failed,
+            unconfirmed=self.unconfirmed,
+        )
+
+    def to_json(self) -> dict[str, Any]:
+        """For the journal."""
+        return {
+            "snapshot_id": self.snapshot_id,
+            "kind": self.kind.name,
+            "outcome": self.outcome.name,
+            "digest": self.digest,
+            "phase": self.phase.name,
+            "elapsed_s": self.elapsed_s,
+            "unconfirmed": list(self.unconfirmed),
+            "results": {
+                name: json_format.MessageToDict(event, preserving_proto_field_name=True)
+                for name, event in self.results.items()
+            },
+        }
+
+
+def ended(drive: Drive) -> Ended:
+    """What has become of an operation whose drive is done."""
+    events = {name: getattr(drive.answers, name) for name in RESULTS}
+    return Ended(
+        operation_id=drive.operation.operation_id,
+        snapshot_id=drive.operation.snapshot_id,
+        kind=drive.operation.kind,
+        outcome=drive.outcome,
+        digest=drive.identity.digest,
+        phase=drive.transaction.phase,
+        elapsed_s=drive.elapsed_s,
+        unconfirmed=tuple(drive.unconfirmed),
+        results={name: event for name, event in events.items() if event is not None},
+        history=tuple(drive.reporter.history),
+    )
+
+
+def from_json(operation_id: OperationId, data: Mapping[str, Any]) -> Ended:
+    """What `to_json` wrote. Raises KeyError, ValueError or json_format.ParseError for what it cannot have written."""
+    return Ended(
+        operation_id=operation_id,
+        snapshot_id=SnapshotId(data["snapshot_id"]),
+        kind=OperationKind[data["kind"]],
+        outcome=Outcome[data["outcome"]],
+        digest=data["digest"],
+        phase=Phase[data["phase"]],
+        elapsed_s=data["elapsed_s"],
+        unconfirmed=tuple(data["unconfirmed"]),
+        results={
+            name: json_format.ParseDict(event, coordinator_service_pb2.OperationEvent(), ignore_unknown_fields=True)
+            for name, event in cast("dict[str, Any]", data["results"]).items()
+        },
+    )
+
+
+def running_status(drive: Drive, now: float) -> coordinator_service_pb2.OperationStatus:
+    """As GetStatus shows an operation that has not ended."""
+    transaction, operation = drive.transaction, drive.operation
+    status = coordinator_service_pb2.OperationStatus(
+        operation_id=operation.operation_id,
+        snapshot_id=operation.snapshot_id,
+        kind=convert.wire(operation.kind),
+        outcome=convert.wire(drive.outcome),
+        phase=convert.wire(transaction.phase),
+        elapsed=convert.duration(drive.elapsed_s),
+        waiting_for=transaction.why_waiting(now) if drive.started else "discover: checking before anything is paused.",
+        pending_participants=transaction.pending(),
+        unconfirmed=drive.unconfirmed,
+    )
+    if transaction.primary is not None:
+        status.failure.CopyFrom(failure(transaction.primary, transaction.secondary))
+    return status
+
+
+def primary_reason(found: Ended) -> str:
+    """The reason by name, for one line of a log."""
+    return problem_from_detail(found.failed.primary).reason.name if found.failed is not None else ""

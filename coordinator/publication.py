@@ -1,0 +1,141 @@
+"""From what everybody has committed to a snapshot: checked, merged, published.
+
+The rule: nothing that a participant claims goes into the snapshot manifest unless the disk shows it: its manifest has
+the digest of its proof and names this cut, its files are there with their sizes, and the rollouts of all ledgers
+balance. The manifest is linked last, inside every lease and under our epoch, or not at all.
+
+Blocks; called in a thread while everybody is paused, so it reads what must be read and no more: the bytes of the files
+were digested as they were written, and are compared when they are verified or restored.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+
+from safepoint.v1 import manifest_pb2
+
+from coordinator import convert, ledger_lines
+from coordinator.protocol import ledger
+from coordinator.protocol.operation import Operation
+from coordinator.protocol.proofs import Committed
+from coordinator.protocol.topology import Participant, Topology, fingerprint
+from coordinator.snapshots import LEDGER_NAME, MAX_LEDGER_LINE, SnapshotStore, participant_files
+from coordinator.wire.beneath import Directory
+from coordinator.wire.errors import Problem, Reason, Refused, refuse
+from coordinator.wire.ids import ParticipantId
+from coordinator.wire.manifest_file import FORMAT_VERSION
+from coordinator.wire.terms import Phase
+
+
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """What a save has gathered. `metadata` is the trainer's."""
+
+    operation: Operation
+    topology: Topology
+    committed: Mapping[ParticipantId, Committed]
+    metadata: Mapping[str, str]
+
+
+@dataclass(frozen=True, slots=True)
+class Publication:
+    """The manifest that was linked, and rollouts that only servers know: nobody runs them any more."""
+
+    manifest: manifest_pb2.SnapshotManifest
+    orphans: tuple[str, ...]
+
+
+class Publisher:
+    """Writes the snapshots of one coordinator."""
+
+    def __init__(self, store: SnapshotStore, epoch: int, wall_clock_ns: Callable[[], int] = time.time_ns) -> None:
+        self._store = store
+        self._epoch = epoch
+        self._wall_clock_ns = wall_clock_ns
+        self._last_ns = 0
+
+    def publish(self, cut: Cut, still_valid: Callable[[], None]) -> Publication:
+        """Make the snapshot. `still_valid` is called right before the manifest is linked, and raises to forbid it.
+
+        Raises PROTOCOL_VIOLATION and SNAPSHOT_CORRUPT (a participant's proof and the disk disagree), SNAPSHOT_UNSAFE,
+        LEDGER_UNBALANCED, STORAGE_FULL, STORAGE_FAILED, and what `still_valid` raises. Whether the manifest is there
+        then, only the disk knows.
+        """
+        snapshot_id = cut.operation.snapshot_id
+        by_name = {p.participant_id: p for p in cut.topology.participants}
+        with self._store.open(snapshot_id) as directory:
+            merged = ledger.merge(
+                (by_name[name], _lines_of(directory, cut.operation, name, proof))
+                for name, proof in sorted(cut.committed.items())
+            )
+            try:
+                written = directory.write_new(LEDGER_NAME, map(ledger_lines.encode, merged.lines))
+            except FileExistsError:
+                raise refuse(Reason.SNAPSHOT_UNSAFE, f"{directory.path / LEDGER_NAME} was there already.") from None
+        manifest = manifest_pb2.SnapshotManifest(
+            format_version=FORMAT_VERSION,
+            snapshot_id=snapshot_id,
+            operation_id=cut.operation.operation_id,
+            job_id=self._store.job_id,
+            coordinator_epoch=self._epoch,
+            topology_fingerprint=fingerprint(cut.topology.participants),
+            participants=[_reference(by_name[name], cut.committed.get(name)) for name in sorted(by_name)],
+            ledger_sha256=written.sha256,
+            ledger_size_bytes=written.size_bytes,
+            totals=convert.ledger_totals(merged.totals),
+            metadata=cut.metadata,
+        )
+        manifest.create_time.FromNanoseconds(self._next_ns())
+        self._store.publish(manifest, still_valid)
+        return Publication(manifest, tuple(merged.orphans))
+
+    def _next_ns(self) -> int:
+        # Ascends within an epoch, so that "newest" survives a wall clock that is set back.
+        self._last_ns = max(self._wall_clock_ns(), self._last_ns + 1)
+        return self._last_ns
+
+
+def _lines_of(
+    directory: Directory, operation: Operation, participant_id: ParticipantId, proof: Committed
+) -> Iterator[ledger.Line]:
+    part, manifest = participant_files(directory, participant_id, proof.manifest_sha256)
+    with part:
+        named = (
+            manifest.capabilities.participant_id,
+            manifest.operation_id,
+            manifest.snapshot_id,
+            manifest.incarnation_id,
+        )
+        if named != (participant_id, operation.operation_id, operation.snapshot_id, proof.incarnation_id):
+            raise Refused(
+                Problem(
+                    Reason.PROTOCOL_VIOLATION, f"The stored manifest names {named}, which is not this cut.",
+                    phase=Phase.PUBLISH, participant_id=participant_id, operation_id=operation.operation_id,
+                )
+            )  # fmt: skip
+        for listed in manifest.files:
+            try:
+                size = part.size(listed.path)
+            except FileNotFoundError:
+                size = -1
+            if size != listed.size_bytes:
+                raise refuse(
+                    Reason.SNAPSHOT_CORRUPT,
+                    f"{part.path / listed.path} " + ("is missing." if size < 0 else f"has {size} bytes instead of {listed.size_bytes}."),
+                    phase=Phase.PUBLISH, participant_id=participant_id,
+                )  # fmt: skip
+        if manifest.ledger_file:
+            where = str(part.path / manifest.ledger_file)
+            for raw in part.lines(manifest.ledger_file, MAX_LEDGER_LINE):
+                yield ledger_lines.decode(raw, where)
+
+
+def _reference(participant: Participant, proof: Committed | None) -> manifest_pb2.ParticipantRef:
+    return manifest_pb2.ParticipantRef(
+        participant_id=participant.participant_id,
+        manifest_sha256=proof.manifest_sha256 if proof is not None else "",
+        size_bytes=proof.size_bytes if proof is not None else 0,
+        capabilities=convert.capabilities(participant),
+    )
