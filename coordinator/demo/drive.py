@@ -60,6 +60,12 @@ class Trainer:
             await asyncio.wait([waiting], timeout=0.2)
             waiting.cancel()
 
+    def raise_failures(self) -> None:
+        """Raise the first failure that is no lost connection, if there was one."""
+        for task in self._tasks.values():
+            if task.done() and not task.cancelled() and (error := task.exception()) is not None:
+                raise error
+
     async def stop(self) -> None:
         """Give up what is in flight, as a trainer does that dies."""
         for task in self._tasks.values():

@@ -37,6 +37,8 @@ MODEL: Final = "policy_model"
 COUNTER: Final = "counter"
 SYNONYMS: Final = "synonyms"
 START_S: Final = 120.0
+GYM_PYTHON: Final = "SAFEPOINT_GYM_PYTHON"
+_KEPT: Final = frozenset({GYM_PYTHON, "SAFEPOINT_TEST_RUN"})
 _REPOSITORY: Final = Path(__file__).resolve().parents[2]
 # Nothing in here talks to the outside.
 _QUIET: Final = {
@@ -53,7 +55,7 @@ _QUIET: Final = {
 
 def gym_python() -> Path:
     """The interpreter of NeMo Gym's environment. Raises UNAVAILABLE when it is not there."""
-    path = Path(os.environ.get("SAFEPOINT_GYM_PYTHON") or _REPOSITORY / ".venv-gym" / "bin" / "python")
+    path = Path(os.environ.get(GYM_PYTHON) or _REPOSITORY / ".venv-gym" / "bin" / "python")
     if not path.exists():
         raise refuse(
             Reason.UNAVAILABLE, f"NeMo Gym's environment is not there: {path}", next_step="Run `make setup-gym`."
@@ -184,7 +186,11 @@ class Fleet:
         return count
 
     def _environment(self, **more: str) -> dict[str, str]:
-        return {**os.environ, **_QUIET, **self.environment, MARK: self.mark, **more}
+        # A Safepoint that the caller's own shell is set up for is not the demo's.
+        inherited = {
+            name: value for name, value in os.environ.items() if not name.startswith("SAFEPOINT_") or name in _KEPT
+        }
+        return {**inherited, **_QUIET, **self.environment, MARK: self.mark, **more}
 
     def _log(self, name: str) -> IO[bytes]:
         return (self.logs / f"{name}.log").open("ab")
