@@ -1,6 +1,7 @@
 """A save that the trainer drives: its own state goes into the same cut as the rollouts.
 
-The rule: whatever happens in the body, everybody is told to open again when it is left.
+The rule: whatever happens in the body, everybody is told to open again when it is left. While it runs, its last call is
+repeated, since a coordinator that hears nothing for a lease takes the trainer for dead and aborts.
 
     with client.cut("step-40") as cut:          # everybody is paused from here
         torch.save(model.state_dict(), path)
@@ -12,11 +13,14 @@ An exception in the body aborts: no snapshot is made, and the exception goes on.
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
+import logging
+import threading
 from collections.abc import Generator
 from dataclasses import replace
 from types import TracebackType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 from safepoint.v1 import coordinator_service_pb2 as pb
 
@@ -26,6 +30,12 @@ from coordinator.wire.errors import Reason, Refused, SafepointError
 if TYPE_CHECKING:
     from coordinator.client_async import AsyncClient
     from coordinator.client_sync import Client
+
+log = logging.getLogger("safepoint.client")
+
+# A third of the shortest lease that anybody sensible configures; the coordinator's own is not known here.
+RENEW_EVERY_S: Final = 3.0
+_RENEW_TIMEOUT_S: Final = 5.0
 
 
 class CutState:
@@ -42,6 +52,8 @@ class CutState:
         self._timeout_s = timeout_s
         self._on_progress = on_progress
         self._committed = False
+        lease_s = request.options.lease_ttl.ToMicroseconds() / 1e6
+        self._renew_every_s = lease_s / 3 if lease_s else RENEW_EVERY_S
 
     def _finished(self, published: SaveResult, resumed: ResumeResult) -> SaveResult:
         pause = resumed.pause_s if resumed.pause_s is not None else published.pause_s
@@ -64,6 +76,7 @@ class Cut(CutState):
     ) -> None:
         super().__init__(request, timeout_s, on_progress)
         self._client = client
+        self._left = threading.Event()
 
     def __enter__(self) -> Cut:
         try:
@@ -77,7 +90,22 @@ class Cut(CutState):
         except BaseException as error:
             self._give_up(error)
             raise
+        threading.Thread(target=self._renew, name=f"renew {self.operation_id}", daemon=True).start()
         return self
+
+    def _renew(self) -> None:
+        while not self._left.wait(self._renew_every_s):
+            try:
+                if self._committed:
+                    self._client.commit(self.operation_id, timeout=_RENEW_TIMEOUT_S)
+                else:
+                    self._client.prepare(self.snapshot_id, self.operation_id, self._options, timeout=_RENEW_TIMEOUT_S)
+            except Refused as error:
+                if not self._left.is_set():
+                    log.warning("the cut of %s is void: %s", self.snapshot_id, error)
+                return
+            except SafepointError as error:
+                log.info("renewing %s: %s", self.operation_id, error)
 
     def commit(self) -> None:
         """Let everybody export now instead of at the end of the body, e.g. while your own state is written."""
@@ -88,6 +116,7 @@ class Cut(CutState):
     def __exit__(
         self, exc_type: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
     ) -> None:
+        self._left.set()
         if exc_type is not None:
             self._give_up(exc)
             return
@@ -140,6 +169,7 @@ class AsyncCut(CutState):
     ) -> None:
         super().__init__(request, timeout_s, on_progress)
         self._client = client
+        self._renewing: asyncio.Task[None] | None = None
 
     async def __aenter__(self) -> AsyncCut:
         try:
@@ -153,7 +183,24 @@ class AsyncCut(CutState):
         except BaseException as error:
             await self._give_up(error)
             raise
+        self._renewing = asyncio.create_task(self._renew(), name=f"renew {self.operation_id}")
         return self
+
+    async def _renew(self) -> None:
+        while True:
+            await asyncio.sleep(self._renew_every_s)
+            try:
+                if self._committed:
+                    await self._client.commit(self.operation_id, timeout=_RENEW_TIMEOUT_S)
+                else:
+                    await self._client.prepare(
+                        self.snapshot_id, self.operation_id, self._options, timeout=_RENEW_TIMEOUT_S
+                    )
+            except Refused as error:
+                log.warning("the cut of %s is void: %s", self.snapshot_id, error)
+                return
+            except SafepointError as error:
+                log.info("renewing %s: %s", self.operation_id, error)
 
     async def commit(self) -> None:
         """Let everybody export now instead of at the end of the body, e.g. while your own state is written."""
@@ -164,6 +211,8 @@ class AsyncCut(CutState):
     async def __aexit__(
         self, exc_type: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
     ) -> None:
+        if self._renewing is not None:
+            self._renewing.cancel()
         if exc_type is not None:
             await self._give_up(exc)
             return

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+
 import pytest
 
 from coordinator.client import Reason, Refused, Unanswered
@@ -96,3 +98,32 @@ async def test_a_failed_resume_says_that_the_snapshot_is_published(driver: Drive
     with pytest.raises(Refused) as caught:
         await driver.cut(snapshot_id="s")
     assert "Snapshot s is published and durable" in " ".join(caught.value.__notes__)
+
+
+async def test_a_long_body_keeps_the_cut_alive_by_repeating_its_last_call(
+    driver: Driver, fake: FakeCoordinator
+) -> None:
+    async def until(name: str, times: int) -> None:
+        async with asyncio.timeout(10):
+            while fake.names().count(name) < times:
+                await asyncio.sleep(0.02)
+
+    loop = asyncio.get_running_loop()
+    if driver.sync:
+
+        def body(cut) -> None:
+            asyncio.run_coroutine_threadsafe(until("Prepare", 3), loop).result()
+            cut.commit()
+            asyncio.run_coroutine_threadsafe(until("Commit", 3), loop).result()
+
+        await driver.cut(body, snapshot_id="s", lease=1)
+    else:
+        async with driver.client.cut("s", lease=1) as cut:
+            await until("Prepare", 3)
+            await cut.commit()
+            await until("Commit", 3)
+    assert len({r.SerializeToString(deterministic=True) for r in fake.requests("Prepare")}) == 1
+    assert fake.done == ["publish s", "resume"]
+    before = len(fake.asked)
+    await asyncio.sleep(0.5)  # longer than the interval: nothing is renewed any more
+    assert len(fake.asked) == before
