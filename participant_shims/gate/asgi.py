@@ -159,7 +159,7 @@ class GateMiddleware:
                 # It runs at another agent or worker, which has to learn that it must restart.
                 answer, execution.run = _refusal(Stale.STATE_LOST, identity, gate.name), None
             elif answer is not None and keyed:
-                gate.log.remember(identity, execution.digest, answer, session_id_of(scope))
+                gate.log.remember(identity, execution.digest, answer, gate.session_of(scope))
             gate.count_turn(identity.rollout_id)
         except BaseException as caught:
             error = caught
@@ -274,13 +274,6 @@ class GateMiddleware:
             if (await receive())["type"] == "http.disconnect":
                 self._gate.doors.abandon(entry)
                 return
-
-
-def session_id_of(scope: Scope) -> str:
-    """The id of the Gym session that a handled request belongs to; empty when it has none."""
-    session = scope.get("session")
-    value = session.get("session_id") if isinstance(session, Mapping) else None  # pyright: ignore
-    return value if isinstance(value, str) else ""
 
 
 def _again(body: bytes, receive: Receive) -> Receive:

@@ -49,7 +49,7 @@ class Sessions(Protocol):
 
 
 class Gate:
-    """See the module. `on_change` and `on_lapse` are for the control thread; `on_start` runs once on the loop."""
+    """See the module. `on_change`, `on_opened` and `on_start` are the control line's; all of them run on the loop."""
 
     def __init__(
         self,
@@ -59,7 +59,6 @@ class Gate:
         *,
         worker_id: str = "worker-0",
         clock: Callable[[], float] = time.monotonic,
-        on_start: Callable[[asyncio.AbstractEventLoop], None] | None = None,
         patience_s: float = PATIENCE_S,
     ) -> None:
         self.server = server
@@ -71,6 +70,7 @@ class Gate:
         self.sessions = sessions
         self.on_change: Callable[[], None] | None = None
         self.on_opened: Callable[[str], None] | None = None
+        self.on_start: Callable[[asyncio.AbstractEventLoop], None] | None = None
         self.doors = Doors(clock=clock, on_change=self._changed, on_lapse=self._lapsed)
         self.outbound = Outbound(self.doors, calls, server.name, is_agent=self.is_agent, patience_s=patience_s)
         self.dispatches = Dispatches(calls, self.outbound)
@@ -81,7 +81,6 @@ class Gate:
         self.served = False
         self.started = False
         self._clock = clock
-        self._on_start = on_start
 
     # -- the life of a worker
 
@@ -94,8 +93,8 @@ class Gate:
         if known and not self.never_closes and known["deadline"] > self._clock():
             mode = QuiesceMode[known["mode"]]
             self.doors.close(known["operation_id"], mode, known["deadline"] - self._clock())
-        if self._on_start is not None:
-            self._on_start(asyncio.get_running_loop())
+        if self.on_start is not None:
+            self.on_start(asyncio.get_running_loop())
 
     def hear(self, call: CallIdentity, recorded: Sequence[str], ended: Sequence[tuple[str, int]]) -> None:
         """What a call says of earlier ones: answers that its caller has, and rollouts that have ended there."""
@@ -295,16 +294,19 @@ class Gate:
             "configured_workers": self.server.configured_workers, "describe": self.describe(),
         }  # fmt: skip
 
+    def session_of(self, scope: Mapping[str, Any]) -> str:
+        """The Gym session that a handled request belongs to; empty where sessions hold no state.
+
+        Gym's middlewares set it on the scope that they are given, which is the one that the gate made.
+        """
+        session: Any = scope.get("session") if self.sessions is not None else None
+        value = session.get("session_id") if session is not None else None
+        return value if isinstance(value, str) else ""
+
     # -- inner workings
 
     def _running_sessions(self) -> set[str]:
-        found: set[str] = set()
-        for execution in (*self.executions.values(), *self.dispatches.running.values()):
-            session: Any = execution.scope.get("session")
-            value = session.get("session_id") if isinstance(session, Mapping) else None  # pyright: ignore
-            if isinstance(value, str):
-                found.add(value)
-        return found
+        return {found for e in self.executions.values() if (found := self.session_of(e.scope))}
 
     def _note_doors(self) -> None:
         doors = self.doors

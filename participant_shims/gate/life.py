@@ -1,0 +1,110 @@
+"""One life of a server: a directory of its own, closed to others, and names for its worker processes.
+
+The rule kept here: a restarted server never meets the files of its former life. Its main process makes the directory,
+workers find it through SAFEPOINT_LIFE, and the directories of lives that have ended are swept by the next one.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import re
+import secrets
+import shutil
+import stat
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Final
+
+from coordinator.wire.errors import Reason, refuse
+
+LIFE_VARIABLE: Final = "SAFEPOINT_LIFE"
+SOCKET: Final = "gate.sock"
+CALLS: Final = "calls.db"
+_RECORD: Final = "life.json"
+_MAX_SOCKET_PATH: Final = 107  # bytes; the kernel's sun_path without its terminator
+
+
+def run_dir(environment: Mapping[str, str] = os.environ) -> Path:
+    """Where lives are: SAFEPOINT_RUN_DIR, else below XDG_RUNTIME_DIR, else /tmp/safepoint-<uid>."""
+    if given := environment.get("SAFEPOINT_RUN_DIR"):
+        return Path(given)
+    if runtime := environment.get("XDG_RUNTIME_DIR"):
+        return Path(runtime) / "safepoint"
+    return Path(f"/tmp/safepoint-{os.getuid()}")
+
+
+def create(server_name: str, kind: str, workers: int, parent: Path) -> Path:
+    """Make the directory of a new life of this process, and sweep those of the server's former lives.
+
+    Raises PERMISSION_DENIED when `parent` belongs to somebody else or is open to others, INVALID_ARGUMENT when its
+    path is too long for a Unix socket; nothing is left behind.
+    """
+    parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    found = os.lstat(parent)
+    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o022:
+        raise refuse(
+            Reason.PERMISSION_DENIED,
+            f"{parent} does not belong to this user, or others may write to it.",
+            next_step="Set SAFEPOINT_RUN_DIR to a directory of your own.",
+        )
+    safe = re.sub(r"[^A-Za-z0-9._-]", "_", server_name)
+    sweep(safe, parent)
+    life = parent / f"{safe}-{secrets.token_hex(4)}"
+    if len(os.fsencode(life / SOCKET)) > _MAX_SOCKET_PATH:
+        raise refuse(
+            Reason.INVALID_ARGUMENT,
+            f"{life / SOCKET} is too long for a Unix socket.",
+            next_step="Set SAFEPOINT_RUN_DIR to a shorter path.",
+        )
+    life.mkdir(mode=0o700)
+    record = {
+        "server_name": server_name, "kind": kind, "configured_workers": workers,
+        "pid": os.getpid(), "started": _started(os.getpid()),
+    }  # fmt: skip
+    (life / _RECORD).write_text(json.dumps(record) + "\n")
+    return life
+
+
+def sweep(safe_name: str, parent: Path) -> int:
+    """Remove the directories of this server's lives whose process is gone; how many."""
+    removed = 0
+    for life in parent.glob(f"{safe_name}-????????"):
+        try:
+            record = json.loads((life / _RECORD).read_text())
+            alive = _started(int(record["pid"])) == record["started"]
+        except FileNotFoundError:
+            continue  # being made, or not ours
+        except (OSError, ValueError, KeyError, TypeError):
+            alive = False
+        if not alive:
+            shutil.rmtree(life, ignore_errors=True)
+            removed += 1
+    return removed
+
+
+def claim_worker(life: Path, configured: int) -> tuple[str, int]:
+    """A name for this worker process, "worker-<n>", and the descriptor that keeps it until the process ends.
+
+    A worker that replaces a dead one takes its place. Raises WORKERS_MISSING when there are more than configured.
+    """
+    for n in range(max(1, configured)):
+        fd = os.open(life / f"worker-{n}.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            os.close(fd)
+            continue
+        return f"worker-{n}", fd
+    raise refuse(Reason.WORKERS_MISSING, f"{life.name} has {configured} workers already.")
+
+
+def _started(pid: int) -> str:
+    """When a process began, in ticks since boot: tells it from a later one with the same pid. Empty when it is gone."""
+    try:
+        text = Path(f"/proc/{pid}/stat").read_text()
+    except OSError:
+        return ""
+    fields = text[text.rindex(")") + 2 :].split()
+    return "" if fields[0] == "Z" else fields[19]

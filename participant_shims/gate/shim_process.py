@@ -1,0 +1,95 @@
+"""The shim beside a server: started by the server's main process, restarted when it dies, ended with it.
+
+The rule kept here: the server never waits for its shim. It is started from a thread, its output goes to `shim.log` of
+the life, and as long as it is away the gate stands open, or opens by its lease.
+"""
+
+from __future__ import annotations
+
+import atexit
+import logging
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Final
+
+log = logging.getLogger(__name__)
+
+_BACKOFF_S: Final = (0.2, 5.0)
+_END_S: Final = 2.0  # Gym itself gives a server no more than a second
+_GATED: Final = ("NEMO_GYM_CONFIG_PATH", "NEMO_GYM_CONFIG_DICT", "IS_NEMO_GYM_FASTAPI_WORKER")
+
+
+def command(life: Path, environment: Mapping[str, str] = os.environ) -> list[str]:
+    """The shim's command line. SAFEPOINT_SHIM_PYTHON names another interpreter when the server's lacks grpcio."""
+    python = environment.get("SAFEPOINT_SHIM_PYTHON") or sys.executable
+    return [python, "-m", "participant_shims.cli", "shim", "--life", str(life)]
+
+
+def shim_environment(environment: Mapping[str, str] = os.environ) -> dict[str, str]:
+    """The server's environment without what would make the shim a Gym server, and with Safepoint importable."""
+    package_root = Path(__file__).resolve().parents[2]
+    bootstrap = str(Path(__file__).resolve().parent / "bootstrap")
+    kept = [p for p in environment.get("PYTHONPATH", "").split(os.pathsep) if p and os.path.abspath(p) != bootstrap]
+    kept.append(str(package_root))
+    if (package_root / "gen" / "safepoint").is_dir():  # a checkout; an installed package has it beside
+        kept.append(str(package_root / "gen"))
+    out = {k: v for k, v in environment.items() if k not in _GATED}
+    out["PYTHONPATH"] = os.pathsep.join(dict.fromkeys(kept))
+    return out
+
+
+class ShimProcess:
+    """Keeps one shim running. `start` returns at once; `stop` ends it and is called at exit."""
+
+    def __init__(self, argv: Sequence[str], life: Path, environment: Mapping[str, str]) -> None:
+        self._argv = list(argv)
+        self._life = life
+        self._environment = dict(environment)
+        self._stopping = threading.Event()
+        self._process: subprocess.Popen[bytes] | None = None
+        self.starts = 0
+        self._thread = threading.Thread(target=self._keep, name="safepoint-shim", daemon=True)
+
+    def start(self) -> None:
+        """Begin; from now on a dead shim is replaced."""
+        self._thread.start()
+        atexit.register(self.stop)
+
+    def stop(self) -> None:
+        """End the shim: SIGTERM, then SIGKILL after 2 s. May be repeated."""
+        self._stopping.set()
+        process = self._process
+        if process is None or process.poll() is not None:
+            return
+        process.terminate()
+        try:
+            process.wait(_END_S)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+
+    def _keep(self) -> None:
+        # The kernel's death signal follows the thread that made the child, so this thread makes all of them and stays.
+        launch = str(Path(__file__).resolve().parent / "launch.py")
+        backoff = _BACKOFF_S[0]
+        while not self._stopping.is_set():
+            try:
+                with (self._life / "shim.log").open("ab") as out:
+                    self._process = subprocess.Popen(
+                        [sys.executable, "-S", "-E", launch, str(os.getpid()), *self._argv],
+                        stdin=subprocess.DEVNULL, stdout=out, stderr=out, env=self._environment, cwd=self._life,
+                        start_new_session=True,  # a terminal's Ctrl-C ends the server first, and the server ends it
+                    )  # fmt: skip
+                self.starts += 1
+                code = self._process.wait()
+                if not self._stopping.is_set():
+                    log.warning("the shim ended with code %s; see %s", code, self._life / "shim.log")
+            except OSError as error:
+                log.warning("the shim cannot be started: %s", error)
+            if self._stopping.wait(backoff):
+                return
+            backoff = min(backoff * 2, _BACKOFF_S[1])

@@ -1,0 +1,198 @@
+"""Real NeMo Gym servers for tests: started by hand on free ports, with the gate loaded through PYTHONPATH.
+
+One Fleet is one set of processes; `kill_all` is SIGKILL, `close` leaves nothing behind. The servers are the unmodified
+ones of the installed package.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import time
+import urllib.error
+import urllib.request
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from participant_shims.gate import bootstrap_path
+from tests.conftest import gym_python
+
+TYPES = ("resources_servers", "responses_api_agents", "responses_api_models")
+READY_S = 90.0
+
+
+def free_ports(n: int) -> list[int]:
+    """Ports that were free a moment ago."""
+    sockets = [socket.socket() for _ in range(n)]
+    try:
+        for s in sockets:
+            s.bind(("127.0.0.1", 0))
+        return [s.getsockname()[1] for s in sockets]
+    finally:
+        for s in sockets:
+            s.close()
+
+
+def counter_config(openai_url: str, *, model_workers: int = 1, steps: int | None = None) -> dict[str, Any]:
+    """A stateful counter, its agent and a policy model. Ports are chosen once, as a real deployment's are."""
+    head, model, resources, agent = free_ports(4)
+    model_extra = {"num_workers": model_workers} if model_workers > 1 else {}
+    return {
+        "head_server": {"host": "127.0.0.1", "port": head},
+        "default_host": "127.0.0.1",
+        "policy_model": {
+            "responses_api_models": {
+                "vllm_model": {
+                    "entrypoint": "app.py", "host": "127.0.0.1", "port": model, "base_url": openai_url,
+                    "api_key": "dummy", "model": "fake", "return_token_id_information": True,
+                    "uses_reasoning_parser": True, **model_extra,
+                }
+            }
+        },
+        "counter": {
+            "resources_servers": {
+                "example_session_state_mgmt": {
+                    "entrypoint": "app.py", "domain": "agent", "host": "127.0.0.1", "port": resources,
+                }
+            }
+        },
+        "counter_agent": {
+            "responses_api_agents": {
+                "simple_agent": {
+                    "entrypoint": "app.py", "host": "127.0.0.1", "port": agent,
+                    "resources_server": {"type": "resources_servers", "name": "counter"},
+                    "model_server": {"type": "responses_api_models", "name": "policy_model"},
+                }
+            }
+        },
+        "config_paths": [], "use_absolute_ip": False, "port_range_low": 10001, "port_range_high": 20000,
+        "disallowed_ports": [], "head_server_deps": [], "python_version": "3.12.1", "skip_venv_if_present": False,
+        "dry_run": False,
+    }  # fmt: skip
+
+
+@dataclass
+class Fleet:
+    """Servers of one configuration. `directory` gets logs and lives."""
+
+    config: dict[str, Any]
+    directory: Path
+    gated: bool = True
+    environment: dict[str, str] = field(default_factory=dict)
+    processes: dict[str, subprocess.Popen[bytes]] = field(default_factory=dict)
+
+    @property
+    def run_dir(self) -> Path:
+        return self.directory / "run"
+
+    def names(self) -> list[str]:
+        return [k for k, v in self.config.items() if isinstance(v, dict) and any(t in v for t in TYPES)]
+
+    def _section(self, name: str) -> tuple[str, str, dict[str, Any]]:
+        kind = next(t for t in TYPES if t in self.config[name])
+        implementation, values = next(iter(self.config[name][kind].items()))
+        return kind, implementation, values
+
+    def url(self, name: str) -> str:
+        values = self._section(name)[2]
+        return f"http://{values['host']}:{values['port']}"
+
+    def start(self, *names: str) -> None:
+        """Start and wait until they answer."""
+        chosen = names or tuple(self.names())
+        for name in chosen:
+            self._spawn(name)
+        for name in chosen:
+            self._wait(name)
+
+    def _spawn(self, name: str) -> None:
+        kind, implementation, values = self._section(name)
+        site = next((gym_python().parent.parent / "lib").glob("python3*")) / "site-packages"
+        folder = site / kind / implementation
+        path = [str(folder), str(site)]
+        env = {k: v for k, v in os.environ.items() if not k.startswith(("SAFEPOINT_", "NEMO_GYM"))}
+        env |= {
+            "NEMO_GYM_CONFIG_DICT": json.dumps(self.config), "NEMO_GYM_CONFIG_PATH": name,
+            "SAFEPOINT_RUN_DIR": str(self.run_dir), "SAFEPOINT_ROLES": "policy_model=policy",
+            "SAFEPOINT_SHIM": "manual", "SAFEPOINT_GYM_RAY": "off", "SAFEPOINT_DEBUG": "1",
+            "RAY_USAGE_STATS_ENABLED": "0", "HF_HUB_OFFLINE": "1", "WANDB_MODE": "disabled", "DO_NOT_TRACK": "1",
+            "PYTHONDONTWRITEBYTECODE": "1",
+        } | self.environment  # fmt: skip
+        # Without the gate the hook that keeps Ray away is still needed: the same bootstrap, shut off by a kind it
+        # does not find would be another program. So ungated fleets get a folder of their own.
+        path.insert(0, bootstrap_path() if self.gated else str(Path(__file__).parent / "no_ray"))
+        env["PYTHONPATH"] = os.pathsep.join(path)
+        log = (self.directory / f"{name}.log").open("ab")
+        with log:
+            self.processes[name] = subprocess.Popen(
+                [str(gym_python()), values["entrypoint"]], cwd=folder, env=env, stdout=log, stderr=log,
+                start_new_session=True,
+            )  # fmt: skip
+
+    def _wait(self, name: str) -> None:
+        deadline = time.monotonic() + READY_S
+        while time.monotonic() < deadline:
+            if self.processes[name].poll() is not None:
+                raise AssertionError(f"{name} ended with {self.processes[name].returncode}:\n{self.log(name)}")
+            try:
+                with urllib.request.urlopen(self.url(name), timeout=2):
+                    return
+            except urllib.error.HTTPError:
+                return
+            except OSError:
+                time.sleep(0.1)
+        raise AssertionError(f"{name} does not answer:\n{self.log(name)}")
+
+    def log(self, name: str) -> str:
+        return (self.directory / f"{name}.log").read_text(errors="replace")[-4000:]
+
+    def life(self, name: str) -> Path:
+        """The directory of the server's present life."""
+        pid = self.processes[name].pid
+        for life in self.run_dir.glob(f"{name}-????????"):
+            if json.loads((life / "life.json").read_text())["pid"] == pid:
+                return life
+        raise AssertionError(f"{name} has no life:\n{self.log(name)}")
+
+    def kill(self, *names: str) -> None:
+        """SIGKILL to the whole group of each."""
+        for name in names or tuple(self.processes):
+            process = self.processes.pop(name)
+            try:
+                os.killpg(process.pid, signal.SIGKILL)
+            except ProcessLookupError:
+                pass
+            process.wait()
+
+    def close(self) -> None:
+        self.kill()
+
+
+def row(i: int, turns: int = 3, *, delay_ms: int = 0, start: int = 3, **extra: Any) -> dict[str, Any]:
+    """One row for the counter agent: add numbers, then read the counter."""
+    adds = [i + j + 1 for j in range(turns)]
+    text = " then ".join(f"add {a}" for a in adds) + " then get the count" + (f" delay={delay_ms}" if delay_ms else "")
+    return {
+        "responses_create_params": {"input": [{"role": "user", "content": text}], "tools": TOOLS},
+        "initial_count": start, "expected_count": start + sum(adds), "_ng_task_index": i, "_ng_rollout_index": 0,
+        "agent_ref": {"type": "responses_api_agents", "name": "counter_agent"}, **extra,
+    }  # fmt: skip
+
+
+TOOLS: list[dict[str, Any]] = [
+    {
+        "name": "increment_counter", "type": "function", "description": "", "strict": True,
+        "parameters": {
+            "type": "object", "properties": {"count": {"type": "integer", "description": ""}},
+            "required": ["count"], "additionalProperties": False,
+        },
+    },
+    {
+        "name": "get_counter_value", "type": "function", "description": "", "strict": True,
+        "parameters": {"type": "object", "properties": {}, "required": [], "additionalProperties": False},
+    },
+]  # fmt: skip
