@@ -109,6 +109,8 @@ class Drive:
         self._timer: asyncio.TimerHandle | None = None
         self._closing = False
         self.task: asyncio.Task[None] | None = None
+        self.checking: asyncio.Task[None] | None = None  # what runs before Begin
+        self.abort_cause = ""
 
     # ---- for the service --------------------------------------------------------------------------------------------
 
@@ -153,7 +155,7 @@ class Drive:
     async def stop(self) -> None:
         """Stop driving, as a crash would: nobody is told anything more."""
         self._closing = True
-        running = [*self._calls.values(), *self._others, *([self.task] if self.task else [])]
+        running = [*self._calls.values(), *self._others, *(t for t in (self.task, self.checking) if t is not None)]
         for task in running:
             task.cancel()
         if self._timer is not None:

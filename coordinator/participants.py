@@ -8,7 +8,7 @@ is left early is cancelled, else it would run until its channel closes.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Generator, Sequence
+from collections.abc import Awaitable, Callable, Collection, Generator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Final, TypeVar, cast
 
@@ -54,11 +54,10 @@ class Participants:
         channels, self._channels = self._channels, {}
         await asyncio.gather(*(found.close() for found in channels.values()))
 
-    async def forget(self, address: str) -> None:
-        """Close the channel of somebody who is gone."""
-        found = self._channels.pop(address, None)
-        if found is not None:
-            await found.close()
+    async def keep_only(self, addresses: Collection[str]) -> None:
+        """Close the channels to everybody else. Only while no operation runs: calls on them end without answer."""
+        gone = [self._channels.pop(address) for address in set(self._channels) - set(addresses)]
+        await asyncio.gather(*(found.close() for found in gone))
 
     async def perform(
         self, whom: Participant, call: core.Call, on_progress: OnProgress, on_closed: OnClosed

@@ -120,7 +120,7 @@ class SnapshotStore:
     ) -> FileDigest:
         """Write the manifest: the one commit point. `still_valid` is asked right before, and raises to forbid it.
 
-        When it raises, `is_published` says whether the manifest is there: a failed fsync of the directory comes after.
+        When it raises, `published_by` says whether the manifest is there: a failed fsync of the directory comes after.
         """
         with self.open(manifest.snapshot_id) as directory:
             still_valid()
@@ -129,14 +129,15 @@ class SnapshotStore:
             except FileExistsError:
                 raise refuse(Reason.SNAPSHOT_EXISTS, f"The snapshot {manifest.snapshot_id} is published.") from None
 
-    def is_published(self, snapshot_id: SnapshotId, operation_id: str) -> bool:
-        """Whether the manifest of that operation is there and whole. Raises STORAGE_FAILED when the disk cannot say."""
+    def published_by(self, snapshot_id: SnapshotId, operation_id: str) -> manifest_pb2.SnapshotManifest | None:
+        """The manifest, if that operation has published it. Raises STORAGE_FAILED when the disk cannot say."""
         try:
-            return self.load(snapshot_id).operation_id == operation_id
+            manifest = self.load(snapshot_id)
         except SafepointError as error:
             if error.reason is Reason.STORAGE_FAILED:
                 raise
-            return False
+            return None
+        return manifest if manifest.operation_id == operation_id else None
 
     def load(self, snapshot_id: str) -> manifest_pb2.SnapshotManifest:
         """The manifest of a published snapshot; its files are not read.

@@ -1,0 +1,340 @@
+"""The operations of one coordinator: one at a time, each bound to its id, none forgotten by a restart.
+
+The rule: an operation_id means one operation for ever. A repeat follows the operation that runs or gets what was
+recorded; another operation meanwhile is FENCED and told whose turn it is. What a trainer asks is answered from here, what
+participants are asked is `driver`'s.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import OrderedDict
+from collections.abc import Awaitable, Coroutine
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from typing import Any, Final
+
+from safepoint.v1 import coordinator_service_pb2, manifest_pb2
+
+from coordinator import convert, ledger_lines, outcomes
+from coordinator.answers import ABORT, START, check_digest
+from coordinator.driver import Drive, Identity
+from coordinator.feed import Feed
+from coordinator.journal import Entry, Journal
+from coordinator.outcomes import Ended
+from coordinator.participants import Participants
+from coordinator.preflight import Discovery, check_restorable
+from coordinator.protocol import events as core
+from coordinator.protocol.operation import Limits, Operation, Stage
+from coordinator.protocol.topology import Participant
+from coordinator.protocol.transaction import Transaction
+from coordinator.publication import Cut, Publisher
+from coordinator.reporting import snapshot_info
+from coordinator.settings import Settings
+from coordinator.snapshots import SnapshotStore
+from coordinator.wire.errors import Problem, Reason, Refused, SafepointError, refuse
+from coordinator.wire.ids import OperationId, SnapshotId
+from coordinator.wire.terms import OperationKind, Phase, Role
+
+log = logging.getLogger(__name__)
+
+BEFORE_PUBLISH: Final = frozenset(
+    {Stage.PREPARING, Stage.PREPARED, Stage.COMMITTING, Stage.COMMITTED, Stage.CONFIRMING}
+)
+KEPT_IN_MEMORY: Final = 20  # ended operations with their events, for Explain
+MAX_DIVERGED: Final = 20
+
+
+class Operations:
+    """All operations of a job. Belongs to one event loop; implements `driver.Surroundings`."""
+
+    def __init__(
+        self, settings: Settings, store: SnapshotStore, journal: Journal, discovery: Discovery, feed: Feed
+    ) -> None:
+        self.settings = settings
+        self.store = store
+        self.journal = journal
+        self.discovery = discovery
+        self.feed = feed
+        self.participants: Participants = discovery.participants
+        self.active: Drive | None = None
+        self.latest_snapshot_id = ""
+        self.storage_lock = asyncio.Lock()  # prune never meets the beginning of an operation
+        self._publisher = Publisher(store, journal.epoch)
+        self._writer = ThreadPoolExecutor(1, "journal")  # one thread: records keep their order
+        self._lingering: set[Drive] = set()
+        self._memory: OrderedDict[OperationId, Ended] = OrderedDict()
+        self._recorded: set[OperationId] = set()  # those of `_memory` whose id is used up
+        self._work: set[asyncio.Task[None]] = set()
+        self._loop = asyncio.get_running_loop()
+        discovery.registry.follow(self._lost, self._joined)
+
+    # ---- beginning --------------------------------------------------------------------------------------------------
+
+    def known(self, operation_id: str, digest: str, call: str) -> Drive | Ended | None:
+        """The operation of that id. Raises REQUEST_CONFLICT when it was begun with another request."""
+        found: Drive | Ended | None = self.active
+        if not isinstance(found, Drive) or found.operation.operation_id != operation_id:
+            found = self.ended_operation(operation_id)
+        if found is not None:
+            check_digest(call, found.identity.digest if isinstance(found, Drive) else found.digest, digest)
+        return found
+
+    def begin(self, operation: Operation, identity: Identity, budget_s: float) -> Drive:
+        """Start an operation that is not `known`. The caller's budget bounds it; it goes on when the caller leaves.
+
+        Raises FENCED while another one runs. Everything else that is wrong ends the operation, and so its answer.
+        """
+        if self.active is not None:
+            raise fenced(self.active)
+        limits = Limits()
+        limits = replace(limits, reserve_s=min(limits.reserve_s, budget_s / 3))
+        drive = Drive(operation, Transaction(limits), identity, self, self.feed.publish)
+        drive.answers.ask(START, identity.digest)
+        self.active = drive
+        deadline = self.clock() + min(budget_s - limits.reserve_s, self._longest(operation))
+        drive.checking = asyncio.create_task(self._check_and_start(drive, deadline))
+        return drive
+
+    async def _check_and_start(self, drive: Drive, deadline: float) -> None:
+        try:
+            drive.reporter.announce(core.PhaseStarted(Phase.DISCOVER, ()))
+            begun = self.clock()
+            problems = await self.discovery.ask_static()
+            if problems:
+                raise Refused(problems[0])
+            topology = self.discovery.topology()
+            async with self.storage_lock:
+                if drive.operation.kind is OperationKind.SAVE:
+                    await self._in_thread(self.store.begin, drive.operation.snapshot_id)
+                    drive.reserved = True
+                else:
+                    checked = await self._in_thread(check_restorable, self.store, drive.operation, topology)
+                    drive.operation, drive.manifest = checked
+            drive.reporter.announce(core.PhaseFinished(Phase.DISCOVER, self.clock() - begun))
+            # Whoever came or went while we checked is seen now: membership is fixed by Begin.
+            drive.start(core.Begin(self.clock(), deadline, drive.operation, self.discovery.topology()))
+        except asyncio.CancelledError:
+            cause = drive.abort_cause or "the coordinator stops"
+            drive.fail_early(Problem(Reason.ABORTED, f"Aborted: {cause}", operation_id=drive.operation.operation_id))
+        except SafepointError as error:
+            drive.fail_early(replace(error.problem, phase=error.problem.phase or Phase.DISCOVER))
+        except Exception as error:
+            log.exception("checking %s failed", drive.operation.operation_id)
+            drive.fail_early(Problem(Reason.INTERNAL, f"The coordinator failed: {type(error).__name__}."))
+
+    def _longest(self, operation: Operation) -> float:
+        settings = self.settings
+        if operation.kind is OperationKind.RESTORE:
+            return settings.restore_timeout_s
+        return settings.prepare_timeout_s + (0.0 if operation.trainer_driven else settings.commit_timeout_s)
+
+    async def abort(self, drive: Drive, cause: str, wait_s: float) -> None:
+        """Ask for the end, and wait for it so long. Raises WRONG_PHASE when the snapshot is published."""
+        drive.abort_cause = cause or "by request"
+        if not drive.started and drive.checking is not None:
+            drive.checking.cancel()
+            await asyncio.wait({drive.checking}, timeout=wait_s)
+            return
+        answer, first = drive.answers.ask(ABORT, "")
+        if first:
+            drive.post(core.AbortRequested(self.clock(), cause))
+        await asyncio.wait({answer}, timeout=wait_s)
+        if answer.done() and (error := answer.exception()) is not None:
+            raise error
+
+    # ---- what has ended ---------------------------------------------------------------------------------------------
+
+    def ended_operation(self, operation_id: str) -> Ended | None:
+        """How the operation of that id ended, if its id is used up."""
+        name = OperationId(operation_id)
+        if name in self._recorded:
+            return self._memory[name]
+        data = self.journal.contents.outcomes.get(name)
+        return outcomes.from_json(name, data) if data is not None else None
+
+    def last_ended(self, operation_id: str = "", failed_only: bool = False) -> Ended | None:
+        """The last operation that ended, or the one of that id; also one that was refused before anything was paused."""
+        if operation_id:
+            return self._memory.get(OperationId(operation_id)) or self.ended_operation(operation_id)
+        for ended in reversed(self._memory.values()):
+            if not failed_only or ended.failed is not None:
+                return ended
+        for name in reversed(list(self.journal.contents.outcomes)):
+            ended_before = self.ended_operation(name)
+            if ended_before is not None and (not failed_only or ended_before.failed is not None):
+                return ended_before
+        return None
+
+    def in_use(self) -> set[str]:
+        """Snapshots that an operation writes or restores now."""
+        return {drive.operation.snapshot_id for drive in (self.active, *self._lingering) if drive is not None}
+
+    # ---- surroundings of a drive ------------------------------------------------------------------------------------
+
+    def clock(self) -> float:
+        return self._loop.time()
+
+    def record(self, drive: Drive, record: core.Record) -> Awaitable[None]:
+        data: dict[str, Any] = {"record": dict(record.data)}
+        if record.kind is core.RecordKind.BEGUN:
+            data |= {"digest": drive.identity.digest, "metadata": drive.identity.metadata}
+        return self._append(Entry(drive.operation.operation_id, record.kind.value, data))
+
+    def publish(self, drive: Drive, effect: core.Publish) -> manifest_pb2.SnapshotManifest:
+        def still_valid() -> None:
+            if drive.transaction.publish_until() <= self.clock():
+                raise refuse(
+                    Reason.LEASE_LAPSED, "A lease had lapsed when the manifest was to be linked.", phase=Phase.PUBLISH
+                )
+            if not self.journal.owns_epoch():
+                raise refuse(Reason.STALE_EPOCH, "A newer coordinator has started.", phase=Phase.PUBLISH)
+
+        cut = Cut(drive.operation, drive.transaction.topology, effect.committed, drive.identity.metadata)
+        done = self._publisher.publish(cut, still_valid)
+        if done.orphans:
+            text = f"{len(done.orphans)} rollouts are known to servers and to no agent; they are in no ledger."
+            self._loop.call_soon_threadsafe(drive.reporter.warn, text)
+        return done.manifest
+
+    def published_manifest(self, drive: Drive) -> manifest_pb2.SnapshotManifest | None:
+        return self.store.published_by(drive.operation.snapshot_id, drive.operation.operation_id)
+
+    async def restore_done(self, drive: Drive) -> coordinator_service_pb2.RestoreDone:
+        done = coordinator_service_pb2.RestoreDone()
+        if drive.manifest is not None:
+            done.snapshot.CopyFrom(snapshot_info(drive.manifest))
+            done.totals.CopyFrom(drive.manifest.totals)
+        diverged: dict[str, manifest_pb2.LedgerEntry] = {}
+        unnamed = 0
+        for reply in drive.replies.values():
+            done.sessions += reply.sessions
+            diverged |= {entry.rollout_id: entry for entry in reply.diverged}
+            unnamed += reply.diverged_count - len(reply.diverged)
+        done.diverged_count = len(diverged) + unnamed
+        done.diverged.extend(list(diverged.values())[:MAX_DIVERGED])
+        if diverged and drive.manifest is not None:
+            try:
+                await self._in_thread(self._move_to_excluded, drive.operation.snapshot_id, set(diverged), done.totals)
+            except SafepointError as error:
+                log.warning("the totals of %s are those of the snapshot: %s", drive.operation.operation_id, error)
+        return done
+
+    def _move_to_excluded(
+        self, snapshot_id: SnapshotId, rollout_ids: set[str], totals: manifest_pb2.LedgerTotals
+    ) -> None:
+        for raw in self.store.ledger(snapshot_id):
+            line = ledger_lines.decode(raw, snapshot_id)
+            field = line.state.name.lower()
+            if line.rollout_id in rollout_ids and field != "excluded" and getattr(totals, field) > 0:
+                setattr(totals, field, getattr(totals, field) - 1)
+                totals.excluded += 1
+
+    def ended(self, drive: Drive) -> None:
+        ended = outcomes.ended(drive)
+        self._memory[ended.operation_id] = ended
+        self._memory.move_to_end(ended.operation_id)
+        while len(self._memory) > KEPT_IN_MEMORY:
+            self._recorded.discard(self._memory.popitem(last=False)[0])
+        log.info(
+            "%s %s: %s %s",
+            ended.kind.name.lower(),
+            ended.operation_id,
+            ended.outcome.name.lower(),
+            outcomes.primary_reason(ended),
+        )
+        if self.active is drive:
+            self.active = None
+        if drive.task is not None:
+            self._lingering.add(drive)  # it goes on telling whoever has not said that it is open
+            drive.task.add_done_callback(lambda _: self._over(drive))
+        if drive.recorded:
+            self._recorded.add(ended.operation_id)
+            self.spawn(self._record_outcome(ended))
+        published = drive.finish is not None and drive.finish.published
+        if published:
+            self.latest_snapshot_id = drive.operation.snapshot_id
+            if self.settings.keep_last:
+                self.spawn(self._prune())
+        elif drive.operation.kind is OperationKind.SAVE and drive.reserved:
+            self.spawn(self._discard(drive.operation.snapshot_id))
+
+    def _over(self, drive: Drive) -> None:
+        self._lingering.discard(drive)
+        if self.active is None and not self._lingering:
+            self.spawn(self.participants.keep_only({p.address for p in self.discovery.topology().participants}))
+
+    # ---- work in the background -------------------------------------------------------------------------------------
+
+    def spawn(self, work: Coroutine[Any, Any, None]) -> None:
+        """Run something that nobody waits for. What it raises is logged."""
+        task = asyncio.create_task(work)
+        self._work.add(task)
+        task.add_done_callback(self._work.discard)
+
+    async def _record_outcome(self, ended: Ended) -> None:
+        try:
+            await self._append(Entry(ended.operation_id, "outcome", ended.to_json()))
+        except SafepointError as error:
+            log.warning("the outcome of %s is in memory only: %s", ended.operation_id, error)
+
+    async def _discard(self, snapshot_id: SnapshotId) -> None:
+        try:
+            await self._in_thread(self.store.discard, snapshot_id)
+        except SafepointError as error:
+            log.warning("what %s left is still there, prune deletes it: %s", snapshot_id, error)
+
+    async def _prune(self) -> None:
+        async with self.storage_lock:
+            try:
+                await self._in_thread(self.store.prune, self.settings.keep_last, self.in_use(), False)
+            except SafepointError as error:
+                log.warning("old snapshots were not deleted: %s", error)
+
+    def _append(self, entry: Entry) -> Awaitable[None]:
+        return self._loop.run_in_executor(self._writer, self.journal.append, entry)
+
+    async def _in_thread(self, work: Any, *arguments: Any) -> Any:
+        return await asyncio.to_thread(work, *arguments)
+
+    # ---- the registry -----------------------------------------------------------------------------------------------
+
+    def _lost(self, who: Participant, problem: Problem) -> None:
+        if self.active is not None and self.active.started:
+            self.active.post(core.ParticipantLost(self.clock(), who.participant_id, problem))
+
+    def _joined(self, who: Participant) -> None:
+        drive = self.active
+        if drive is None or not drive.started:
+            return
+        drive.post(core.IncarnationChanged(self.clock(), who.participant_id, who.incarnation_id))
+        operation, members = drive.operation, {p.participant_id for p in drive.transaction.topology.participants}
+        before_publish = operation.kind is OperationKind.SAVE and drive.transaction.stage in BEFORE_PUBLISH
+        if before_publish and who.participant_id not in members and who.role is not Role.AUXILIARY_MODEL:
+            # It is not paused, so its rollouts would be missing in the ledger (FAILURES 65).
+            cause = f"{who.participant_id} joined while the save ran; it is not part of the cut"
+            drive.post(core.AbortRequested(self.clock(), cause))
+
+    async def close(self) -> None:
+        """Stop all drives as a crash would, after what runs in the background. The journal is closed last."""
+        drives = [*([self.active] if self.active else []), *self._lingering]
+        for drive in drives:
+            await drive.stop()
+        if self._work:
+            await asyncio.wait(self._work, timeout=2)
+        for task in self._work:
+            task.cancel()
+        self._writer.shutdown(wait=False, cancel_futures=True)
+        self.journal.close()
+
+
+def fenced(active: Drive) -> SafepointError:
+    """Another operation runs; it is named."""
+    operation = active.operation
+    return refuse(
+        Reason.FENCED,
+        f"{operation.kind.name.lower()} {operation.operation_id} runs since {active.elapsed_s:.1f} s, "
+        f"in {convert.enum(Phase, active.transaction.phase).name.lower()}.",
+        operation_id=operation.operation_id,
+    )

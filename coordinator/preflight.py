@@ -1,0 +1,105 @@
+"""What is checked before anybody is paused: that everybody answers, and that a snapshot to restore is whole and fits.
+
+The rule: a problem that can be found without pausing is found without pausing, and named. Nothing here changes a
+participant.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Final
+
+from safepoint.v1 import manifest_pb2
+
+from coordinator import convert
+from coordinator.participants import Participants
+from coordinator.protocol.operation import Operation, RestorePart
+from coordinator.protocol.topology import Participant, Topology, difference, fingerprint
+from coordinator.registry import Registry
+from coordinator.snapshots import SnapshotStore
+from coordinator.wire.errors import Problem, Reason, Refused, SafepointError
+from coordinator.wire.ids import IncarnationId, ParticipantId
+from coordinator.wire.terms import Phase
+
+DESCRIBE_TIMEOUT_S: Final = 2.0
+_SHOWN: Final = 5
+
+
+@dataclass(slots=True)
+class Discovery:
+    """Who takes part now: those that registered, and those of the static list once they have said what they are."""
+
+    registry: Registry
+    participants: Participants
+    static: Sequence[str]
+    policy_endpoints: tuple[str, ...]
+
+    def topology(self) -> Topology:
+        """Everybody that is known."""
+        return Topology(self.registry.participants(), self.policy_endpoints)
+
+    async def ask_static(self) -> list[Problem]:
+        """Ask everybody of the static list what it is; the problems of those that do not answer in 2 s."""
+        return [problem for problem in await asyncio.gather(*map(self._ask, self.static)) if problem is not None]
+
+    async def ask_everybody(self) -> list[Problem]:
+        """As `ask_static`, and those that registered too: for GetTopology with refresh. Capabilities are replaced."""
+        problems = await self.ask_static()
+        static = set(self.static)
+        registered = [p for p in self.registry.participants() if p.address not in static]
+        return problems + [p for p in await asyncio.gather(*map(self._ask_registered, registered)) if p is not None]
+
+    async def _ask(self, address: str) -> Problem | None:
+        try:
+            reply = await self.participants.describe(address, DESCRIBE_TIMEOUT_S)
+            self.registry.set_static(convert.participant(reply.capabilities, reply.incarnation_id, address))
+        except SafepointError as error:
+            known = next((p for p in self.registry.participants() if p.address == address), None)
+            self.registry.forget_static(address)
+            name = known.participant_id if known is not None else error.problem.participant_id
+            message = f"{name or 'Somebody of the static list'} at {address} cannot take part: {error.problem.message}"
+            return replace(error.problem, message=message, participant_id=name, phase=Phase.DISCOVER)
+        return None
+
+    async def _ask_registered(self, found: Participant) -> Problem | None:
+        try:
+            await self.participants.describe(found.address, DESCRIBE_TIMEOUT_S)
+        except SafepointError as error:
+            message = (
+                f"{found.participant_id} is registered and does not answer at {found.address}: {error.problem.message}"
+            )
+            return replace(error.problem, message=message, participant_id=found.participant_id, phase=Phase.DISCOVER)
+        return None
+
+
+def check_restorable(
+    store: SnapshotStore, operation: Operation, topology: Topology
+) -> tuple[Operation, manifest_pb2.SnapshotManifest]:
+    """Read every byte of the snapshot and compare it with who is here: the operation with everybody's part in it.
+
+    Blocks. Raises what `SnapshotStore.verify` does, and FINGERPRINT_MISMATCH with the difference.
+    """
+    manifest = store.verify(operation.snapshot_id).manifest
+    if manifest.topology_fingerprint != fingerprint(topology.participants):
+        before = [_as_it_was(reference) for reference in manifest.participants]
+        changes = difference(before, topology.participants)
+        shown = " ".join(changes[:_SHOWN]) + (f" And {len(changes) - _SHOWN} more." if len(changes) > _SHOWN else "")
+        raise Refused(
+            Problem(
+                Reason.FINGERPRINT_MISMATCH,
+                f"The servers are not those of {operation.snapshot_id}: {shown or 'the fingerprints differ.'}",
+                phase=Phase.DISCOVER, operation_id=operation.operation_id,
+            )
+        )  # fmt: skip
+    parts = {
+        ParticipantId(reference.participant_id): RestorePart(reference.manifest_sha256)
+        for reference in manifest.participants
+        if reference.manifest_sha256
+    }
+    return replace(operation, parts=parts), manifest
+
+
+def _as_it_was(reference: manifest_pb2.ParticipantRef) -> Participant:
+    return convert.participant(reference.capabilities, str(IncarnationId("at-the-cut")), "at the cut")

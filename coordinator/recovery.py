@@ -1,0 +1,99 @@
+"""What a coordinator does about the past: operations that the one before it did not end, and shims that are still paused.
+
+The rule: presumed abort. A save whose manifest is on the disk is resumed, every other one is aborted, and the start
+waits for nobody: opening goes on in the background, under the limits of the core, however many participants hang.
+
+A shim that comes with a pause of an operation that is over (or that nobody here knows) is told how that one ended: its
+reply of then was lost, or the coordinator was gone.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from typing import Any, Final, cast
+
+from coordinator.driver import Drive, Identity
+from coordinator.journal import Entry
+from coordinator.operations import Operations
+from coordinator.preflight import DESCRIBE_TIMEOUT_S
+from coordinator.protocol import events as core
+from coordinator.protocol.operation import Outcome
+from coordinator.protocol.topology import Participant
+from coordinator.protocol.transaction import Transaction
+from coordinator.wire.errors import SafepointError
+from coordinator.wire.ids import OperationId
+from coordinator.wire.terms import Phase
+
+log = logging.getLogger(__name__)
+
+_KINDS: Final = frozenset(kind.value for kind in core.RecordKind)
+_OPEN_CALL_S: Final = 2.0
+
+
+async def recover(operations: Operations) -> None:
+    """Settle what the journal holds: start driving it. Returns before it is settled. The last one owns the fence."""
+    unfinished = list(operations.journal.contents.open.items())
+    for operation_id, entries in unfinished:
+        records = [_record(entry) for entry in entries if entry.kind in _KINDS]
+        begun = next((entry for entry in entries if entry.kind == core.RecordKind.BEGUN.value), None)
+        if begun is None or not records:
+            log.error("the journal has no beginning of %s: participants open by their lease", operation_id)
+            continue
+        drive = await _drive(operations, records, begun)
+        if operation_id == unfinished[-1][0]:
+            operations.active = drive
+        log.warning("the coordinator before this one did not end %s; settling it", operation_id)
+        drive.start(core.Recover(operations.clock()))
+
+
+async def _drive(operations: Operations, records: list[core.Record], begun: Entry) -> Drive:
+    snapshot_id = cast("dict[str, Any]", records[0].data["operation"])["snapshot_id"]
+    manifest = await asyncio.to_thread(operations.store.published_by, snapshot_id, begun.operation_id)
+    transaction = Transaction.from_records(
+        records, published=manifest is not None, coordinator_epoch=operations.journal.epoch
+    )
+    identity = Identity(str(begun.data.get("digest", "")), dict(begun.data.get("metadata") or {}))
+    drive = Drive(transaction.operation, transaction, identity, operations, operations.feed.publish)
+    drive.recorded = drive.reserved = True
+    drive.manifest = manifest
+    if manifest is None and drive.operation.parts:
+        drive.manifest = await _restored_manifest(operations, drive)
+    return drive
+
+
+async def _restored_manifest(operations: Operations, drive: Drive) -> Any:
+    try:
+        return await asyncio.to_thread(operations.store.load, drive.operation.snapshot_id)
+    except SafepointError as error:
+        log.warning("the snapshot that was being restored cannot be read: %s", error)
+        return None
+
+
+def _record(entry: Entry) -> core.Record:
+    return core.Record(core.RecordKind(entry.kind), cast("dict[str, object]", entry.data["record"]))
+
+
+async def settle(operations: Operations, who: Participant) -> None:
+    """Open a shim that has just come and is paused by an operation that does not run here (any more)."""
+    try:
+        described = await operations.participants.describe(who.address, DESCRIBE_TIMEOUT_S)
+    except SafepointError as error:
+        log.info("%s has registered and does not answer yet: %s", who.participant_id, error)
+        return
+    operation_id = OperationId(described.operation_id)
+    active = operations.active
+    if not operation_id or (active is not None and active.operation.operation_id == operation_id):
+        return
+    ended = operations.ended_operation(operation_id)
+    resumed = ended is not None and ended.outcome is Outcome.SUCCEEDED
+    phase = Phase.RESUME if resumed else Phase.ABORT
+    log.warning("%s is paused by %s, which does not run here: telling it to open", who.participant_id, operation_id)
+    call = core.Call(
+        0, who.participant_id, phase, _OPEN_CALL_S, operation_id,
+        core.ResumeArguments() if resumed else core.AbortArguments("The operation does not run any more."),
+    )  # fmt: skip
+    try:
+        await operations.participants.perform(who, call, lambda _: None, lambda: None)
+    except SafepointError as error:
+        log.warning("%s was not opened: %s", who.participant_id, error)

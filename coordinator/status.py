@@ -1,0 +1,65 @@
+"""The coordinator's own status: what runs, who is there, how they are.
+
+The rule: it answers within a second whatever else is stuck. Participants are asked all at once and have a part of that
+second; whoever does not answer is listed without a status and with the reason. Disk is never touched.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Final
+
+from safepoint.v1 import coordinator_service_pb2
+
+from coordinator import convert, outcomes
+from coordinator.operations import Operations
+from coordinator.protocol.topology import Participant
+from coordinator.wire.errors import SafepointError
+
+ANSWER_WITHIN_S: Final = 1.0
+MAX_ROLLOUTS: Final = 1000
+
+
+async def coordinator_status(
+    operations: Operations, ask: bool, max_rollouts: int, budget_s: float
+) -> coordinator_service_pb2.GetCoordinatorStatusResponse:
+    """The status now. `ask`: also every participant's own, of at most `max_rollouts` rollouts each."""
+    everybody = operations.discovery.registry.participants()
+    timeout_s = min(budget_s, ANSWER_WITHIN_S) * 0.7
+    if ask:
+        healths = await asyncio.gather(*(_health(operations, p, max_rollouts, timeout_s) for p in everybody))
+    else:
+        healths = [
+            coordinator_service_pb2.ParticipantHealth(info=convert.participant_info(p), reachable=True)
+            for p in everybody
+        ]
+    return coordinator_service_pb2.GetCoordinatorStatusResponse(
+        coordinator_epoch=operations.journal.epoch,
+        job_id=operations.settings.job_id,
+        operation=operation_status(operations),
+        participants=healths,
+        latest_snapshot_id=operations.latest_snapshot_id,
+        snapshot_root=operations.settings.root,
+    )
+
+
+def operation_status(operations: Operations) -> coordinator_service_pb2.OperationStatus | None:
+    """The operation that runs, or else the last one."""
+    if operations.active is not None:
+        return outcomes.running_status(operations.active, operations.clock())
+    ended = operations.last_ended()
+    return ended.status() if ended is not None else None
+
+
+async def _health(
+    operations: Operations, who: Participant, max_rollouts: int, timeout_s: float
+) -> coordinator_service_pb2.ParticipantHealth:
+    health = coordinator_service_pb2.ParticipantHealth(info=convert.participant_info(who))
+    try:
+        status = await operations.participants.status(who, min(max_rollouts, MAX_ROLLOUTS), timeout_s)
+    except SafepointError as error:
+        health.problem = str(error.problem.message)
+    else:
+        health.reachable = True
+        health.status.CopyFrom(status)
+    return health
