@@ -6,7 +6,8 @@ precedes the calls that it covers. How they are driven:
     effects = transaction.step(Begin(now, deadline, operation, topology))
     for effect in effects:
         Record     append to the journal and fsync. If that fails and `required`: drop the rest of this list and step
-                   RecordFailed. If it is not required: log the failure and go on (opening never needs a disk).
+                   RecordFailed. If it is not required: log the failure and go on (opening never needs a disk). Records
+                   that only help recovery come after the calls: whatever has no manifest is presumed aborted.
         Call       start the RPC, do not wait. Its end is stepped as Replied, RefusedBy, NoAnswer or Misanswered with the
                    same call_no, its stream events before that as ProgressReported. Never repeat it: the core does.
         Cancel     cancel the RPC of call_no, if it runs. Its end may still be stepped; it is then ignored.
@@ -202,6 +203,13 @@ class ResumeRequested:
     now: float
 
 
+@dataclass(frozen=True, slots=True)
+class TrainerHeard:
+    """Any other call of the trainer for this operation, such as a repeated Prepare: its pause still has an owner."""
+
+    now: float
+
+
 Request = AbortRequested | CommitRequested | PublishRequested | ResumeRequested
 Event = (
     Begin
@@ -219,6 +227,7 @@ Event = (
     | Published
     | PublishFailed
     | Tick
+    | TrainerHeard
     | Request
 )
 

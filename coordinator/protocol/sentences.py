@@ -64,8 +64,8 @@ def deadline_passed(
 
     `called` is False when the time was over before they could be called at all.
     """
-    each = "; ".join(f"{name} ({_said(phase, progress.get(name))})" for name in who[:_NAMED])
     rollouts, count = blocked(who, progress)
+    each = "; ".join(f"{name} ({_said(phase, progress.get(name), brief=bool(rollouts))})" for name in who[:_NAMED])
     draining = phase == Phase.PREPARE
     return Problem(
         # Work that does not end is one thing, a participant that does not get done another.
@@ -95,7 +95,7 @@ def blocked(
     return tuple(rollouts[:_MAX_ROLLOUTS]), count
 
 
-def _said(phase: Phase, progress: Progress | None) -> str:
+def _said(phase: Phase, progress: Progress | None, *, brief: bool = False) -> str:
     if progress is None:
         return "has reported nothing"
     if phase == Phase.PREPARE:
@@ -103,6 +103,8 @@ def _said(phase: Phase, progress: Progress | None) -> str:
         some = ", ".join(str(rollout) for rollout in progress.waiting_for[:3])
         more = f" and {count - 3} more" if count > 3 else ""
         what = f"{progress.in_flight} in flight"
+        if brief:
+            return what  # the Problem names the rollouts itself
         return f"{what}: {some}{more}" if some else f"{what}, {count} rollouts" if count else what
     bytes_of = f" of {progress.bytes_total}" if progress.bytes_total else ""
     items_of = f" of {progress.items_total}" if progress.items_total else ""

@@ -54,6 +54,7 @@ from coordinator.protocol.events import (
     ResumeRequested,
     SetTimer,
     Tick,
+    TrainerHeard,
     Verdict,
     Warned,
 )
@@ -99,6 +100,7 @@ class Transaction:
         self._abort_wanted = False
         self._opened_alone: set[ParticipantId] = set()
         self._timer_at: float | None = None
+        self._unheld: Problem | None = None  # the cause of a failed restore without the advice to abort it
         self._fresh: list[int] = []  # calls of the last step: not made if its record fails
 
     @classmethod
@@ -246,6 +248,10 @@ class Transaction:
                 if self.published:
                     raise RuntimeError("the snapshot was published already")
                 return self._fail(self._mine(event.problem), now) if self.stage == Stage.PUBLISHING else []
+            case TrainerHeard():
+                if self._operation is not None:
+                    self._owner_until = now + self._operation.options.lease_ttl_s
+                return []
             case Tick():
                 return self._tick(now)
             case AbortRequested() | CommitRequested() | PublishRequested() | ResumeRequested():
@@ -316,9 +322,10 @@ class Transaction:
         cause = found.primary or self._mine(Problem(Reason.ABORTED, text))
         if save or found.last == RecordKind.ABORTING:
             return self._abort(cause, now)
-        if found.last == RecordKind.RESUMING:
+        loaded = found.last == RecordKind.RESTORED
+        if found.last == RecordKind.RESUMING or (loaded and found.operation.resume_when_done):
             return self._open(Phase.RESUME, now)
-        return self._stand(Stage.RESTORED, now) if found.last == RecordKind.RESTORED else self._fail(cause, now)
+        return self._stand(Stage.RESTORED, now) if loaded else self._fail(cause, now)
 
     # ---- phases -----------------------------------------------------------------------------------------------------
 
@@ -338,14 +345,14 @@ class Transaction:
     def _after(self, phase: Phase, now: float) -> list[Effect]:
         save = self.operation.kind == OperationKind.SAVE
         stops = self.operation.trainer_driven if save else not self.operation.resume_when_done
+        out: list[Effect] = [] if save else [records.reached(RecordKind.RESTORED, self.operation)]
         if phase in STOPS and stops and not self._abort_wanted:
-            stand = self._stand(STOPS[phase], now)
-            return stand if save else [records.reached(RecordKind.RESTORED, self.operation), *stand]
+            return [*out, *self._stand(STOPS[phase], now)]
         program = SAVE if save else RESTORE
         following = program[program.index(phase) + 1]
         if following == Phase.PUBLISH:
             return self._publish(now)
-        return self._open(following, now) if following in OPENING else self._start(following, now)
+        return [*out, *(self._open(following, now) if following in OPENING else self._start(following, now))]
 
     def _stand(self, stage: Stage, now: float) -> list[Effect]:
         self.stage = stage
@@ -414,13 +421,14 @@ class Transaction:
             return self._abort(problem, now)
         step = "Everybody stays paused: Abort opens them without the snapshot; then restore with a new operation_id."
         held = problem if step in problem.advice else replace(problem, next_step=f"{problem.advice} {step}")
-        self.stage, self.primary = Stage.FAILED_PAUSED, held
+        self.stage, self.primary, self._unheld = Stage.FAILED_PAUSED, held, problem
         if self.evidence.attempted <= self.lost.keys():
             return self._abort(held, now)  # nobody is left to stay paused
         return [records.failing(RecordKind.FAILED_PAUSED, self.operation, held), Await(Stage.FAILED_PAUSED, held)]
 
     def _abort(self, problem: Problem, now: float) -> list[Effect]:
-        self.primary = self.primary or problem
+        # Once it opens, the advice on how to open it is no advice any more.
+        self.primary = self._unheld or self.primary or problem
         return self._open(Phase.ABORT, now)
 
     def _gone(self, participant_id: ParticipantId, problem: Problem, now: float) -> list[Effect]:
@@ -458,12 +466,17 @@ class Transaction:
         text = f"The trainer has called nothing for {self.operation.options.lease_ttl_s:.0f} s"
         if self.stage == Stage.PUBLISHED:
             return [_warned(f"{text}: everybody resumes, the snapshot is published."), *self._open(Phase.RESUME, now)]
-        return self._fail(self._mine(Problem(Reason.LEASE_LAPSED, f"{text} while everybody was paused.")), now)
+        step = "Call the next phase, or repeat the last one, within the lease; or ask for a longer lease."
+        return self._fail(self._mine(Problem(Reason.LEASE_LAPSED, f"{text} while everybody was paused.", step)), now)
 
     # ---- opening ----------------------------------------------------------------------------------------------------
 
     def _open(self, phase: Phase, now: float) -> list[Effect]:
         out: list[Effect] = [*self._calls.cancel_all()]
+        # A restore that has begun to open must never be taken for one that waits. A save needs no such record: what its
+        # manifest does not say is presumed aborted. So its record comes after the calls, and keeps nobody waiting.
+        first = phase == Phase.RESUME and self.operation.kind == OperationKind.RESTORE
+        out += [self._decided(phase)] if first else []
         self.stage, self.phase, self._phase_began = STAGES[phase], phase, now
         told = [p for p in self.topology.participants if p.participant_id in self.evidence.attempted]
         self._opening = Opening(
@@ -471,8 +484,7 @@ class Transaction:
             self._calls, self.lost, self._limits, now,
         )  # fmt: skip
         out += [Announce(PhaseStarted(phase, self._opening.told)), *self._opening.advance(now)]
-        # After the calls: that the decision was recorded is a help to recovery, never a reason to keep anybody waiting.
-        out.append(self._decided(phase))
+        out += [] if first else [self._decided(phase)]
         return [*out, *self._advance(now)]
 
     def _decided(self, phase: Phase) -> Record:
@@ -524,6 +536,7 @@ class Transaction:
         standing = judge(event, self.stage, self.outcome, self.phase, self.operation)
         if isinstance(standing, Problem):
             return [Reject(standing)]
+        self._owner_until = now + self.operation.options.lease_ttl_s
         if standing == Standing.REPEATED:
             return []
         match event:
@@ -536,7 +549,7 @@ class Transaction:
                 if self.stage == Stage.PUBLISHING:
                     self._abort_wanted = True  # only the disk knows now; whatever it says, everybody opens
                     return []
-                text = f"Aborted: {event.cause}" if event.cause else "Aborted by request."
+                text = f"Aborted: {event.cause.rstrip('.')}." if event.cause else "Aborted by request."
                 return self._abort(self._mine(Problem(Reason.ABORTED, text)), now)
 
     def _mine(self, problem: Problem, participant_id: str = "") -> Problem:
