@@ -159,7 +159,7 @@ class GateMiddleware:
                 # It runs at another agent or worker, which has to learn that it must restart.
                 answer, execution.run = _refusal(Stale.STATE_LOST, identity, gate.name), None
             elif answer is not None and keyed:
-                gate.log.remember(identity, execution.digest, answer, gate.session_of(scope))
+                gate.remember(identity, execution.digest, answer, scope, body)
             gate.count_turn(identity.rollout_id)
         except BaseException as caught:
             error = caught

@@ -15,7 +15,7 @@ from __future__ import annotations
 import json
 import os
 import sqlite3
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Generator, Iterable, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import Enum
@@ -139,7 +139,7 @@ class CallLog:
             os.close(fd)
 
     @contextmanager
-    def together(self) -> Iterator[None]:
+    def together(self) -> Generator[None]:
         """Several changes as one; none of them when the block raises."""
         self.db.execute("BEGIN IMMEDIATE")
         try:
@@ -361,16 +361,27 @@ class CallLog:
         marks = ",".join("?" * len(call_ids))
         self.db.execute(f"DELETE FROM executed WHERE rollout_id=? AND call_id IN ({marks})", (rollout_id, *call_ids))
 
-    def done(self, rollouts: Iterable[tuple[str, int]]) -> None:
-        """These attempts, and lower ones, have ended at their agent: their answers and sessions matter no more."""
+    def done(self, rollouts: Iterable[tuple[str, int]]) -> list[str]:
+        """These attempts, and lower ones, have ended at their agent: their answers and sessions matter no more.
+
+        The ids of those sessions.
+        """
+        gone: list[str] = []
         with self.together():
             for rollout_id, attempt in rollouts:
+                gone += [
+                    r[0]
+                    for r in self.db.execute(
+                        "SELECT session_id FROM sessions WHERE rollout_id=? AND attempt<=?", (rollout_id, attempt)
+                    )
+                ]
                 self.db.execute("DELETE FROM executed WHERE rollout_id=? AND attempt<=?", (rollout_id, attempt))
                 self.db.execute("DELETE FROM sessions WHERE rollout_id=? AND attempt<=?", (rollout_id, attempt))
                 if self.db.execute(
                     "DELETE FROM rollouts WHERE rollout_id=? AND attempt<=? AND guest=1", (rollout_id, attempt)
                 ).rowcount:
                     self.db.execute("DELETE FROM calls WHERE rollout_id=?", (rollout_id,))
+        return gone
 
     def bind(self, session_id: str, rollout_id: str, attempt: int) -> None:
         """The session belongs to the rollout."""

@@ -19,7 +19,7 @@ import sqlite3
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, cast
 
 from coordinator.wire.errors import Reason, refuse
 from coordinator.wire.ids import is_rollout_id
@@ -46,7 +46,7 @@ class LogExport:
 class LogLoad:
     """What was installed. `totals` counts rollouts by their state at the cut; `restarted` cannot continue."""
 
-    totals: dict[RolloutState, int] = field(default_factory=dict)
+    totals: dict[RolloutState, int] = field(default_factory=dict[RolloutState, int])
     restarted: tuple[LedgerLine, ...] = ()
     recorded_calls: int = 0
     sessions: int = 0
@@ -309,13 +309,22 @@ def read(files: Sequence[Path]) -> Iterator[dict[str, Any]]:
 
 
 def _check_header(record: Any, path: Path) -> None:
-    if not isinstance(record, dict) or set(record) != {"t", "format"} or record["t"] != "header":
+    if type(record) is not dict:
+        raise ValueError("no header")
+    record = cast("dict[str, Any]", record)
+    if set(record) != {"t", "format"} or record["t"] != "header":
         raise ValueError("no header")
     if record["format"] != FORMAT:
         raise refuse(Reason.SNAPSHOT_TOO_NEW, f"{path.name} has format {str(record['format'])[:64]!r}, not {FORMAT}.")
 
 
-def _checked(record: dict[str, Any]) -> dict[str, Any]:
+def _checked(record: Any) -> dict[str, Any]:
+    if not isinstance(record, dict):
+        raise ValueError("not an object")
+    return _checked_fields(record)
+
+
+def _checked_fields(record: dict[str, Any]) -> dict[str, Any]:
     fields = _FIELDS[record["t"]]
     if set(record) != {"t", *fields}:
         raise ValueError("other fields than expected")
@@ -326,9 +335,7 @@ def _checked(record: dict[str, Any]) -> dict[str, Any]:
         elif kind == _I:
             good = type(value) is int and 0 <= value < 2**62
         elif kind == _H:
-            good = type(value) is list and all(
-                type(h) is list and len(h) == 2 and type(h[0]) is str and type(h[1]) is str for h in value
-            )
+            good = _are_headers(value)
         else:
             record[name] = _bytes(value)
             good = True
@@ -341,6 +348,19 @@ def _checked(record: dict[str, Any]) -> dict[str, Any]:
     return record
 
 
+def _are_headers(value: Any) -> bool:
+    if not isinstance(value, list):
+        return False
+    pairs: list[Any] = value
+    for pair in pairs:
+        if not isinstance(pair, list):
+            return False
+        parts: list[Any] = pair
+        if [type(part) for part in parts] != [str, str]:
+            return False
+    return True
+
+
 def _text(body: bytes) -> str | dict[str, str]:
     try:
         return bytes(body).decode()
@@ -351,6 +371,8 @@ def _text(body: bytes) -> str | dict[str, str]:
 def _bytes(value: Any) -> bytes:
     if type(value) is str:
         return value.encode("utf-8", "surrogatepass")
-    if type(value) is dict and set(value) == {"b64"} and type(value["b64"]) is str:
-        return base64.b64decode(value["b64"], validate=True)
+    if type(value) is dict:
+        held = cast("dict[str, Any]", value)
+        if set(held) == {"b64"} and type(held["b64"]) is str:
+            return base64.b64decode(held["b64"], validate=True)
     raise ValueError("body is neither text nor base64")

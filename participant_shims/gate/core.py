@@ -20,7 +20,7 @@ from typing import Any, Final, Protocol
 from coordinator.wire.errors import Reason, refuse
 from coordinator.wire.terms import Activity, QuiesceMode
 from participant_shims.admission import ANONYMOUS, Doors, Released, Standing
-from participant_shims.gate.calllog import FORMAT, CallLog
+from participant_shims.gate.calllog import FORMAT, Answer, CallLog
 from participant_shims.gate.describe import Server
 from participant_shims.gate.dispatch import Dispatches
 from participant_shims.gate.execution import Execution
@@ -39,7 +39,16 @@ MAX_WAITING_FOR: Final = 20
 class Sessions(Protocol):
     """What a gate needs of a server's session state (participant_shims.gate.state.sessions.SessionState)."""
 
+    @property
+    def wants_requests(self) -> bool: ...
+
     def describe(self) -> dict[str, Any]: ...
+
+    def before_first_request(self) -> None: ...
+
+    def record(self, session_id: str, exchange: Any) -> None: ...
+
+    def forget(self, session_id: str) -> None: ...
 
     def freshness(self) -> bool: ...
 
@@ -93,6 +102,8 @@ class Gate:
         if known and not self.never_closes and known["deadline"] > self._clock():
             mode = QuiesceMode[known["mode"]]
             self.doors.close(known["operation_id"], mode, known["deadline"] - self._clock())
+        if self.sessions is not None:
+            self.sessions.before_first_request()
         if self.on_start is not None:
             self.on_start(asyncio.get_running_loop())
 
@@ -101,11 +112,23 @@ class Gate:
         if recorded:
             self.log.forget(call.rollout_id, recorded)
         if ended:
-            self.log.done(ended)
+            gone = self.log.done(ended)
+            if self.sessions is not None:
+                for session_id in gone:
+                    self.sessions.forget(session_id)
             for rollout_id, attempt in ended:
                 self.turns.pop(rollout_id, None)
                 if not self.is_agent:
                     self.outbound.finished(rollout_id, attempt)
+
+    def remember(self, call: CallIdentity, digest: str, answer: Answer, scope: Mapping[str, Any], body: bytes) -> None:
+        """Keep what was answered to an identified call, before it is released."""
+        session_id = self.session_of(scope)
+        self.log.remember(call, digest, answer, session_id)
+        if session_id and self.sessions is not None and self.sessions.wants_requests:
+            from participant_shims.gate.again import exchange_of
+
+            self.sessions.record(session_id, exchange_of(scope, body, answer))
 
     def dispatch_for(self, call: CallIdentity) -> Dispatch | None:
         """The dispatch that a call to this agent is part of; None at other servers. Give it back when it ends."""

@@ -13,7 +13,7 @@ import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from importlib import metadata
-from typing import Any, Final
+from typing import Any, Final, cast
 
 from participant_shims.gate.calllog import FORMAT
 
@@ -82,8 +82,8 @@ def _role(name: str, kind: str, roles: str) -> str:
 
 def _plain(config: Any) -> dict[str, Any]:
     omegaconf: Any = sys.modules.get("omegaconf")
-    if omegaconf is None or config is None or isinstance(config, dict):
-        return dict(config or {})
+    if omegaconf is None or config is None or type(config) is dict:
+        return cast("dict[str, Any]", config or {})
     found: Any
     try:
         found = omegaconf.OmegaConf.to_container(config, resolve=True)

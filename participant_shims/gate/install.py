@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import functools
 import importlib.util
+import logging
 import os
 import shutil
 import sys
@@ -35,7 +36,7 @@ def install() -> None:
     hooks: dict[str, Callable[[Any], None]] = {"uvicorn.config": _hook_uvicorn, "nemo_gym.server_utils": _hook_gym}
     for name, hook in list(hooks.items()):
         if name in sys.modules:
-            _quietly(lambda hook=hook, name=name: hook(sys.modules[name]))
+            _quietly(functools.partial(hook, sys.modules[name]))
             del hooks[name]
     if hooks and not any(isinstance(f, _AfterImport) for f in sys.meta_path):
         sys.meta_path.insert(0, _AfterImport(hooks))
@@ -145,11 +146,11 @@ def _wrap(loaded: Any) -> Any:
     life = os.environ.get(LIFE_VARIABLE)
     if server is None or not life:
         return None
-    _gate = build_gate(server, Path(life))
+    _gate = build_gate(server, Path(life), loaded)
     return GateMiddleware(loaded, _gate)
 
 
-def build_gate(server: Any, life: Path) -> Gate:
+def build_gate(server: Any, life: Path, app: Any) -> Gate:
     """The gate of this process for a server object, with its call log, session state and control line."""
     from participant_shims.gate.calllog import CallLog
     from participant_shims.gate.control import Control
@@ -164,9 +165,13 @@ def build_gate(server: Any, life: Path) -> Gate:
     _keep.append(fd)
     sessions = None
     if facts.kind == "gym.resources":
+        from participant_shims.gate.state.reexecute import asgi_send
         from participant_shims.gate.state.sessions import SessionState
 
-        sessions = SessionState(server, state_mode(facts.name))
+        # Re-executed requests go to the application behind the gate: admission is closed while they run.
+        sessions = SessionState(
+            server, state_mode(facts.name), send=asgi_send(app), log=logging.getLogger(__name__).info
+        )
     gate = Gate(facts, CallLog(life / CALLS), sessions, worker_id=worker_id)
     control = Control(gate, life / SOCKET)
     gate.on_start = control.start
