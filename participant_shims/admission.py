@@ -237,16 +237,13 @@ class Doors:
         while not entry.gone:
             self.tick()
             if not self.closed or self.mode is not QuiesceMode.HOLD:
+                if entry.activity is Activity.HELD:
+                    self._move(entry, Activity.RUNNING)  # until it has been sent
                 return True
             if entry.activity is not Activity.HELD:
                 self._move(entry, Activity.HELD)
             await self._sleep(entry)
         return False
-
-    def run_on(self, entry: Entry) -> None:
-        """A held stream goes on: its work runs again."""
-        if entry.activity is Activity.HELD:
-            self._move(entry, Activity.RUNNING)
 
     def abandon(self, entry: Entry) -> None:
         """The client of `entry` left: parked work is dropped and never run, a held response is let go."""

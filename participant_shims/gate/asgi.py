@@ -76,8 +76,6 @@ class GateMiddleware:
             async def held_send(message: Message) -> None:
                 if not gate.never_closes:
                     await doors.hold(entry)
-                    if message["type"] == "http.response.start" or message.get("more_body", False):
-                        doors.run_on(entry)
                 await send(message)
 
             CURRENT.set(NOBODY)
@@ -250,11 +248,7 @@ class GateMiddleware:
         async def before_send() -> bool:
             if exempt:
                 return True
-            if not await (doors.hold(entry) if watch else self._held(entry, receive)):
-                return False
-            if not execution.finished:
-                doors.run_on(entry)
-            return True
+            return await (doors.hold(entry) if watch else self._held(entry, receive))
 
         watcher = asyncio.create_task(self._watch(entry, receive)) if watch else None
         try:

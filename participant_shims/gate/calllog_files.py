@@ -321,7 +321,7 @@ def _check_header(record: Any, path: Path) -> None:
 def _checked(record: Any) -> dict[str, Any]:
     if not isinstance(record, dict):
         raise ValueError("not an object")
-    return _checked_fields(record)
+    return _checked_fields(dict(cast("Mapping[str, Any]", record)))
 
 
 def _checked_fields(record: dict[str, Any]) -> dict[str, Any]:
@@ -349,16 +349,10 @@ def _checked_fields(record: dict[str, Any]) -> dict[str, Any]:
 
 
 def _are_headers(value: Any) -> bool:
-    if not isinstance(value, list):
-        return False
-    pairs: list[Any] = value
-    for pair in pairs:
-        if not isinstance(pair, list):
-            return False
-        parts: list[Any] = pair
-        if [type(part) for part in parts] != [str, str]:
-            return False
-    return True
+    return isinstance(value, list) and all(
+        isinstance(pair, list) and [type(part) for part in cast("Sequence[Any]", pair)] == [str, str]
+        for pair in cast("Sequence[Any]", value)
+    )
 
 
 def _text(body: bytes) -> str | dict[str, str]:
