@@ -29,7 +29,7 @@ def shim(ctx: typer.Context) -> None:
 def serve(ctx: typer.Context) -> None:
     """Run a server, or ng_run with all of its servers, with the gate loaded into it and a shim beside it.
 
-    Example: safepoint serve --role policy -- python app.py
+    Example: safepoint serve --name policy_model --role policy -- python app.py
     """
     _forward("serve", ctx.args)
 

@@ -64,6 +64,7 @@ class FakeCoordinator(CoordinatorServicer):
     published: list[str] = field(default_factory=list)
     damaged: dict[str, Reason] = field(default_factory=dict)
     invalid: dict[str, str] = field(default_factory=dict)
+    metadata: dict[str, str] = field(default_factory=dict)  # of the snapshot that is restored
     rollouts: list[manifest_pb2.LedgerEntry] = field(default_factory=list)
     ledger_part: int = 2
     unconfirmed: list[str] = field(default_factory=list)
@@ -124,6 +125,7 @@ class FakeCoordinator(CoordinatorServicer):
             raise refuse(Reason.SNAPSHOT_NOT_FOUND, f"No snapshot {request.snapshot_id}.")
         event = pb.OperationEvent(operation_id=request.operation_id, sequence=1)
         event.restored.snapshot.CopyFrom(snapshot_info(request.snapshot_id))
+        event.restored.snapshot.metadata.update(self.metadata)
         event.restored.sessions = 64
         event.restored.totals.CopyFrom(manifest_pb2.LedgerTotals(completed=3, parked=61, pending=0, excluded=1))
         event.restored.diverged.add(rollout_id="r-9", state=4, reason="the agent uses time")

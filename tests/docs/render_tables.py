@@ -1,0 +1,109 @@
+"""The tables that documents share with the code, rendered from the code.
+
+    python -m tests.docs.render_tables          rewrites them in place
+
+A block begins with `<!-- table: NAME -->` and ends with `<!-- end -->`. The rule: nobody edits them by hand.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Final
+
+from coordinator.cli_exit import BY_REASON, MEANINGS, ExitCode
+from coordinator.protocol.phases import PHASES
+from coordinator.wire.errors import CATALOG, Reason
+from coordinator.wire.terms import CheckpointMode, Role
+from participant_shims.fence import LEGAL, Rpc
+
+ROOT: Final = Path(__file__).resolve().parents[2]
+DOCUMENTS: Final = (ROOT / "README.md", ROOT / "proto" / "README.md")
+_BLOCK: Final = re.compile(r"<!-- table: ([a-z ]+) -->\n(.*?)<!-- end -->", re.DOTALL)
+_PLURAL: Final = {
+    Role.POLICY_MODEL: "policy models", Role.ENGINE: "engines", Role.AGENT: "agents", Role.RESOURCES: "resources",
+}  # fmt: skip
+_PROOFS: Final = {
+    "Prepared": "`Prepared`: admission closed at every worker, quiesced",
+    "Committed": "`Committed`: a manifest of durable files",
+    "Confirmed": "`ConfirmResponse`: the freeze was never broken",
+    "RestoredProof": "`Restored`: verified and loaded, still closed",
+    "Opened": "`ResumeResponse` or `AbortResponse`: admission open",
+}
+
+
+def table(*rows: tuple[str, ...]) -> str:
+    """Markdown; the first row is the head."""
+    head, *body = rows
+    lines = [head, tuple("---" for _ in head), *body]
+    return "".join("| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |\n" for line in lines)
+
+
+def phases() -> str:
+    rows = [("phase", "waves", "proof", "who takes part", "may be aborted")]
+    everybody = set(CheckpointMode) - {CheckpointMode.UNSPECIFIED}
+    for phase, spec in PHASES.items():
+        waves = " -> ".join(
+            "all at once" if len(wave) == len(_PLURAL) else ", ".join(_PLURAL[r] for r in sorted(wave))
+            for wave in spec.waves
+        )
+        proof = _PROOFS[spec.proof.__name__] if spec.proof else "the snapshot's manifest is durable"
+        missing = sorted(everybody - spec.joins)
+        joins = "all" if not missing else "all but " + ", ".join(mode.name for mode in missing)
+        if not spec.waves:
+            waves, joins = "none", "the coordinator alone"
+        rows.append((phase.name.lower(), waves, proof, joins, "yes" if spec.abortable else "no"))
+    return table(*rows)
+
+
+def legality() -> str:
+    calls = [Rpc.PREPARE, Rpc.COMMIT, Rpc.CONFIRM, Rpc.RESTORE, Rpc.RENEW, Rpc.RESUME, Rpc.ABORT]
+    names = {Rpc.RENEW: "RenewLease"}
+    rows = [("state", *(names.get(call, call.value.capitalize()) for call in calls))]
+    for state, row in LEGAL.items():
+        rows.append((state.name, *(row[call].name.lower() for call in calls)))
+    used = {rule for row in LEGAL.values() for rule in row.values()}
+    legend = "; ".join(f"*{rule.name.lower()}*: {rule.value}" for rule in sorted(used, key=lambda r: r.name))
+    return table(*rows) + f"\n{legend[0].upper()}{legend[1:]}.\n"
+
+
+def reasons() -> str:
+    rows = [("number", "reason", "gRPC code", "may be paused", "what the caller does", "exit code")]
+    for reason in Reason:
+        entry = CATALOG[reason]
+        rows.append(
+            (
+                str(reason.value),
+                f"`{reason.name}`",
+                entry.code,
+                "yes" if entry.paused else "no",
+                entry.next_step,
+                str(int(BY_REASON[reason])),
+            )
+        )
+    return table(*rows)
+
+
+def exit_codes() -> str:
+    rows = [("code", "meaning", "what to do", "reasons")]
+    for code in ExitCode:
+        meaning, todo = MEANINGS[code]
+        named = ", ".join(f"`{r.name}`" for r in Reason if BY_REASON[r] is code)
+        rows.append((str(int(code)), meaning, todo, named))
+    return table(*rows)
+
+
+TABLES: Final[dict[str, Callable[[], str]]] = {
+    "phases": phases, "legality": legality, "reasons": reasons, "exit codes": exit_codes,
+}  # fmt: skip
+
+
+def rendered(text: str) -> str:
+    """`text` with every block as the code has it. Raises KeyError for a block that nobody renders."""
+    return _BLOCK.sub(lambda m: f"<!-- table: {m[1]} -->\n{TABLES[m[1]]()}<!-- end -->", text)
+
+
+if __name__ == "__main__":
+    for document in DOCUMENTS:
+        document.write_text(rendered(document.read_text(encoding="utf-8")), encoding="utf-8")
