@@ -10,7 +10,10 @@ codec      the public face: encode, decode, dumps, loads (`gym-session-v1`)
 layout     where a server keeps its sessions: per-session attributes, global ones, and whether those changed
 source     what the source says about a server: what it keeps, calls and starts
 file       the session file: JSON lines, blobs once
+exporting  one export by the codec      loading  one load
+modes      how a server's state is saved, and the reason in words
 sessions   SessionState: what the gate calls
+shapes     type guards
 reexecute  the logged requests sent again, each answer compared
 inspect    `safepoint inspect`: what of a server can be saved, and how
 

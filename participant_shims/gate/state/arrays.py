@@ -19,6 +19,7 @@ from participant_shims.gate.state.graph import (
     Malformed,
     pack_bytes,
 )
+from participant_shims.gate.state.shapes import a_dict, a_list, a_tuple, exact_dict, exact_list
 
 _BIT_GENERATORS: Final = ("PCG64", "PCG64DXSM", "MT19937", "Philox", "SFC64")
 
@@ -42,7 +43,7 @@ def dtype_text(encoder: Encoder, dtype: Any, number: int) -> Any:
 
 
 def _listed(described: Any) -> Any:
-    return [_listed(d) for d in described] if isinstance(described, list | tuple) else described
+    return [_listed(d) for d in described] if a_list(described) or a_tuple(described) else described
 
 
 def read_dtype(described: Any) -> Any:
@@ -58,9 +59,9 @@ def read_dtype(described: Any) -> Any:
 
 def _tupled(described: Any, *, outer: bool) -> Any:
     # JSON has lists only. A structured dtype is a list of tuples; a sub-array or a shape within it is a tuple.
-    if type(described) is not list:
+    if not exact_list(described):
         return described
-    if outer and all(type(field) is list for field in described):
+    if outer and all(exact_list(field) for field in described):
         return [
             tuple(_tupled(part, outer=i == 1 and type(part) is list) for i, part in enumerate(field))
             for field in described
@@ -75,7 +76,7 @@ def pack_array(encoder: Encoder, array: Any, number: int) -> list[Any]:
 
 def read_array(decoder: Decoder, packed: Any) -> Any:
     """The flat, writable array that `pack_array` packed."""
-    if type(packed) is not list or len(packed) != 2:
+    if not exact_list(packed) or len(packed) != 2:
         raise Malformed("bad array")
     dtype, data = read_dtype(packed[0]), decoder.binary(packed[1])
     if dtype.itemsize == 0 or len(data) % dtype.itemsize:
@@ -100,7 +101,7 @@ def _array(encoder: Encoder, obj: Any, number: int) -> Entry:
 
 
 def _shape(shape: Any, size: int) -> tuple[int, ...]:
-    if type(shape) is not list or len(shape) > 32 or not all(type(n) is int and 0 <= n <= 1 << 40 for n in shape):
+    if not exact_list(shape) or len(shape) > 32 or not all(type(n) is int and 0 <= n <= 1 << 40 for n in shape):
         raise Malformed("bad shape")
     product = 1
     for n in shape:
@@ -123,9 +124,10 @@ def _read(decoder: Decoder, entry: Entry) -> Any:
 
 
 def _read_objects(decoder: Decoder, entry: Entry) -> Any:
-    if type(entry[3]) is not list:
+    items = entry[3]
+    if not exact_list(items):
         raise Malformed("bad array")
-    return _np().empty(_shape(entry[1], len(entry[3])), dtype=object)
+    return _np().empty(_shape(entry[1], len(items)), dtype=object)
 
 
 def _fill_objects(decoder: Decoder, entry: Entry, obj: Any) -> None:
@@ -166,8 +168,8 @@ def _read_empty_text(decoder: Decoder, entry: Entry) -> Any:
 
 
 def _state(encoder: Encoder, value: Any, number: int) -> Any:
-    if isinstance(value, dict):
-        return {str(k): _state(encoder, v, number) for k, v in value.items()}  # pyright: ignore
+    if a_dict(value):
+        return {str(k): _state(encoder, v, number) for k, v in value.items()}
     if isinstance(value, str | float):
         return value
     if isinstance(value, int) or _np().ndim(value) == 0:
@@ -178,10 +180,10 @@ def _state(encoder: Encoder, value: Any, number: int) -> Any:
 def _read_state(decoder: Decoder, state: Any, depth: int = 0) -> Any:
     if depth > 4:
         raise Malformed("bad generator state")
-    if type(state) is dict:
-        return {str(k): _read_state(decoder, v, depth + 1) for k, v in state.items()}  # pyright: ignore
-    if type(state) is list:
-        return int(state[0], 16) if len(state) == 1 else read_array(decoder, state)  # pyright: ignore
+    if exact_dict(state):
+        return {str(k): _read_state(decoder, v, depth + 1) for k, v in state.items()}
+    if exact_list(state):
+        return int(state[0], 16) if len(state) == 1 else read_array(decoder, state)
     if type(state) not in (str, float):
         raise Malformed("bad generator state")
     return state

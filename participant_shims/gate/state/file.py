@@ -26,6 +26,7 @@ from typing import Any, BinaryIO, Final, cast
 
 from coordinator.wire.errors import Reason, Refused, refuse
 from participant_shims.gate.state import codec
+from participant_shims.gate.state.shapes import a_dict, a_list, exact_list
 
 FORMAT: Final = 1
 BLOB_FROM: Final = 1024  # characters; shorter parts are cheaper to repeat
@@ -129,15 +130,14 @@ class Writer:
     def _lift(self, part: Any, depth: int) -> Any:
         if type(part) is str:
             return self._blob(part) if len(part) >= BLOB_FROM else part
-        if type(part) is not list:
+        if not exact_list(part):
             return part
-        listed = cast("list[Any]", part)
-        if set(map(type, listed)) <= _INLINE:
-            long = len(listed) >= BLOB_FROM // 2 or sum(len(v) for v in listed if type(v) is str) >= BLOB_FROM
-            return self._blob(listed) if long else listed
-        if depth < 4 and len(listed) <= 512:
-            return [self._lift(inner, depth + 1) for inner in listed]
-        return listed
+        if set(map(type, part)) <= _INLINE:
+            long = len(part) >= BLOB_FROM // 2 or sum(len(v) for v in part if type(v) is str) >= BLOB_FROM
+            return self._blob(part) if long else part
+        if depth < 4 and len(part) <= 512:
+            return [self._lift(inner, depth + 1) for inner in part]
+        return part
 
     def _blob(self, part: Any) -> dict[str, str]:
         data = codec.dumps(part).encode("utf-8")
@@ -200,9 +200,9 @@ def _parse(path: Path, raw: bytes) -> dict[str, Any]:
         line = codec.loads(raw.decode("utf-8"))
     except (codec.Malformed, UnicodeDecodeError) as e:
         raise _unsafe(path, f"a line is {e}") from None
-    if not isinstance(line, dict):
+    if not a_dict(line):
         raise _unsafe(path, "a line is no object")
-    return cast("dict[str, Any]", line)
+    return line
 
 
 def _take_blob(path: Path, line: dict[str, Any], blobs: dict[str, Any]) -> None:
@@ -236,16 +236,14 @@ def _take_session(path: Path, line: dict[str, Any], blobs: dict[str, Any]) -> Sa
 def _put_back(path: Path, state: Any, blobs: dict[str, Any], depth: int = 0) -> Any:
     if depth > 12:
         return state
-    if isinstance(state, dict):
-        mapping = cast("dict[str, Any]", state)
-        if mapping.keys() == {"@"}:
-            if not isinstance(mapping["@"], str) or mapping["@"] not in blobs:
+    if a_dict(state):
+        if state.keys() == {"@"}:
+            if not isinstance(state["@"], str) or state["@"] not in blobs:
                 raise _unsafe(path, "it refers to a shared part that it does not have")
-            return blobs[mapping["@"]]
-        return {name: _put_back(path, part, blobs, depth + 1) for name, part in mapping.items()}
-    if isinstance(state, list):
-        listed = cast("list[Any]", state)
-        if set(map(type, listed)) <= _INLINE:
-            return listed
-        return [_put_back(path, part, blobs, depth + 1) for part in listed]
+            return blobs[state["@"]]
+        return {name: _put_back(path, part, blobs, depth + 1) for name, part in state.items()}
+    if a_list(state):
+        if set(map(type, state)) <= _INLINE:
+            return state
+        return [_put_back(path, part, blobs, depth + 1) for part in state]
     return state

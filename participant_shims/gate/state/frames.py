@@ -12,6 +12,7 @@ from typing import Any, Final
 
 from participant_shims.gate.state.arrays import pack_array, read_array
 from participant_shims.gate.state.graph import Decoder, Encode, Encoder, Entry, Handler, Malformed
+from participant_shims.gate.state.shapes import exact_list
 
 _UNITS: Final = ("s", "ms", "us", "ns")
 _MASKED: Final = (
@@ -66,9 +67,10 @@ def _column(encoder: Encoder, values: Any, number: int) -> list[Any]:
 
 def _read_column(decoder: Decoder, packed: Any) -> Any:
     pd, np = _pd(), _np()
-    if type(packed) is not list or not packed:
+    if not exact_list(packed) or not packed:
         raise Malformed("bad column")
-    kind, *parts = packed
+    kind: Any = packed[0]
+    parts = packed[1:]
     if kind == "n":
         return read_array(decoder, parts[0])
     if kind == "o":
@@ -118,9 +120,10 @@ def _read_index(decoder: Decoder, entry: Entry) -> Any:
 
 
 def _read_range(decoder: Decoder, entry: Entry) -> Any:
-    if type(entry[2]) is not list or not all(type(n) is int for n in entry[2]):
+    bounds = entry[2]
+    if not exact_list(bounds) or not all(type(n) is int for n in bounds):
         raise Malformed("bad range")
-    return _pd().RangeIndex(*entry[2], name=decoder.get(entry[1]))
+    return _pd().RangeIndex(*bounds, name=decoder.get(entry[1]))
 
 
 def _multi_index(encoder: Encoder, obj: Any, number: int) -> Entry:
@@ -178,7 +181,7 @@ def _frame(encoder: Encoder, obj: Any, number: int) -> Entry:
 def _read_frame(decoder: Decoder, entry: Entry) -> Any:
     pd = _pd()
     index, columns = decoder.get(entry[1]), decoder.get(entry[2])
-    if not isinstance(index, pd.Index) or not isinstance(columns, pd.Index) or type(entry[4]) is not list:
+    if not isinstance(index, pd.Index) or not isinstance(columns, pd.Index) or not exact_list(entry[4]):
         raise Malformed("bad frame")
     series = [_make_series(_read_column(decoder, packed), index, None) for packed in entry[4]]
     # By position, so that columns of one name stay apart.

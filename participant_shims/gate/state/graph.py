@@ -22,6 +22,7 @@ from dataclasses import dataclass, field
 from typing import Any, Final
 
 from participant_shims.gate.state.scope import Scope
+from participant_shims.gate.state.shapes import a_list, class_of, exact_dict, exact_list
 
 VERSION: Final = 1
 # Beyond 53 bits a JSON reader in another language would round, so larger integers are written as hexadecimal text.
@@ -85,7 +86,7 @@ Encode = Callable[["Encoder", Any, int], Entry]
 
 def type_name(value: object) -> str:
     """Module and qualified name of the type of `value`, builtins without module."""
-    cls = type(value)
+    cls = class_of(value)
     return cls.__qualname__ if cls.__module__ == "builtins" else f"{cls.__module__}.{cls.__qualname__}"
 
 
@@ -147,13 +148,13 @@ class Encoder:
         while self._pending:
             number = self._pending.popleft()
             obj = self.kept[number]
-            handler = self.exact.get(type(obj), self.other)
+            handler = self.exact.get(class_of(obj), self.other)
             self.objects[number] = handler(self, obj, number)
         return {"v": VERSION, "root": value, "objects": self.objects}
 
     def value(self, obj: Any, owner: int, attribute: str | None, key: Any) -> Any:
         """What stands for `obj` in an entry of object `owner`; `attribute` or else `key` says where, for messages."""
-        kind = type(obj)
+        kind = class_of(obj)
         if obj is None or kind is bool:
             return obj
         if kind is int and -INLINE_INT <= obj <= INLINE_INT:
@@ -183,7 +184,7 @@ class Encoder:
 
     def items(self, values: Iterable[Any], owner: int) -> list[Any]:
         """The values of a sequence."""
-        listed = values if isinstance(values, list) else list(values)
+        listed: list[Any] = values if a_list(values) else list(values)
         self._count(owner, len(listed))
         if inline_values(listed):
             return list(listed)
@@ -279,22 +280,22 @@ class Decoder:
             raise Malformed(f"{type(e).__name__}: {str(e)[:200]}") from e
 
     def _document(self, document: Any) -> Any:
-        if type(document) is not dict or set(document) != {"v", "root", "objects"}:
+        if not exact_dict(document) or set(document) != {"v", "root", "objects"}:
             raise Malformed("not a session document")
         if document["v"] != VERSION or type(document["v"]) is not int:
             raise Malformed(f"document version {str(document['v'])[:20]} is not {VERSION}")
         objects = document["objects"]
-        if type(objects) is not list or len(objects) > self.limits.objects:
+        if not exact_list(objects) or len(objects) > self.limits.objects:
             raise Malformed("object table missing or too long")
         values = 0
         chosen: list[Handler] = []
         for number, entry in enumerate(objects):
-            handler = self.handlers.get(entry[0]) if type(entry) is list and entry and type(entry[0]) is str else None
+            handler = self.handlers.get(entry[0]) if exact_list(entry) and entry and type(entry[0]) is str else None
             if handler is None:
                 raise Malformed(f"object {number} is of no known kind")
             if len(entry) != handler.arity:
                 raise Malformed(f"object {number} ({entry[0]}) has {len(entry)} fields")
-            values += sum(len(part) for part in entry if type(part) is list)
+            values += sum(len(part) for part in entry if exact_list(part))
             chosen.append(handler)
         if values > self.limits.values:
             raise Malformed("too many values")
@@ -332,7 +333,7 @@ class Decoder:
 
     def get(self, value: Any) -> Any:
         """The object that a value of an entry stands for."""
-        if type(value) is not list:
+        if not exact_list(value):
             if type(value) not in _INLINE_TYPES:
                 raise Malformed("a value is neither plain nor a reference")
             return value
@@ -355,7 +356,7 @@ class Decoder:
 
     def all(self, values: Any) -> list[Any]:
         """The objects that a list of values stands for."""
-        if type(values) is not list:
+        if not exact_list(values):
             raise Malformed("a list of values is missing")
         if set(map(type, values)) <= _INLINE_TYPES:
             return list(values)
@@ -388,7 +389,7 @@ class Decoder:
 
     def binary(self, packed: Any) -> bytes:
         """The bytes that `pack_bytes` packed; never makes more than was declared and allowed."""
-        if type(packed) is not list or len(packed) not in (2, 3) or type(packed[1]) is not str:
+        if not exact_list(packed) or len(packed) not in (2, 3) or type(packed[1]) is not str:
             raise Malformed("bad binary")
         size = packed[0]
         if type(size) is not int or size < 0:

@@ -23,6 +23,7 @@ from participant_shims.gate.state import codec
 from participant_shims.gate.state.graph import Limits, type_name
 from participant_shims.gate.state.objects import is_model
 from participant_shims.gate.state.scope import Scope
+from participant_shims.gate.state.shapes import a_dict, a_set, a_tuple, class_of, exact_dict, keyed
 
 # A baseline is taken of every attribute at start-up, so it is bounded: larger ones are watched by identity and length.
 WATCH: Final = Limits(objects=20_000, values=200_000, binary_bytes=64 << 20)
@@ -49,7 +50,6 @@ _RUNTIME: Final = (
     "threading.",
     "_contextvars.",
 )
-_CONTAINERS: Final = (dict, list, set, deque)
 _SIMPLE: Final = (type(None), bool, int, float, str, bytes, tuple, frozenset)
 
 
@@ -62,9 +62,14 @@ def session_of(key: object, sessions: Collection[str]) -> str | None:
     """The session among `sessions` that a dictionary key belongs to."""
     if isinstance(key, str):
         return key if key in sessions else None
-    if isinstance(key, tuple):
-        return next((p for p in cast("tuple[object, ...]", key) if isinstance(p, str) and p in sessions), None)
+    if a_tuple(key):
+        return next((p for p in key if isinstance(p, str) and p in sessions), None)
     return None
+
+
+def is_container(value: object) -> bool:
+    """Whether `value` is a built-in mutable container, or of a class derived from one."""
+    return isinstance(value, dict | list | set | deque)
 
 
 def is_runtime(value: object) -> bool:
@@ -86,23 +91,26 @@ class Place:
 
     def replace(self, value: object) -> None:
         """Put `value` there; a container is filled in place, since others may hold it too."""
-        live = self.value
-        if type(live) is not type(value) or not isinstance(live, _CONTAINERS):
+        live: Any = self.value
+        if class_of(live) is not class_of(value) or not is_container(live):
             self.store[self.key] = value
-        elif isinstance(live, dict):
-            contents = list(cast("dict[Any, Any]", value).items())
-            put = OrderedDict[Any, Any].__setitem__ if isinstance(live, OrderedDict) else dict[Any, Any].__setitem__
-            cast("dict[Any, Any]", live).clear()
+        elif a_dict(live) and a_dict(value):
+            contents = list(value.items())
+            put: Any = (
+                OrderedDict[Any, Any].__setitem__ if isinstance(live, OrderedDict) else dict[Any, Any].__setitem__
+            )
+            live.clear()
             for key, item in contents:
-                put(cast(Any, live), key, item)
-        elif isinstance(live, set):
-            contents_of = set(cast("set[Any]", value))
-            cast("set[Any]", live).clear()
-            cast("set[Any]", live).update(contents_of)
+                put(live, key, item)
+        elif a_set(live) and a_set(value):
+            members = set(value)
+            live.clear()
+            live.update(members)
         else:
             listed = list(cast("list[Any]", value))
-            cast("list[Any]", live).clear()
-            cast("list[Any]", live).extend(listed)
+            sequence = cast("list[Any]", live)
+            sequence.clear()
+            sequence.extend(listed)
 
 
 def _stores(obj: object) -> Iterator[MutableMapping[str, Any]]:
@@ -126,7 +134,7 @@ def places(server: object, scope: Scope) -> list[Place]:
                 continue
             found.append(Place(name, store, name))
             value = store[name]
-            if scope.owns(type(value).__module__) and not isinstance(value, type | types.FunctionType):
+            if scope.owns(class_of(value).__module__) and not isinstance(value, type | types.FunctionType):
                 for inner in _stores(value):
                     found += [Place(f"{name}.{k}", inner, k) for k in inner if not k.startswith("__")]
     for module in scope.own_modules():
@@ -140,9 +148,12 @@ def _globals(module: types.ModuleType, scope: Scope, server: object) -> Iterator
         if name.startswith("__") or value is server or isinstance(value, type | types.ModuleType):
             continue
         # Instances of the server's own classes at module level, and mutable or simple values; not typing constructs.
-        if isinstance(value, (*_CONTAINERS, *_SIMPLE)) or scope.owns(type(value).__module__):
-            if not callable(value):
-                yield Place(f"{written}:{name}", cast("MutableMapping[str, Any]", vars(module)), name)
+        own = scope.owns(class_of(value).__module__)
+        if not (own or is_container(value) or isinstance(value, _SIMPLE)) or callable(cast(object, value)):
+            continue
+        yield Place(f"{written}:{name}", cast("MutableMapping[str, Any]", vars(module)), name)
+        for inner in _stores(value) if own else ():
+            yield from (Place(f"{written}:{name}.{k}", inner, k) for k in inner if not k.startswith("__"))
 
 
 def fingerprint(value: object, scope: Scope) -> tuple[object, ...]:
@@ -152,8 +163,7 @@ def fingerprint(value: object, scope: Scope) -> tuple[object, ...]:
     try:
         text = codec.dumps(codec.encode_with_numbers(value, scope, limits=WATCH).document)
     except codec.Unencodable:
-        size = len(cast("list[Any]", value)) if isinstance(value, _CONTAINERS) else 0
-        return ("identity", id(value), size)
+        return ("identity", id(value), len(cast("list[Any]", value)) if is_container(value) else 0)
     return ("content", hashlib.sha256(text.encode("utf-8", "surrogatepass")).digest())
 
 
@@ -165,8 +175,8 @@ def baseline(found: list[Place], scope: Scope) -> dict[str, tuple[object, ...]]:
 def session_keys(value: object, sessions: Collection[str]) -> dict[str, list[Any]]:
     """The keys (or members) of a session-keyed container that belong to each of `sessions`."""
     out: dict[str, list[Any]] = {}
-    if isinstance(value, dict | set):
-        for key in cast("dict[Any, Any] | set[Any]", value):
+    if keyed(value):
+        for key in value:
             owner = session_of(key, sessions)
             if owner is not None:
                 out.setdefault(owner, []).append(key)
@@ -178,17 +188,15 @@ def session_places(found: list[Place], sessions: AbstractSet[str], known: Abstra
     out: list[Place] = []
     for place in found:
         value = place.value
-        if not isinstance(value, dict | set):
+        if not keyed(value):
             continue
-        keys = cast("dict[Any, Any] | set[Any]", value)
-        if place.name in known or any(session_of(k, sessions) or looks_like_session(k) for k in keys):
+        if place.name in known or any(session_of(k, sessions) or looks_like_session(k) for k in value):
             out.append(place)
-        elif isinstance(value, dict) and len(value) <= 64:
-            for key, inner in cast("dict[Any, Any]", value).items():
-                if isinstance(key, str) and isinstance(inner, dict | set):
-                    members = cast("dict[Any, Any] | set[Any]", inner)
-                    if any(session_of(k, sessions) or looks_like_session(k) for k in members):
-                        out.append(Place(f"{place.name}[{key!r}]", cast("dict[str, Any]", value), key))
+        elif a_dict(value) and len(value) <= 64:
+            for key, inner in value.items():
+                known_inside = isinstance(key, str) and keyed(inner)
+                if known_inside and any(session_of(k, sessions) or looks_like_session(k) for k in inner):
+                    out.append(Place(f"{place.name}[{key!r}]", value, key))
     return out
 
 
@@ -199,19 +207,20 @@ def remainder(place: Place, sessions: Collection[str]) -> dict[Any, Any] | set[A
     def is_global(key: object) -> bool:
         return session_of(key, sessions) is None and not looks_like_session(key) and not isinstance(key, tuple)
 
-    if isinstance(value, dict):
-        return {k: v for k, v in cast("dict[Any, Any]", value).items() if is_global(k)}
+    if a_dict(value):
+        return {k: v for k, v in value.items() if is_global(k)}
     return {k for k in cast("set[Any]", value) if is_global(k)}
 
 
 def empty_like(container: object) -> Any:
     """An empty container of the same kind, for a server whose place is not set up yet; None when it can't be made."""
-    if isinstance(container, dict):
-        factory = getattr(cast(object, container), "default_factory", None)
-        if type(container) is dict:
-            return {}
-        return type(container)(factory) if factory is not None else type(container)()  # type: ignore[call-arg]
-    return set[Any]() if isinstance(container, set) else None
+    if exact_dict(container):
+        return {}
+    if a_dict(container):
+        factory: Any = getattr(container, "default_factory", None)
+        made: Any = type(container)
+        return made(factory) if factory is not None else made()
+    return set[Any]() if a_set(container) else None
 
 
 def global_randomness() -> Mapping[str, Any]:

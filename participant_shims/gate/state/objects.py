@@ -14,11 +14,12 @@ import random
 import sys
 import types
 from collections import Counter, OrderedDict, defaultdict, deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, Final, cast
 
 from participant_shims.gate.state.graph import Decoder, Encode, Encoder, Entry, Handler, Malformed, Unavailable
 from participant_shims.gate.state.scope import BUILTIN_TYPES, Scope
+from participant_shims.gate.state.shapes import a_class, class_of, exact_list
 from participant_shims.gate.state.values import fill_mapping, fill_set
 
 # The built-in types that own classes may derive from. Mutable ones are made empty and filled.
@@ -101,9 +102,9 @@ def _attributes(obj: object) -> dict[str, Any]:
 
 def encode_other(encoder: Encoder, obj: Any, number: int) -> Entry:
     """The entry of an object whose exact type no table has."""
-    cls = cast("type[Any]", type(obj))
-    if isinstance(obj, type):
-        return _encode_type(encoder, cast("type[Any]", obj), number)
+    cls = class_of(obj)
+    if a_class(obj):
+        return _encode_type(encoder, obj, number)
     if isinstance(obj, enum.Enum):
         return _encode_enum(encoder, obj, number)
     if cls is types.FunctionType or cls is types.MethodType or cls is types.BuiltinFunctionType:
@@ -135,16 +136,20 @@ def _encode_enum(encoder: Encoder, obj: enum.Enum, number: int) -> Entry:
     members = type(obj).__members__
     if name is None:
         raise encoder.refuse(number, obj, "is not an enum of the server")
-    if obj.name is not None and members.get(obj.name) is obj:
-        return ["en", name, [obj.name]]
-    parts = [k for k, v in members.items() if isinstance(obj, enum.Flag) and v.value and v in obj]
+    own_name: Any = obj.name  # a combination of flags may have none
+    if own_name is not None and members.get(own_name) is obj:
+        return ["en", name, [own_name]]
+    parts = [k for k, v in members.items() if isinstance(obj, enum.Flag) and v.value and cast(Any, v) in obj]
     if not isinstance(obj, enum.Flag) or _combine(type(obj), parts) is not obj:
         raise encoder.refuse(number, obj, "is no combination of members")
     return ["en", name, parts]
 
 
 def _combine(cls: type[enum.Flag], names: list[str]) -> enum.Flag:
-    return functools.reduce(lambda a, b: a | b, (cls.__members__[n] for n in names), cls(0))
+    combined = cls(0)
+    for name in names:
+        combined |= cls.__members__[name]
+    return combined
 
 
 def _encode_function(encoder: Encoder, obj: Any, number: int) -> Entry:
@@ -179,21 +184,21 @@ def _method(owner: Any, name: str) -> Any:
 
 
 def _encode_instance(encoder: Encoder, obj: Any, number: int, name: str) -> Entry:
-    slots = {k: v for k, m in slots_of(type(obj)).items() if (v := _slot(m, obj)) is not _EMPTY}
+    slots = {k: v for k, m in slots_of(class_of(obj)).items() if (v := _slot(m, obj)) is not _EMPTY}
     attributes = [encoder.named(_attributes(obj), number), encoder.named(slots, number)]
-    kind, empty = base_of(type(obj))
+    kind, empty = base_of(class_of(obj))
     if not kind:
         return ["o", name, *attributes]
     if not empty:
-        plain = _VALUES[kind](obj) if kind not in ("str", "int", "float") else _plain(kind, obj)
+        plain: Any = cast(Any, _VALUES[kind])(obj) if kind not in ("str", "int", "float") else _plain(kind, obj)
         return ["ov", name, *attributes, kind, encoder.value(plain, number, None, kind)]
     extra: Any = None
     payload: list[Any]
     if kind in ("list", "set", "deque"):
-        payload = encoder.items(list(_MUTABLE[kind].__iter__(obj)), number)  # type: ignore[attr-defined]
+        payload = encoder.items(list(cast(Any, _MUTABLE[kind]).__iter__(obj)), number)
         extra = obj.maxlen if kind == "deque" else None
     else:
-        items = OrderedDict.items(obj) if kind == "OrderedDict" else dict.items(obj)
+        items = cast("Iterable[tuple[Any, Any]]", cast(Any, _MUTABLE[kind]).items(obj))
         payload = encoder.pairs(items, number)
         if kind == "defaultdict":
             extra = encoder.attribute(obj.default_factory, number, "default_factory")
@@ -257,7 +262,7 @@ def _shell_mutable(decoder: Decoder, entry: Entry) -> Any:
     if kind == "deque" and entry[5] is not None:
         if type(entry[5]) is not int:
             raise Malformed("bad deque")
-        deque.__init__(made, maxlen=entry[5])
+        cast(Any, deque).__init__(made, maxlen=entry[5])
     return made
 
 
@@ -276,7 +281,7 @@ def _fill_instance(decoder: Decoder, entry: Entry, obj: Any) -> None:
     attributes, slots = decoder.named(entry[2]), decoder.named(entry[3])
     if attributes:
         cast("dict[str, Any]", object.__getattribute__(obj, "__dict__")).update(attributes)
-    members = slots_of(type(obj))
+    members = slots_of(class_of(obj))
     for name, value in slots.items():
         if name not in members:
             raise Malformed("no such slot")
@@ -286,9 +291,9 @@ def _fill_instance(decoder: Decoder, entry: Entry, obj: Any) -> None:
 def _fill_payload(decoder: Decoder, entry: Entry, obj: Any) -> None:
     kind, extra, payload = entry[4], entry[5], entry[6]
     if kind == "list":
-        list.extend(obj, decoder.all(payload))
+        list[Any].extend(obj, decoder.all(payload))
     elif kind == "deque":
-        deque.extend(obj, decoder.all(payload))
+        deque[Any].extend(obj, decoder.all(payload))
     elif kind == "set":
         fill_set(decoder, payload, obj)
     else:
@@ -296,7 +301,7 @@ def _fill_payload(decoder: Decoder, entry: Entry, obj: Any) -> None:
             factory = decoder.get(extra)
             if factory is not None and not callable(factory):
                 raise Malformed("bad default factory")
-            defaultdict.default_factory.__set__(obj, factory)  # type: ignore[attr-defined]
+            vars(defaultdict)["default_factory"].__set__(obj, factory)
         fill_mapping(decoder, payload, obj)
 
 
@@ -306,7 +311,7 @@ def _shell_model(decoder: Decoder, entry: Entry) -> Any:
 
 def _fill_model(decoder: Decoder, entry: Entry, obj: Any) -> None:
     fields_set = entry[3]
-    if type(fields_set) is not list or not all(type(f) is str for f in fields_set):
+    if not exact_list(fields_set) or not all(type(f) is str for f in fields_set):
         raise Malformed("bad set of fields")
     object.__setattr__(obj, "__dict__", decoder.named(entry[2]))
     object.__setattr__(obj, "__pydantic_fields_set__", set(fields_set))
@@ -317,9 +322,9 @@ def _fill_model(decoder: Decoder, entry: Entry, obj: Any) -> None:
 
 def _read_class(decoder: Decoder, entry: Entry) -> type[Any]:
     found = decoder.scope.find(entry[1])
-    if not isinstance(found, type):
+    if not a_class(found):
         raise Unavailable(f"class {str(entry[1])[:100]} is not loaded, or not one of the server")
-    return cast("type[Any]", found)
+    return found
 
 
 def _read_function(decoder: Decoder, entry: Entry) -> Any:
@@ -332,7 +337,7 @@ def _read_function(decoder: Decoder, entry: Entry) -> Any:
 def _read_enum(decoder: Decoder, entry: Entry) -> enum.Enum:
     cls = _read_class(decoder, entry)
     names = entry[2]
-    if not issubclass(cls, enum.Enum) or type(names) is not list or not all(type(n) is str for n in names):
+    if not issubclass(cls, enum.Enum) or not exact_list(names) or not all(type(n) is str for n in names):
         raise Malformed("bad enum")
     if len(names) == 1:
         return cls.__members__[names[0]]

@@ -12,10 +12,12 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import json
-from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Final, cast
+from typing import Any, Final
 from urllib.parse import unquote
+
+from participant_shims.gate.state.shapes import a_dict, a_list, exact_list
 
 AT_ONCE: Final = 16  # sessions that are re-executed concurrently
 TIMEOUT_S: Final = 120.0  # for one request
@@ -74,21 +76,22 @@ class Exchange:
     @classmethod
     def from_plain(cls, plain: Any) -> Exchange:
         """What `to_plain` gave. Raises TypeError for anything else."""
-        if type(plain) is not list or len(cast("list[Any]", plain)) != 8:
+        if not exact_list(plain) or len(plain) != 8:
             raise TypeError("a recorded request is incomplete")
-        method, target, headers, body, status, digest, kept, cookies = cast("list[Any]", plain)
-        pairs = [tuple(h) if type(h) is list and len(h) == 2 else None for h in headers]
-        texts = [method, target, digest, *cookies, *(part for h in pairs if h is not None for part in h)]
+        method, target, headers, body, status, digest, kept, cookies = plain
         if (
-            None in pairs
-            or not all(type(t) is str for t in texts)
-            or type(body) is not bytes
-            or type(status) is not int
+            not exact_list(headers)
+            or not exact_list(cookies)
+            or not all(exact_list(h) and len(h) == 2 for h in headers)
         ):
+            raise TypeError("a recorded request has bad headers")
+        pairs: list[tuple[str, str]] = [(h[0], h[1]) for h in headers]
+        texts: list[Any] = [method, target, digest, *cookies, *(part for pair in pairs for part in pair)]
+        if not all(type(t) is str for t in texts) or type(body) is not bytes or type(status) is not int:
             raise TypeError("a recorded request is malformed")
         if kept is not None and type(kept) is not bytes:
             raise TypeError("a recorded response is malformed")
-        request = Request(method, target, cast(Headers, tuple(pairs)), body)
+        request = Request(method, target, tuple(pairs), body)
         return cls(request, status, digest, kept, tuple(cookies))
 
 
@@ -122,14 +125,15 @@ class RequestLog:
     def of(self, session_id: str) -> Sequence[Exchange]:
         return self._sessions.get(session_id, ())
 
-    def __len__(self) -> int:
-        return len(self._sessions)
+    def others(self, sessions: Collection[str]) -> bool:
+        """Whether there are requests of sessions that are not among `sessions`."""
+        return any(session_id not in sessions for session_id in self._sessions)
 
 
 def _pruned(value: Any, ignored: frozenset[str]) -> Any:
-    if isinstance(value, dict):
-        return {k: _pruned(v, ignored) for k, v in cast("dict[str, Any]", value).items() if k not in ignored}
-    return [_pruned(v, ignored) for v in cast("list[Any]", value)] if isinstance(value, list) else value
+    if a_dict(value):
+        return {k: _pruned(v, ignored) for k, v in value.items() if k not in ignored}
+    return [_pruned(v, ignored) for v in value] if a_list(value) else value
 
 
 def canonical_digest(body: bytes, ignored: frozenset[str] = frozenset()) -> str:
@@ -152,19 +156,17 @@ def first_difference(expected: bytes | None, got: bytes, ignored: frozenset[str]
 
 
 def _differences(expected: Any, got: Any, path: str) -> Iterator[str]:
-    if isinstance(expected, dict) and isinstance(got, dict):
-        left, right = cast("dict[str, Any]", expected), cast("dict[str, Any]", got)
-        for key in sorted(left.keys() | right.keys()):
-            if (key in left) != (key in right):
+    if a_dict(expected) and a_dict(got):
+        for key in sorted(expected.keys() | got.keys()):
+            if (key in expected) != (key in got):
                 yield f"{path}.{key}"
             else:
-                yield from _differences(left[key], right[key], f"{path}.{key}")
-    elif isinstance(expected, list) and isinstance(got, list):
-        one, other = cast("list[Any]", expected), cast("list[Any]", got)
-        for index, (a, b) in enumerate(zip(one, other, strict=False)):
+                yield from _differences(expected[key], got[key], f"{path}.{key}")
+    elif a_list(expected) and a_list(got):
+        for index, (a, b) in enumerate(zip(expected, got, strict=False)):
             yield from _differences(a, b, f"{path}[{index}]")
-        if len(one) != len(other):
-            yield f"{path}[{min(len(one), len(other))}]"
+        if len(expected) != len(got):
+            yield f"{path}[{min(len(expected), len(got))}]"
     elif expected != got or type(expected) is not type(got):
         yield path
 

@@ -11,13 +11,13 @@ A server that is run as `python app.py` has its classes in `__main__`; as one of
 from __future__ import annotations
 
 import collections
-import collections.abc
 import os
 import sys
-import typing
 from dataclasses import dataclass, field
 from types import FunctionType, MappingProxyType, ModuleType
-from typing import Any, Final
+from typing import Any, Final, cast
+
+from participant_shims.gate.state.shapes import a_class
 
 # Modules whose data classes (pydantic models, dataclasses, enums, named tuples) may stand in a session: messages do.
 DATA_MODULES: Final = ("nemo_gym", "openai.types")
@@ -70,7 +70,7 @@ class Scope:
         """The server's own modules that are loaded, without doubles."""
         found: dict[int, ModuleType] = {}
         for name, module in list(sys.modules.items()):
-            if isinstance(module, ModuleType) and self.owns(name):
+            if type(module) is ModuleType and self.owns(name):
                 found.setdefault(id(module), module)
         return list(found.values())
 
@@ -114,15 +114,18 @@ class Scope:
                 if part.startswith("__"):
                     return None
                 found = holder.get(part)
-                if isinstance(found, staticmethod):
-                    found = typing.cast("staticmethod[Any, Any]", found).__func__
+                if type(found) is staticmethod:
+                    found = getattr(cast(object, found), "__func__", None)
                 if found is None:
                     return None
-                holder = vars(found) if isinstance(found, type) else {}
-        if not isinstance(found, type | FunctionType):
-            return None
+                holder = vars(found) if a_class(found) else {}
         defined_in = getattr(found, "__module__", None)
-        return found if isinstance(defined_in, str) and self.allows_named(defined_in) else None
+        if not isinstance(defined_in, str):
+            return None
+        if isinstance(found, FunctionType):
+            # A function may come to be called by the server, as a default factory is: only its own ones.
+            return found if self.owns(defined_in) else None
+        return found if a_class(found) and self.allows_named(defined_in) else None
 
     def allows_named(self, module: str) -> bool:
         """Whether anything of `module` (a loaded name) may be named at all."""

@@ -14,20 +14,18 @@ import inspect as introspect
 import platform
 import sys
 import time
-import types
-from collections import deque
-from collections.abc import Awaitable, Callable, Mapping, Set
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Set
 from pathlib import Path
 from typing import Any, Final, cast
 
 from coordinator.wire.errors import Reason, refuse
 from participant_shims.gate.state import codec, layout, modes
+from participant_shims.gate.state.exporting import Export
 from participant_shims.gate.state.file import SavedFile, SavedSession, Writer, read
-from participant_shims.gate.state.graph import ABSENT, type_name
-from participant_shims.gate.state.layout import Place
+from participant_shims.gate.state.loading import Load, unsafe
 from participant_shims.gate.state.reexecute import Exchange, RequestLog, Send, reexecute
 from participant_shims.gate.state.scope import Scope
+from participant_shims.gate.state.shapes import a_dict, a_set, exact_list, keyed
 from participant_shims.gate.state.source import SourceFacts, read_source
 
 SLICE_S: Final = 0.005  # longest time on the loop before it gives way
@@ -68,16 +66,6 @@ def facts_of(server: object) -> SourceFacts | None:
         return None
 
 
-@dataclass(slots=True)
-class _Shared:
-    """What sessions may refer to: anchors (places that every server of this kind has) and the objects of `values`."""
-
-    document: dict[str, Any]
-    outer: dict[int, int]
-    # Keeps every object whose id is in `outer` alive.
-    kept: list[Any] = field(default_factory=list[Any])
-
-
 class SessionState:
     """The state of `server`. Made when the server object is first seen, before it serves.
 
@@ -91,15 +79,16 @@ class SessionState:
         mode: str = "codec",
         *,
         send: Send | None = None,
-        log: Callable[[str], None] | None = None,
+        log: Callable[[str], None] = lambda line: None,
     ) -> None:
         self._server = server
         self._send = send
-        self._log = log or (lambda line: None)
+        self._log = log
         self._scope = scope_of(server)
         self._facts = facts_of(server)
         self._requests = RequestLog()
         self._served = False
+        self._loaded: set[str] = set()
         self._take_baseline()
         live = tuple(
             p.name for p in layout.session_places(layout.places(server, self._scope), frozenset(), frozenset())
@@ -139,16 +128,21 @@ class SessionState:
             self._take_baseline()
 
     def freshness(self) -> bool:
-        """Whether the server holds nothing per session yet."""
-        if len(self._requests):
+        """Whether the server holds nothing per session but what was loaded: a file may be loaded."""
+        if self._requests.others(self._loaded):
             return False
         found = layout.places(self._server, self._scope)
         for place in layout.session_places(found, frozenset(), self._known):
-            held = cast("Set[object]", place.value)
-            # A Gym session id, or anything in a place that only sessions are kept in.
-            if any(layout.looks_like_session(k) or isinstance(k, tuple) or place.name in self._known for k in held):
+            value = place.value
+            if keyed(value) and any(self._is_foreign(key, place.name in self._known) for key in value):
                 return False
         return True
+
+    def _is_foreign(self, key: object, sure: bool) -> bool:
+        """Whether a key is that of a session that no load put there. `sure`: the place holds sessions only."""
+        if layout.session_of(key, self._loaded) is not None:
+            return False
+        return sure or layout.looks_like_session(key) or isinstance(key, tuple)
 
     def _take_baseline(self) -> None:
         self._baseline = layout.baseline(layout.places(self._server, self._scope), self._scope)
@@ -238,87 +232,15 @@ class SessionState:
     async def _export_codec(
         self, writer: Writer, chosen: Sessions, ids: set[str], excluded: list[dict[str, Any]]
     ) -> None:
-        found = layout.places(self._server, self._scope)
-        keyed = layout.session_places(found, ids, self._known)
+        made = Export(self._server, self._scope, self._baseline, ids, self._known)
         try:
-            shared = self._encode_shared(found, keyed, ids)
+            shared = made.shared()
         except codec.Unencodable as e:
             reason = f"state that belongs to the whole server can't be saved: {e}"
             excluded += [_excluded(who, reason) for who in chosen.values()]
             return
-        await asyncio.to_thread(writer.write_shared, shared.document)
-        by_session: dict[str, dict[str, list[Any]]] = {}
-        for place in keyed:
-            for session_id, keys in layout.session_keys(place.value, ids).items():
-                by_session.setdefault(session_id, {})[place.name] = keys
-        values = {place.name: place.value for place in keyed}
-        owners: dict[int, tuple[str, object]] = {}
-
-        def encode(session_id: str) -> Any:
-            parts = by_session.get(session_id)
-            if not parts:
-                return None
-            state = {
-                name: {k: values[name][k] for k in keys} if isinstance(values[name], dict) else set(keys)
-                for name, keys in parts.items()
-            }
-            made = codec.encode_with_numbers(state, self._scope, outer=shared.outer, named=True)
-            self._claim(made.kept, session_id, owners)
-            return made.document
-
-        await self._write(writer, chosen, encode, excluded)
-
-    def _encode_shared(self, found: list[Place], keyed: list[Place], ids: set[str]) -> _Shared:
-        keyed_names = {place.name for place in keyed}
-        changed: dict[str, Any] = {}
-        anchors: dict[str, Any] = {"": self._server}
-        for place in found:
-            value = place.value
-            if place.name not in keyed_names and not any(n.startswith(f"{place.name}[") for n in keyed_names):
-                before = self._baseline.get(place.name)
-                if before != layout.fingerprint(value, self._scope) and not layout.is_runtime(value):
-                    changed[place.name] = value
-                    continue
-            if not isinstance(value, type(None) | bool | int | float | str | bytes | tuple):
-                anchors[place.name] = value
-        for name in ("config", "server_client"):
-            anchors[name] = getattr(self._server, name, None)
-        for place in keyed:
-            rest = layout.remainder(place, ids)
-            if rest:
-                changed[place.name] = rest
-        names = [name for name, value in anchors.items() if value is not None]
-        outer = {id(anchors[name]): number for number, name in enumerate(names)}
-        values = codec.encode_with_numbers(changed, self._scope, name="server", outer=outer, named=True)
-        kept: list[Any] = [*(anchors[name] for name in names), *values.kept]
-        for key, number in values.numbers.items():
-            outer[key] = number + len(names)
-        containers: dict[str, Any] = {}
-        for place in keyed:
-            empty = layout.empty_like(place.value)
-            try:
-                containers[place.name] = codec.encode(empty, self._scope)
-            except codec.Unencodable:
-                continue  # the restored server must have set it up itself
-        random = codec.encode(dict(layout.global_randomness()), self._scope)
-        document = {"anchors": names, "values": values.document, "containers": containers, "random": random}
-        return _Shared(document, outer, kept)
-
-    def _claim(self, objects: Any, session_id: str, owners: dict[int, tuple[str, object]]) -> None:
-        """Note which session an object of the server's own classes was saved with.
-
-        Two sessions that share one would each get a copy, and would no longer see each other's changes. Containers are
-        not asked: what sessions share of those are the constants of a data set.
-        """
-        mine: list[object] = []
-        for obj in objects:
-            if type(obj) in _NEVER_OWN or not self._scope.owns(type(obj).__module__):
-                continue
-            owner = owners.get(id(obj))
-            if owner is not None and owner[0] != session_id:
-                raise codec.Unencodable("session", type_name(obj), f"is shared with session {owner[0]}")
-            mine.append(obj)
-        owners.update({id(obj): (session_id, obj) for obj in mine})
+        await asyncio.to_thread(writer.write_shared, shared)
+        await self._write(writer, chosen, made.session, excluded)
 
     def _encode_hook(self, session_id: str) -> Any:
         hooks = self._hooks()
@@ -364,102 +286,22 @@ class SessionState:
     async def _load_codec(self, saved: SavedFile) -> dict[str, Any]:
         if not saved.shared:
             return {"sessions": 0, "diverged": []}
-        found = {place.name: place for place in layout.places(self._server, self._scope)}
-        anchors = saved.shared.get("anchors")
-        if not isinstance(anchors, list) or saved.shared.keys() != {"anchors", "values", "containers", "random"}:
-            raise refuse(Reason.SNAPSHOT_UNSAFE, "The shared part of a session file is not as it should be.")
-        outer: list[Any] = [self._anchor(name, found) for name in cast("list[Any]", anchors)]
+        made = Load(self._server, self._scope, self._log)
+        made.shared(saved.shared)
         diverged: list[dict[str, Any]] = []
-        ready: list[tuple[SavedSession, dict[str, Any]]] = []
-        containers = cast("dict[str, Any]", saved.shared["containers"])
-        try:
-            values = codec.decode_with_objects(saved.shared["values"], self._scope, outer=outer)
-            shared = _named_dict(values.value)
-            random = _named_dict(codec.decode(saved.shared["random"], self._scope))
-            empties = {name: codec.decode(document, self._scope) for name, document in containers.items()}
-        except codec.Malformed as e:
-            raise _unsafe("what belongs to the whole server", e) from e
-        outer += list(values.objects)
         begun = time.monotonic()
         for session in saved.sessions:
-            try:
-                state = _named_dict(codec.decode_with_objects(session.state, self._scope, outer=outer).value)
-                for name, part in state.items():
-                    self._check_part(name, part, session.session_id, found, empties)
-                ready.append((session, state))
-            except codec.Unavailable as e:
-                diverged.append(_diverged(session, f"its session can't be brought back: {e}"))
-            except codec.Malformed as e:
-                raise _unsafe(f"session {session.session_id}", e) from e
+            why = made.session(session)
+            if why:
+                diverged.append(_diverged(session, why))
             if time.monotonic() - begun > SLICE_S:
                 await asyncio.sleep(0)
                 begun = time.monotonic()
         if not self.freshness():
-            raise refuse(
-                Reason.NOT_FRESH, "The server took up a session while it was being restored.", next_step=RELOAD_TIP
-            )
-        self._activate(shared, ready, found, empties, random)
-        return {"sessions": len(ready), "diverged": diverged}
-
-    def _anchor(self, name: Any, found: Mapping[str, Place]) -> Any:
-        if name == "":
-            return self._server
-        if name in ("config", "server_client"):
-            value = getattr(self._server, name, None)
-        else:
-            value = found[name].value if isinstance(name, str) and name in found else None
-        return ABSENT if value is None else value
-
-    def _check_part(
-        self, name: str, part: Any, session_id: str, found: Mapping[str, Place], empties: Mapping[str, Any]
-    ) -> None:
-        live = _resolve(name, found)
-        container = live if isinstance(live, dict | set) else empties.get(name)
-        if container is None or (name not in empties and name not in found):
-            raise codec.Unavailable(f"this server has no {name}")
-        if isinstance(container, dict) is not isinstance(part, dict) or type(part) not in (dict, set):
-            raise codec.Malformed("a part is of another kind than its place")
-        if not all(layout.session_of(key, {session_id}) for key in part):
-            raise codec.Malformed("a session claims a key of another")
-
-    def _activate(
-        self,
-        shared: Mapping[str, Any],
-        ready: list[tuple[SavedSession, dict[str, Any]]],
-        found: dict[str, Place],
-        empties: Mapping[str, Any],
-        random: Mapping[str, Any],
-    ) -> None:
-        """Put everything in place, without giving way once. Nothing here can fail on what was checked before."""
-        for name, empty in empties.items():
-            _set_up(name, empty, found)
-        for name, value in shared.items():
-            live = _resolve(name, found)
-            if name in empties and isinstance(live, dict | set):
-                live.update(value)  # pyright: ignore[reportUnknownMemberType]
-            elif name in found:
-                found[name].replace(value)
-            else:
-                self._put_new(name, value)
-        for _, state in ready:
-            for name, part in state.items():
-                live = cast(Any, _resolve(name, found))
-                live.update(part)
-        layout.restore_randomness(random)
-
-    def _put_new(self, name: str, value: object) -> None:
-        """An attribute that the server had got since its start: global names and attributes of the server only."""
-        module, separator, variable = name.partition(":")
-        if separator:
-            for loaded in self._scope.own_modules():
-                if self._scope.aliases.get(loaded.__name__, loaded.__name__) == module:
-                    vars(loaded)[variable] = value
-        elif "." not in name and "[" not in name:
-            private = getattr(self._server, "__pydantic_private__", None)
-            store = private if name.startswith("_") and isinstance(private, dict) else vars(self._server)
-            store[name] = value
-        else:
-            self._log(f"{name} was not brought back: the server has no such place")
+            raise refuse(Reason.NOT_FRESH, "The server took up a session while it was restored.", next_step=RELOAD_TIP)
+        loaded = made.activate()
+        self._loaded |= {s.session_id for s in saved.sessions}
+        return {"sessions": loaded, "diverged": diverged}
 
     async def _load_hook(self, saved: SavedFile) -> dict[str, Any]:
         hooks = self._hooks()
@@ -470,7 +312,7 @@ class SessionState:
             try:
                 ready.append((session, codec.decode(session.state)))
             except codec.Malformed as e:
-                raise _unsafe(f"session {session.session_id}", e) from e
+                raise unsafe(f"session {session.session_id}", e) from e
         diverged: list[dict[str, Any]] = []
         for session, state in ready:
             try:
@@ -488,9 +330,11 @@ class SessionState:
         for session in saved.sessions:
             try:
                 plain = codec.decode(session.state)
+                if not exact_list(plain):
+                    raise TypeError("requests are missing")
                 histories[session.session_id] = [Exchange.from_plain(p) for p in plain]
             except (codec.Malformed, TypeError) as e:
-                raise _unsafe(f"session {session.session_id}", e) from e
+                raise unsafe(f"session {session.session_id}", e) from e
         outcome = await reexecute(histories, send)
         diverged: list[dict[str, Any]] = []
         for session in saved.sessions:
@@ -498,6 +342,7 @@ class SessionState:
             if mismatch is None:
                 for exchange in histories[session.session_id]:
                     self._requests.record(session.session_id, exchange)
+                self._loaded.add(session.session_id)
                 continue
             self._drop(session.session_id)
             diverged.append(_diverged(session, str(mismatch)))
@@ -506,42 +351,12 @@ class SessionState:
     def _drop(self, session_id: str) -> None:
         found = layout.places(self._server, self._scope)
         for place in layout.session_places(found, {session_id}, self._known):
-            for key in layout.session_keys(place.value, {session_id}).get(session_id, []):
-                if isinstance(place.value, dict):
-                    cast("dict[Any, Any]", place.value).pop(key, None)
-                else:
-                    cast("set[Any]", place.value).discard(key)
-
-
-_NEVER_OWN: Final = frozenset(
-    {dict, list, set, frozenset, tuple, str, int, float, bytes, deque, types.FunctionType, types.MethodType, type}
-)
-
-
-def _resolve(name: str, found: Mapping[str, Place]) -> Any:
-    if name in found:
-        return found[name].value
-    base, separator, key = name.partition("[")
-    if not separator or base not in found or not isinstance(found[base].value, dict):
-        return None
-    return cast("dict[str, Any]", found[base].value).get(key.rstrip("]")[1:-1])
-
-
-def _set_up(name: str, empty: Any, found: Mapping[str, Place]) -> None:
-    if isinstance(_resolve(name, found), dict | set):
-        return
-    if name in found:
-        found[name].store[found[name].key] = empty
-        return
-    base, _, key = name.partition("[")
-    if base in found and isinstance(found[base].value, dict):
-        cast("dict[str, Any]", found[base].value)[key.rstrip("]")[1:-1]] = empty
-
-
-def _named_dict(value: Any) -> dict[str, Any]:
-    if not isinstance(value, dict) or not all(isinstance(k, str) for k in cast("dict[Any, Any]", value)):
-        raise codec.Malformed("names are missing")
-    return cast("dict[str, Any]", value)
+            value = place.value
+            for key in layout.session_keys(value, {session_id}).get(session_id, []):
+                if a_dict(value):
+                    value.pop(key, None)
+                elif a_set(value):
+                    value.discard(key)
 
 
 def _excluded(who: tuple[str, int], reason: str) -> dict[str, Any]:
@@ -557,9 +372,4 @@ def _diverged(session: SavedSession, reason: str) -> dict[str, Any]:
     }
 
 
-def _unsafe(what: str, error: Exception) -> Exception:
-    return refuse(Reason.SNAPSHOT_UNSAFE, f"The saved state of {what} can't be read: {str(error)[:300]}.")
-
-
-Load = Callable[[str], Awaitable[dict[str, Any]]]
 __all__ = ["Exchange", "SessionState", "facts_of", "scope_of"]

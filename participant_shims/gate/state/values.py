@@ -19,6 +19,7 @@ import uuid
 import zoneinfo
 from array import array
 from collections import Counter, OrderedDict, defaultdict, deque
+from collections.abc import Callable
 from datetime import date, datetime, time, timedelta, timezone
 from decimal import Decimal
 from fractions import Fraction
@@ -36,6 +37,7 @@ from participant_shims.gate.state.graph import (
     pack_bytes,
 )
 from participant_shims.gate.state.scope import BUILTIN_TYPES
+from participant_shims.gate.state.shapes import exact_list
 
 # Parsing a pattern takes time that grows faster than its length.
 MAX_PATTERN: Final = 4096
@@ -56,7 +58,7 @@ def _float(encoder: Encoder, obj: float, number: int) -> Entry:
 def _read_float(text: Any) -> float:
     if type(text) is not str or len(text) != 16:
         raise Malformed("bad float")
-    return cast(float, struct.unpack(">d", bytes.fromhex(text))[0])
+    return float(struct.unpack(">d", bytes.fromhex(text))[0])
 
 
 def _int(encoder: Encoder, obj: int, number: int) -> Entry:
@@ -91,7 +93,7 @@ def _time(encoder: Encoder, obj: time, number: int) -> Entry:
 
 
 def _integers(values: Any, count: int) -> list[int]:
-    if type(values) is not list or len(values) != count or not all(type(v) is int for v in values):
+    if not exact_list(values) or len(values) != count or not all(type(v) is int for v in values):
         raise Malformed("integers are missing")
     return values
 
@@ -279,7 +281,7 @@ def fill_mapping(decoder: Decoder, values: Any, target: dict[Any, Any]) -> None:
     """Put alternating keys and values into `target`, past anything that its class overrides."""
     pairs = decoder.pairs(values)
     hashed(key for key, _ in pairs)
-    put = OrderedDict.__setitem__ if isinstance(target, OrderedDict) else dict.__setitem__
+    put: Any = OrderedDict[Any, Any].__setitem__ if isinstance(target, OrderedDict) else dict[Any, Any].__setitem__
     for key, value in pairs:
         put(target, key, value)
     if len(target) != len(pairs) or not all(key in target for key, _ in pairs if type(key) is not str):
@@ -289,7 +291,7 @@ def fill_mapping(decoder: Decoder, values: Any, target: dict[Any, Any]) -> None:
 def fill_set(decoder: Decoder, values: Any, target: set[Any]) -> None:
     """Put values into `target`, past anything that its class overrides."""
     listed = hashed(decoder.all(values))
-    set.update(target, listed)
+    set[Any].update(target, listed)
     if len(target) != len(listed):
         raise Malformed("a set member occurs twice")
 
@@ -321,7 +323,7 @@ def _read_frozenset(decoder: Decoder, entry: Entry) -> frozenset[Any]:
 
 
 def _builtin_type(decoder: Decoder, entry: Entry) -> type:
-    found = BUILTIN_TYPES.get(entry[1]) if type(entry[1]) is str else None
+    found: type | None = cast("dict[str, type]", BUILTIN_TYPES).get(entry[1]) if type(entry[1]) is str else None
     if found is None:
         raise Malformed("unknown built-in type")
     return found
@@ -366,7 +368,11 @@ EXACT: Final[dict[type, Encode]] = {
 }
 
 
-def _texts(build: Any) -> Handler:
+def _uuid(text: str) -> uuid.UUID:
+    return uuid.UUID(hex=text)
+
+
+def _texts(build: Callable[[str], Any]) -> Handler:
     def read(decoder: Decoder, entry: Entry) -> Any:
         if type(entry[1]) is not str or len(entry[1]) > 100_000:
             raise Malformed("text is missing")
@@ -385,12 +391,12 @@ HANDLERS: Final[dict[str, Handler]] = {
     "ba": Handler(2, lambda d, e: bytearray(d.binary(e[1]))),
     "l": Handler(2, lambda d, e: [], lambda d, e, o: o.extend(d.all(e[1]))),
     "t": Handler(2, lambda d, e: tuple(d.all(e[1])), deferred=True),
-    "st": Handler(2, lambda d, e: set(), fill_late=lambda d, e, o: fill_set(d, e[1], o)),
+    "st": Handler(2, lambda d, e: set[Any](), fill_late=lambda d, e, o: fill_set(d, e[1], o)),
     "fs": Handler(2, _read_frozenset, deferred=True),
     "d": Handler(2, lambda d, e: {}, fill_late=lambda d, e, o: fill_mapping(d, e[1], o)),
-    "od": Handler(2, lambda d, e: OrderedDict(), fill_late=lambda d, e, o: fill_mapping(d, e[1], o)),
-    "ct": Handler(2, lambda d, e: Counter(), fill_late=lambda d, e, o: fill_mapping(d, e[1], o)),
-    "dd": Handler(3, lambda d, e: defaultdict(None), fill_late=_fill_defaultdict),
+    "od": Handler(2, lambda d, e: OrderedDict[Any, Any](), fill_late=lambda d, e, o: fill_mapping(d, e[1], o)),
+    "ct": Handler(2, lambda d, e: Counter[Any](), fill_late=lambda d, e, o: fill_mapping(d, e[1], o)),
+    "dd": Handler(3, lambda d, e: defaultdict[Any, Any](None), fill_late=_fill_defaultdict),
     "dq": Handler(3, _read_deque, lambda d, e, o: o.extend(d.all(e[2]))),
     "rg": Handler(2, lambda d, e: range(*_three(d, e)), deferred=True),
     "sl": Handler(2, lambda d, e: slice(*_three(d, e)), deferred=True),
@@ -403,7 +409,7 @@ HANDLERS: Final[dict[str, Handler]] = {
     "zi": _texts(zoneinfo.ZoneInfo),
     "de": _texts(Decimal),
     "fr": Handler(2, lambda d, e: Fraction(*d.all(e[1])), deferred=True),
-    "uu": _texts(lambda text: uuid.UUID(hex=text)),
+    "uu": _texts(_uuid),
     "p": Handler(3, _read_path, deferred=True),
     "rn": Handler(4, _read_random, deferred=True),
     "sr": Handler(1, lambda d, e: random.SystemRandom()),

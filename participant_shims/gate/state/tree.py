@@ -1,0 +1,230 @@
+"""The syntax trees of a server and its own modules, and what a name in them means.
+
+The one rule: only files are read; a module that is not the server's own is a dotted name and nothing more.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Final
+
+# Prefixes of dotted names: what a call to them starts or reaches.
+CATEGORIES: Final[dict[str, tuple[str, ...]]] = {
+    "subprocess": (
+        "subprocess.",
+        "asyncio.create_subprocess",
+        "multiprocessing.",
+        "os.popen",
+        "os.system",
+        "pty.",
+        "pexpect.",
+    ),
+    "ray": ("ray.",),
+    "sandbox": (
+        "docker.",
+        "daytona",
+        "e2b",
+        "modal.",
+        "nemo_gym.sandbox",
+        "nemo_gym.sandboxes",
+        "apptainer",
+        "kubernetes.",
+    ),
+    "browser": ("playwright.", "selenium."),
+    "http": ("httpx.", "aiohttp.", "requests.", "urllib.request.", "nemo_gym.server_utils.request"),
+    "model": ("openai.", "nemo_gym.openai_utils.NeMoGymAsyncOpenAI", "litellm.", "anthropic."),
+    "thread": ("threading.Thread", "concurrent.futures.", "asyncio.create_task", "asyncio.ensure_future"),
+    "file": ("open", "tempfile.", "shutil."),
+    "database": ("sqlite3.", "psycopg", "duckdb.", "sqlalchemy."),
+    "socket": ("socket.", "websockets.", "paramiko."),
+}
+
+
+@dataclass(slots=True)
+class SourceModule:
+    name: str
+    path: Path
+    tree: ast.Module
+    imports: dict[str, str] = field(default_factory=dict[str, str])  # local name -> dotted name
+
+
+@dataclass(slots=True)
+class SourceClass:
+    module: SourceModule
+    node: ast.ClassDef
+
+    def methods(self) -> dict[str, ast.FunctionDef | ast.AsyncFunctionDef]:
+        return {n.name: n for n in self.node.body if isinstance(n, ast.FunctionDef | ast.AsyncFunctionDef)}
+
+
+class SourceTree:
+    """The server's `app.py` and every module of its own that it imports. Raises OSError and SyntaxError for `app` itself."""
+
+    def __init__(self, app: Path) -> None:
+        self.app = app
+        self.root = app.parent.parent.parent  # what holds the folder resources_servers
+        self.modules: dict[Path, SourceModule] = {}
+        self.classes: dict[str, SourceClass] = {}
+        self.complete = True  # every own module could be read
+        self._load(app, self.module_name(app))
+
+    def module_name(self, path: Path) -> str:
+        try:
+            parts = list(path.relative_to(self.root).with_suffix("").parts)
+        except ValueError:
+            parts = [path.parent.name, path.stem]
+        return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+    def _load(self, path: Path, name: str) -> None:
+        if path in self.modules or len(self.modules) > 200:
+            return
+        try:
+            tree = ast.parse(path.read_text(encoding="utf-8"), str(path))
+        except (OSError, SyntaxError, ValueError):
+            if path == self.app:
+                raise
+            self.complete = False
+            return
+        module = self.modules[path] = SourceModule(name, path, tree)
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Import):
+                for alias in node.names:
+                    module.imports[alias.asname or alias.name.partition(".")[0]] = (
+                        alias.name if alias.asname else alias.name.partition(".")[0]
+                    )
+                    self._follow(alias.name, path)
+            elif isinstance(node, ast.ImportFrom):
+                source = node.module or ""
+                if node.level:
+                    package = name.split(".") if path.name == "__init__.py" else name.split(".")[:-1]
+                    base = package[: len(package) - node.level + 1]
+                    source = ".".join([*base, *([node.module] if node.module else [])])
+                for alias in node.names:
+                    module.imports[alias.asname or alias.name] = f"{source}.{alias.name}"
+                    self._follow(f"{source}.{alias.name}", path)
+                self._follow(source, path)
+        for node in tree.body:
+            if isinstance(node, ast.ClassDef):
+                self.classes.setdefault(node.name, SourceClass(module, node))
+
+    def _follow(self, dotted: str, importer: Path) -> None:
+        """Read `dotted` too when it is one of the server's own modules."""
+        parts = dotted.split(".")
+        for base in (self.root, importer.parent, self.app.parent):
+            if base == self.root and parts[0] != self.app.parent.parent.name:
+                continue
+            for candidate in (base.joinpath(*parts).with_suffix(".py"), base.joinpath(*parts, "__init__.py")):
+                if candidate.is_file():
+                    self._load(candidate, self.module_name(candidate))
+                    return
+
+    def inside(self, path: Path) -> bool:
+        """Whether a file is below the folder that has the servers."""
+        return path.is_relative_to(self.root)
+
+    def run_class(self) -> str:
+        """The class whose `run_webserver` the file calls, else the last one that looks like a server."""
+        tree = self.modules[self.app].tree
+        for node in ast.walk(tree):
+            called = node.func if isinstance(node, ast.Call) else None
+            if not isinstance(called, ast.Attribute) or called.attr != "run_webserver":
+                continue
+            if isinstance(called.value, ast.Name):
+                return called.value.id
+        named = [n.name for n in tree.body if isinstance(n, ast.ClassDef) and n.name.endswith(("Server", "Env"))]
+        return named[-1] if named else ""
+
+    def line_of(self, cls: SourceClass) -> list[SourceClass]:
+        """A class and its bases, as far as they are the server's own, nearest first."""
+        line, queue = [cls], [cls]
+        while queue:
+            current = queue.pop(0)
+            for base in current.node.bases:
+                parent = self.classes.get(dotted_name(base, current.module).rpartition(".")[2])
+                if parent is not None and parent not in line:
+                    line.append(parent)
+                    queue.append(parent)
+        return line
+
+
+def dotted_name(node: ast.AST, module: SourceModule) -> str:
+    """The name that `node` calls or reads, imports resolved; calls and subscripts on the way are left out."""
+    parts: list[str] = []
+    while isinstance(node, ast.Attribute | ast.Call | ast.Subscript):
+        if isinstance(node, ast.Attribute):
+            parts.append(node.attr)
+            node = node.value
+        else:
+            node = node.func if isinstance(node, ast.Call) else node.value
+    if isinstance(node, ast.Name):
+        parts.append(module.imports.get(node.id, node.id))
+    return ".".join(reversed(parts))
+
+
+def category_of(dotted: str) -> str:
+    """What a call to `dotted` starts or reaches; empty when nothing of note."""
+    for category, prefixes in CATEGORIES.items():
+        for prefix in prefixes:
+            if dotted == prefix.rstrip(".") or dotted.startswith(prefix if prefix.endswith(".") else prefix + "."):
+                return category
+            if not prefix.endswith(".") and prefix != "open" and dotted.startswith(prefix):
+                return category
+    return ""
+
+
+def writes(node: ast.Call) -> bool:
+    """Whether a call that opens a file, or works on files, changes something."""
+    modes = [
+        a.value
+        for a in [*node.args[1:2], *(k.value for k in node.keywords if k.arg == "mode")]
+        if isinstance(a, ast.Constant)
+    ]
+    return not isinstance(node.func, ast.Name) or any(isinstance(m, str) and set(m) & set("wax+") for m in modes)
+
+
+def self_attribute(node: ast.AST) -> str:
+    """The name of `self.<name>`; empty for anything else."""
+    if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "self":
+        return node.attr
+    return ""
+
+
+def first_link(node: ast.expr) -> ast.expr:
+    """The `self.<name>` that a chain of attributes, calls and subscripts begins with, or its innermost name."""
+    while isinstance(node, ast.Attribute | ast.Subscript | ast.Call) and not self_attribute(node):
+        node = node.func if isinstance(node, ast.Call) else node.value
+    return node
+
+
+def is_session_id(node: ast.expr | None, names: set[str]) -> bool:
+    """Whether an expression is a session id: one of `names`, or something had from `request.session`."""
+    if isinstance(node, ast.Name):
+        return node.id in names
+    if isinstance(node, ast.Tuple):
+        return any(is_session_id(part, names) for part in node.elts)
+    if isinstance(node, ast.BoolOp):
+        return any(is_session_id(part, names) for part in node.values)
+    for inner in _chain(node):
+        if isinstance(inner, ast.Attribute) and inner.attr == "session":
+            return True
+        if isinstance(inner, ast.Attribute) and inner.attr in (
+            "require_mcp_session_id",
+            "get_session_id",
+            "_get_session_id",
+        ):
+            return True
+    return False
+
+
+def _chain(node: ast.AST | None) -> Iterator[ast.AST]:
+    while node is not None:
+        yield node
+        if isinstance(node, ast.Call):
+            node = node.func
+        elif isinstance(node, ast.Attribute | ast.Subscript):
+            node = node.value
+        else:
+            return
