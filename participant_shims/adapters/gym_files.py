@@ -9,27 +9,18 @@ the same `calls.db` as the gates, from the shim's process. Everything blocks: th
 
 from __future__ import annotations
 
-import hashlib
-import json
-import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Final, cast
-
-from google.protobuf import json_format
-from safepoint.v1 import manifest_pb2
+from typing import Any, Final
 
 from coordinator.wire.beneath import Directory
 from coordinator.wire.errors import Reason, refuse
 from coordinator.wire.manifest_file import MANIFEST_NAME, read_snapshot_manifest
 from coordinator.wire.terms import CheckpointMode, RolloutState
-from participant_shims import messages
-from participant_shims.adapter import Description, Exported, LedgerLine, WrittenFile
+from participant_shims.adapter import Description, Exported, LedgerLine
+from participant_shims.adapters.ledger_file import LEDGER, read_ledger, write_ledger
 from participant_shims.gate import calllog_files
 from participant_shims.gate.calllog import CallLog
-
-LEDGER: Final = "ledger.jsonl"
-MAX_LEDGER_LINE: Final = 64 << 10
 
 
 class GymFiles:
@@ -58,7 +49,7 @@ class GymFiles:
             totals[line.state] = totals.get(line.state, 0) + 1
         files = list(done.files)
         if done.ledger:
-            files.append(self._write_ledger(directory / LEDGER, done.ledger))
+            files.append(write_ledger(directory, done.ledger, self._participant_id))
         return Exported(
             files=tuple(files),
             ledger_file=LEDGER if done.ledger else "",
@@ -89,21 +80,6 @@ class GymFiles:
             reason=str(raw.get("reason") or "its session could not be loaded"),
         )
 
-    def _write_ledger(self, path: Path, lines: Sequence[LedgerLine]) -> WrittenFile:
-        digest, size = hashlib.sha256(), 0
-        fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-        with os.fdopen(fd, "wb") as out:
-            for line in lines:
-                entry = messages.ledger_entry(line, self._participant_id)
-                text = json_format.MessageToDict(entry, preserving_proto_field_name=True)
-                raw = json.dumps(text, separators=(",", ":")).encode() + b"\n"
-                out.write(raw)
-                digest.update(raw)
-                size += len(raw)
-            out.flush()
-            os.fsync(out.fileno())
-        return WrittenFile(path.name, size, digest.hexdigest())
-
 
 def excluded_in(snapshot: Path) -> dict[str, str]:
     """Rollouts that the snapshot as a whole could not capture, with the reason: from its ledger, whose digest is checked.
@@ -117,12 +93,7 @@ def excluded_in(snapshot: Path) -> dict[str, str]:
         manifest, _ = read_snapshot_manifest(directory)
         if directory.digest(LEDGER).sha256 != manifest.ledger_sha256:
             raise refuse(Reason.SNAPSHOT_CORRUPT, f"{snapshot / LEDGER} is damaged.")
-        for line in directory.lines(LEDGER, MAX_LEDGER_LINE):
-            entry = manifest_pb2.LedgerEntry()
-            try:
-                json_format.Parse(line.decode(), entry)
-            except (json_format.ParseError, ValueError) as error:
-                raise refuse(Reason.SNAPSHOT_CORRUPT, f"{snapshot / LEDGER} can't be read: {error}.") from error
-            if cast(int, entry.state) == RolloutState.EXCLUDED:
-                out[entry.rollout_id] = entry.reason or "it was excluded from the snapshot"
+        for line in read_ledger(directory):
+            if line.state is RolloutState.EXCLUDED:
+                out[line.rollout_id] = line.reason or "it was excluded from the snapshot"
     return out

@@ -1,0 +1,183 @@
+"""`python -m participant_shims.cli shim|serve|inspect`: the commands that stand beside a server.
+
+The rule: this entry imports nothing that a Gym environment may lack, since a gate starts it with the server's own
+interpreter. `safepoint shim|serve` calls `main` with the same arguments.
+
+Exit codes: 0 told to go; 1 it could not serve; 2 bad use; 3 another shim serves this life; for serve, those of the command.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import logging
+import os
+import sys
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Final
+
+from participant_shims.serve import ServeOptions, run_serve
+
+EXIT_FAILED: Final = 1
+EXIT_USAGE: Final = 2
+EXIT_ANOTHER: Final = 3
+
+
+def default_run_dir() -> Path:
+    """Where lives are: SAFEPOINT_RUN_DIR, else below XDG_RUNTIME_DIR, else /tmp/safepoint-<uid>."""
+    named = os.environ.get("SAFEPOINT_RUN_DIR")
+    if named:
+        return Path(named)
+    runtime = os.environ.get("XDG_RUNTIME_DIR")
+    return Path(runtime) / "safepoint" if runtime else Path(f"/tmp/safepoint-{os.getuid()}")
+
+
+def run_shim(arguments: argparse.Namespace) -> int:
+    """Serve one participant until told to go: the exit code."""
+    # Here and not above: `serve` must start at once, and grpc takes a second to import.
+    from coordinator.wire.errors import Reason, SafepointError
+    from participant_shims.adapter import Adapter
+    from participant_shims.adapters.gym import GymAdapter
+    from participant_shims.adapters.gym_terms import role_named
+    from participant_shims.adapters.proxy import ProxyAdapter, ProxyOptions
+    from participant_shims.shim import ShimOptions, complain, serve_shim
+
+    logging.basicConfig(
+        level=logging.DEBUG if arguments.verbose else logging.INFO,
+        format="%(asctime)s %(levelname)s %(name)s: %(message)s",
+        stream=sys.stderr,
+    )
+    try:
+        options = ShimOptions(
+            life=Path("."),
+            participant_id=arguments.name,
+            coordinator=arguments.coordinator,
+            root=Path(arguments.root) if arguments.root else None,
+            bind=arguments.bind,
+            advertise=arguments.advertise,
+            job_id=arguments.job,
+            token_file=arguments.token_file,
+            parent_pid=arguments.parent_pid,
+            insecure=arguments.insecure,
+        )
+        role = role_named(arguments.role)
+        adapter: Adapter
+        if arguments.proxy:
+            listen, equals, upstream = arguments.proxy.partition("=")
+            if not (equals and listen and upstream and arguments.name and arguments.role):
+                print("safepoint shim: --proxy LISTEN=UPSTREAM needs --name and --role", file=sys.stderr)
+                return EXIT_USAGE
+            life = Path(arguments.life) if arguments.life else default_run_dir() / f"{arguments.name}-proxy"
+            adapter = ProxyAdapter(
+                ProxyOptions(arguments.name, role, listen, upstream, arguments.kind, arguments.checkpoint_mode)
+            )
+        elif arguments.life:
+            life = Path(arguments.life)
+            name = arguments.name or life.name.rpartition("-")[0] or life.name
+            options = replace(options, participant_id=name)
+            adapter = GymAdapter(life, name, role)
+        else:
+            print("safepoint shim: give it --life DIR of a gated server, or --proxy LISTEN=UPSTREAM", file=sys.stderr)
+            return EXIT_USAGE
+        asyncio.run(serve_shim(replace(options, life=life), adapter))
+    except SafepointError as error:
+        complain(error)
+        return EXIT_ANOTHER if error.reason is Reason.DUPLICATE_PARTICIPANT else EXIT_FAILED
+    except KeyboardInterrupt:
+        pass
+    return 0
+
+
+def run_inspect(server: str, as_json: bool = False) -> int:
+    """Print what of a Gym server can be saved, and how: the exit code."""
+    import json
+
+    from participant_shims.gate.state.inspect import inspect_server
+
+    report = inspect_server(server)
+    print(json.dumps(report.to_dict()) if as_json else str(report))
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    environ = os.environ.get
+    parser = argparse.ArgumentParser(prog="safepoint", description="Shims beside servers.")
+    commands = parser.add_subparsers(dest="command", required=True)
+
+    shim = commands.add_parser("shim", help="serve one participant beside its server")
+    shim.add_argument("--life", default="", metavar="DIR", help="directory of the gated server's life")
+    shim.add_argument(
+        "--proxy", default="", metavar="LISTEN=UPSTREAM", help="host:port=host:port of a server that has no gate"
+    )
+    shim.add_argument(
+        "--name", default=environ("SAFEPOINT_NAME", ""), help="participant id; of a life: its server's name"
+    )
+    shim.add_argument("--role", default="", help="policy, auxiliary, agent or resources")
+    shim.add_argument("--kind", default="proxy", help="with --proxy: what it is, for people and for the fingerprint")
+    shim.add_argument("--checkpoint-mode", default="restart_only", choices=["stateless", "restart_only"],
+                      help="with --proxy: whether the server has state (default: it has, and loses it)")  # fmt: skip
+    shim.add_argument("--coordinator", default=environ("SAFEPOINT_COORDINATOR", ""),
+                      help="host:port, unix:PATH or file:ROOT/coordinator/address.json; empty: wait to be called")  # fmt: skip
+    shim.add_argument("--root", default=environ("SAFEPOINT_ROOT", ""), help="snapshot root")
+    shim.add_argument(
+        "--bind", default=environ("SAFEPOINT_BIND") or "127.0.0.1:0", help="HOST:PORT, unix:PATH, or unix"
+    )
+    shim.add_argument("--advertise", default=environ("SAFEPOINT_ADVERTISE", ""), help="host by which others reach it")
+    shim.add_argument("--job", default=environ("SAFEPOINT_JOB") or "default", help="job id")
+    shim.add_argument("--token-file", default=environ("SAFEPOINT_TOKEN_FILE", ""), help="bearer token")
+    shim.add_argument("--parent-pid", type=int, default=0, help="end when this is no longer the parent")
+    shim.add_argument("--insecure", action="store_true", help="listen beyond loopback without a token")
+    shim.add_argument("--verbose", action="store_true")
+
+    serve = commands.add_parser("serve", help="run a server, or ng_run, with the gate loaded into it")
+    serve.add_argument("--name", default="", help="the server's instance name, for --role")
+    serve.add_argument("--role", default="", help="policy or auxiliary: a model must have one")
+    serve.add_argument("--coordinator", default="")
+    serve.add_argument("--root", default="", help="snapshot root")
+    serve.add_argument("--run-dir", default="", help="where lives are")
+    serve.add_argument("--job", default="", help="job id")
+    serve.add_argument("--bind", default="")
+    serve.add_argument("--token-file", default="")
+    serve.add_argument("--state", default="", help="codec, reexecute, restart_only, stateless, or server=mode,...")
+    serve.add_argument(
+        "--gym-ray", default="", choices=["", "on", "off"], help="off: servers start no Ray of their own"
+    )
+    serve.add_argument("--verbose", action="store_true", help="say which variables are set")
+    serve.add_argument("argv", nargs=argparse.REMAINDER, metavar="-- COMMAND")
+
+    inspect = commands.add_parser("inspect", help="say what of a Gym server can be saved")
+    inspect.add_argument("server", help="resources_servers/NAME of an installed Gym, or a path to an app.py")
+    inspect.add_argument("--json", action="store_true")
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """The entry: the exit code."""
+    arguments = _parser().parse_args(argv)
+    if arguments.command == "shim":
+        return run_shim(arguments)
+    if arguments.command == "inspect":
+        return run_inspect(arguments.server, arguments.json)
+    command = list(arguments.argv)
+    if command[:1] == ["--"]:
+        command = command[1:]
+    options = ServeOptions(
+        name=arguments.name,
+        role=arguments.role,
+        coordinator=arguments.coordinator,
+        root=arguments.root,
+        run_dir=arguments.run_dir,
+        job_id=arguments.job,
+        bind=arguments.bind,
+        token_file=arguments.token_file,
+        state=arguments.state,
+        gym_ray=arguments.gym_ray,
+        verbose=arguments.verbose,
+    )
+    return run_serve(options, command)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

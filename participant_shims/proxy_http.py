@@ -1,0 +1,189 @@
+"""HTTP/1.1 as the proxy needs it: heads, bodies and ends as events, in both directions, passed on as they came.
+
+The rule: what is passed on is what was received: names, order and values of headers, status and reason. Only the framing
+of chunked bodies is written anew. Bytes are taken from the socket only when somebody wants the next event, so that a
+slow reader slows the writer and nothing piles up in between.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import importlib
+from collections import deque
+from dataclasses import dataclass, field
+from typing import Any, Final, cast
+
+from coordinator.wire.errors import Reason, refuse
+
+READ_BYTES: Final = 64 << 10
+MAX_HEAD_BYTES: Final = 256 << 10
+_NO_BODY: Final = frozenset({204, 304})
+Header = tuple[bytes, bytes]
+
+
+class BrokenMessage(Exception):
+    """The peer does not speak HTTP, or went away inside a message."""
+
+
+def load_httptools() -> Any:
+    """The parser. Raises UNSUPPORTED with the way to get it: there is no slow fallback that would be used unnoticed."""
+    try:
+        return importlib.import_module("httptools")
+    except ImportError:
+        raise refuse(
+            Reason.UNSUPPORTED, "The proxy needs httptools.", next_step="pip install 'safepoint[proxy]'"
+        ) from None
+
+
+@dataclass(slots=True)
+class Head:
+    """The first line and the headers of a message. `method` and `url` of requests, `status` and `phrase` of responses."""
+
+    headers: list[Header] = field(default_factory=list[Header])
+    method: bytes = b""
+    url: bytes = b""
+    status: int = 0
+    phrase: bytes = b""
+    version: str = "1.1"
+    keep_alive: bool = True
+    upgrade: bool = False
+
+    def value(self, name: bytes) -> bytes:
+        """The last header of that (lower-case) name; empty when there is none."""
+        return next((v for n, v in reversed(self.headers) if n.lower() == name), b"")
+
+    def lower(self) -> dict[str, str]:
+        """The headers by lower-case name."""
+        return {n.decode("latin-1").lower(): v.decode("latin-1") for n, v in self.headers}
+
+    @property
+    def chunked(self) -> bool:
+        return self.value(b"transfer-encoding").lower().endswith(b"chunked")
+
+    def request_has_body(self) -> bool:
+        return self.chunked or self.value(b"content-length") not in (b"", b"0")
+
+    def response_has_body(self, method: bytes) -> bool:
+        return not (method == b"HEAD" or self.status in _NO_BODY or 100 <= self.status < 200)
+
+    def ends_with_connection(self, method: bytes) -> bool:
+        """Whether only the end of the connection ends the body of this response."""
+        return self.response_has_body(method) and not self.chunked and not self.value(b"content-length")
+
+    def encode(self) -> bytes:
+        """The bytes of the head."""
+        if self.status:
+            first = b"HTTP/%s %d %s\r\n" % (self.version.encode(), self.status, self.phrase)
+        else:
+            first = b"%s %s HTTP/%s\r\n" % (self.method, self.url, self.version.encode())
+        return first + b"".join(b"%s: %s\r\n" % header for header in self.headers) + b"\r\n"
+
+
+@dataclass(frozen=True, slots=True)
+class Body:
+    """A piece of a body."""
+
+    data: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class End:
+    """The message is complete. `trailers` of a chunked body."""
+
+    trailers: tuple[Header, ...] = ()
+
+
+Event = Head | Body | End
+
+
+def encode_body(data: bytes, chunked: bool) -> bytes:
+    """A piece of a body as it goes out."""
+    return b"%x\r\n%s\r\n" % (len(data), data) if chunked else data
+
+
+def encode_end(end: End, chunked: bool) -> bytes:
+    """The end of a body as it goes out."""
+    if not chunked:
+        return b""
+    return b"0\r\n" + b"".join(b"%s: %s\r\n" % header for header in end.trailers) + b"\r\n"
+
+
+class Messages:
+    """The messages that come out of a stream, as events. `responses`: whether they are responses, else requests."""
+
+    def __init__(self, reader: asyncio.StreamReader, httptools: Any, *, responses: bool) -> None:
+        self._reader = reader
+        self._tools = httptools
+        self._responses = responses
+        self._events: deque[Event] = deque()
+        self._head = Head()
+        self._trailers: list[Header] = []
+        self._in_head = True
+        self._head_bytes = 0
+        self._began = False
+        self.raw = b""  # what follows a request to upgrade: no longer HTTP
+        self._parser: Any = None
+        self.renew()
+
+    def renew(self) -> None:
+        """A new parser: after a response whose request (HEAD) told us, and not the parser, that it has no body."""
+        kind = self._tools.HttpResponseParser if self._responses else self._tools.HttpRequestParser
+        self._parser = kind(self)
+
+    @property
+    def idle(self) -> bool:
+        """Nothing of a next message has come."""
+        return not self._events and not self._began
+
+    async def next(self) -> Event | None:
+        """The next event; None at the end of the stream. Raises BrokenMessage for what is not HTTP."""
+        while not self._events:
+            data = await self._reader.read(READ_BYTES)
+            if not data:
+                return None
+            if self._in_head:
+                self._head_bytes += len(data)
+                if self._head_bytes > MAX_HEAD_BYTES + READ_BYTES:
+                    raise BrokenMessage("the head is too long")
+            try:
+                self._parser.feed_data(data)
+            except self._tools.HttpParserUpgrade as upgrade:
+                self.raw = data[cast(int, upgrade.args[0]) :]
+            except self._tools.HttpParserError as error:
+                raise BrokenMessage(str(error)) from error
+        return self._events.popleft()
+
+    def give_back(self, event: Event) -> None:
+        """Put an event back to the front."""
+        self._events.appendleft(event)
+
+    # ---- called by the parser -------------------------------------------------------------------------------------
+
+    def on_message_begin(self) -> None:
+        self._head, self._trailers, self._in_head, self._began = Head(), [], True, True
+
+    def on_url(self, url: bytes) -> None:
+        self._head.url += url
+
+    def on_status(self, status: bytes) -> None:
+        self._head.phrase += status
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        (self._head.headers if self._in_head else self._trailers).append((name, value))
+
+    def on_headers_complete(self) -> None:
+        head, parser = self._head, self._parser
+        self._in_head, self._head_bytes = False, 0
+        head.version, head.keep_alive = parser.get_http_version(), parser.should_keep_alive()
+        if self._responses:
+            head.status = parser.get_status_code()
+        else:
+            head.method, head.upgrade = parser.get_method(), parser.should_upgrade()
+        self._events.append(head)
+
+    def on_body(self, data: bytes) -> None:
+        self._events.append(Body(data))
+
+    def on_message_complete(self) -> None:
+        self._began, self._in_head = False, True
+        self._events.append(End(tuple(self._trailers)))

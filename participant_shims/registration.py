@@ -1,0 +1,176 @@
+"""Keeps a shim announced at the coordinator, for ever.
+
+The rule: a coordinator may die, move and come back as often as it likes; the shim finds it again, says the same thing,
+and never ends because of it. The address is looked up at each try, the stream counts as dead after three silent
+intervals (TCP alone would not notice a stopped peer), and tries are spread by chance, so that thousands of shims don't
+dial at once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import random
+from collections.abc import AsyncIterator, Awaitable, Callable
+from pathlib import Path
+from typing import Any, Final, cast
+
+from grpc import aio
+from safepoint.v1 import capabilities_pb2, coordinator_service_pb2_grpc
+from safepoint.v1 import coordinator_service_pb2 as pb
+
+from coordinator.wire.auth import Token
+from coordinator.wire.errors import Problem, Reason, SafepointError, Unanswered
+from coordinator.wire.rpc import channel, error_from_rpc
+from participant_shims.messages import seconds
+
+log = logging.getLogger(__name__)
+
+_FILE: Final = "file:"
+MAX_ADDRESS_BYTES: Final = 65_536
+FIRST_WAIT_S: Final = 0.2
+MAX_WAIT_S: Final = 5.0
+WELCOME_WITHIN_S: Final = 10.0
+MISSED_BEATS: Final = 3
+# Every call has a deadline. When this one is over the shim registers again, as after a lost connection.
+STREAM_DEADLINE_S: Final = 30 * 86_400.0
+
+
+def resolve(target: str) -> str:
+    """The gRPC target to dial now: `target` itself, or what the coordinator wrote into `file:PATH`.
+
+    Raises Unanswered while there is no such file or no address in it.
+    """
+    if not target.startswith(_FILE):
+        return target
+    path = Path(target.removeprefix(_FILE).removeprefix("//"))
+    try:
+        with path.open("rb") as file:
+            found: object = json.loads(file.read(MAX_ADDRESS_BYTES))
+    except (OSError, ValueError) as error:
+        raise Unanswered(Problem(Reason.UNREACHABLE, f"No coordinator's address is in {path}: {error}.")) from error
+    address = cast("dict[str, object]", found).get("address") if isinstance(found, dict) else None
+    if not isinstance(address, str) or not address:
+        raise Unanswered(Problem(Reason.UNREACHABLE, f"No coordinator's address is in {path}."))
+    return address
+
+
+class AnotherJob(SafepointError):
+    """The coordinator belongs to another job: this shim must leave."""
+
+
+class Registration:
+    """One shim's standing announcement. `describe` may raise UNAVAILABLE: the server is not up yet, and it is tried again."""
+
+    def __init__(
+        self,
+        target: str,
+        describe: Callable[[], Awaitable[capabilities_pb2.Capabilities]],
+        incarnation_id: str,
+        address: str,
+        job_id: str,
+        token: Token | None = None,
+        wait_s: tuple[float, float] = (FIRST_WAIT_S, MAX_WAIT_S),
+    ) -> None:
+        self._target = target
+        self._describe = describe
+        self._incarnation_id = incarnation_id
+        self._address = address
+        self._job_id = job_id
+        self._token = token
+        self._first_wait_s, self._max_wait_s = wait_s
+        self._said = ""
+        self.coordinator_epoch = 0  # of the coordinator that welcomed last; zero before the first
+        self.welcomed = asyncio.Event()  # set while registered
+
+    async def run(self) -> None:
+        """Register and stay registered until cancelled. Raises AnotherJob."""
+        wait_s = self._first_wait_s
+        while True:
+            try:
+                await self._once()
+                wait_s = self._first_wait_s
+            except aio.AioRpcError as error:
+                self._say(error_from_rpc(error))
+            except AnotherJob:
+                raise
+            except SafepointError as error:
+                self._say(error)
+            if self.welcomed.is_set():
+                wait_s = self._first_wait_s
+                self.welcomed.clear()
+            await asyncio.sleep(wait_s * random.uniform(0.5, 1.0))
+            wait_s = min(wait_s * 2, self._max_wait_s)
+
+    async def _once(self) -> None:
+        capabilities = await self._describe()
+        hello = pb.Hello(capabilities=capabilities, incarnation_id=self._incarnation_id, address=self._address)
+        outgoing: asyncio.Queue[pb.RegisterRequest] = asyncio.Queue()
+        outgoing.put_nowait(pb.RegisterRequest(hello=hello))
+
+        async def requests() -> AsyncIterator[pb.RegisterRequest]:
+            while True:
+                yield await outgoing.get()
+
+        async with channel(resolve(self._target)) as link:
+            stub = coordinator_service_pb2_grpc.CoordinatorStub(link)
+            metadata = self._token.metadata() if self._token else ()
+            call = stub.Register(requests(), timeout=STREAM_DEADLINE_S, metadata=metadata)
+            try:
+                first = await self._next(call, WELCOME_WITHIN_S)
+                if not first.HasField("welcome"):
+                    raise Unanswered(Problem(Reason.PROTOCOL_VIOLATION, "The coordinator did not begin with Welcome."))
+                await self._stay(call, first.welcome, outgoing)
+            finally:
+                call.cancel()  # leaving the loop alone would leave the stream open
+
+    async def _stay(self, call: Any, welcome: pb.Welcome, outgoing: asyncio.Queue[pb.RegisterRequest]) -> None:
+        if welcome.job_id != self._job_id:
+            raise AnotherJob(
+                Problem(
+                    Reason.INVALID_ARGUMENT,
+                    f"The coordinator at {self._target} is of job {welcome.job_id!r}, this shim of {self._job_id!r}.",
+                    next_step="Correct SAFEPOINT_JOB or SAFEPOINT_COORDINATOR.",
+                )
+            )
+        interval_s = min(60.0, max(0.05, seconds(welcome.heartbeat_interval) or 1.0))
+        self.coordinator_epoch = welcome.coordinator_epoch
+        self.welcomed.set()
+        self._said = ""
+        log.info("registered at %s, epoch %d", self._target, welcome.coordinator_epoch)
+        beating = asyncio.create_task(_beat(outgoing, interval_s))
+        try:
+            while True:
+                await self._next(call, interval_s * MISSED_BEATS)
+        finally:
+            beating.cancel()
+
+    @staticmethod
+    async def _next(call: Any, within_s: float) -> pb.RegisterEvent:
+        try:
+            async with asyncio.timeout(within_s):
+                event: Any = await call.read()
+        except TimeoutError:
+            raise Unanswered(
+                Problem(Reason.UNREACHABLE, f"The coordinator has been silent for {within_s:.1f} s.")
+            ) from None
+        if event is aio.EOF:
+            code = await call.code()
+            raise Unanswered(Problem(Reason.UNREACHABLE, f"The coordinator ended the registration ({code.name})."))
+        return cast(pb.RegisterEvent, event)
+
+    def _say(self, error: SafepointError) -> None:
+        # A coordinator that is away for an hour is one line in the log, not thousands.
+        if error.problem.message != self._said:
+            self._said = error.problem.message
+            log.warning("not registered, trying on: %s", error)
+
+
+async def _beat(outgoing: asyncio.Queue[pb.RegisterRequest], interval_s: float) -> None:
+    sequence = 0
+    while True:
+        await asyncio.sleep(interval_s)
+        sequence += 1
+        if outgoing.empty():  # a stalled connection must not pile up beats
+            outgoing.put_nowait(pb.RegisterRequest(heartbeat=pb.Heartbeat(sequence=sequence)))

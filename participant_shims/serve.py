@@ -1,0 +1,173 @@
+"""`safepoint serve -- COMMAND`: run a server, or ng_run with all of its servers, with the gate loaded into it.
+
+The rule: the command is not changed, only its environment, and nothing of it is left when we end. It runs in a process
+group of its own, since Gym and engines leave orphans when only their first process is killed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Generator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+from typing import Final
+
+GRACE_S: Final = 10.0  # between SIGTERM and SIGKILL; Gym itself gives its servers 1 s
+_PR_SET_CHILD_SUBREAPER: Final = 36
+BOOTSTRAP: Final = Path(__file__).resolve().parent / "gate" / "bootstrap"
+
+
+@dataclass(frozen=True, slots=True)
+class ServeOptions:
+    """What `serve` was given. An empty value sets nothing: what the environment says stands.
+
+    `name` and `role` are for one server: its instance name and "policy" or "auxiliary".
+    """
+
+    name: str = ""
+    role: str = ""
+    coordinator: str = ""
+    root: str = ""
+    run_dir: str = ""
+    job_id: str = ""
+    bind: str = ""
+    token_file: str = ""
+    state: str = ""
+    gym_ray: str = ""
+    verbose: bool = False
+
+
+def serve_environment(options: ServeOptions, environ: Mapping[str, str]) -> dict[str, str]:
+    """The variables to set for the command, apart from those that are set already to the same.
+
+    Raises ValueError for a role without the name of the server that has it.
+    """
+    name = options.name or environ.get("NEMO_GYM_CONFIG_PATH", "")
+    if options.role and not name:
+        raise ValueError("--role needs --name: which server has it?")
+    roles = environ.get("SAFEPOINT_ROLES", "")
+    if options.role:
+        others = [pair for pair in roles.split(",") if pair and pair.partition("=")[0].strip() != name]
+        roles = ",".join([*others, f"{name}={options.role}"])
+    path = os.pathsep.join([str(BOOTSTRAP), *_import_path(), *filter(None, [environ.get("PYTHONPATH", "")])])
+    wanted = {
+        "PYTHONPATH": path,
+        "SAFEPOINT_ROLES": roles,
+        "SAFEPOINT_COORDINATOR": options.coordinator,
+        "SAFEPOINT_ROOT": str(Path(options.root).resolve()) if options.root else "",
+        "SAFEPOINT_RUN_DIR": str(Path(options.run_dir).resolve()) if options.run_dir else "",
+        "SAFEPOINT_JOB": options.job_id,
+        "SAFEPOINT_BIND": options.bind,
+        "SAFEPOINT_TOKEN_FILE": str(Path(options.token_file).resolve()) if options.token_file else "",
+        "SAFEPOINT_STATE": options.state,
+        "SAFEPOINT_GYM_RAY": options.gym_ray,
+    }
+    return {key: value for key, value in wanted.items() if value and environ.get(key) != value}
+
+
+def _import_path() -> list[str]:
+    """Where safepoint lies when it is not installed in the command's environment: a checkout, run in place."""
+    checkout = Path(__file__).resolve().parent.parent
+    if (checkout / "gen" / "safepoint").is_dir():
+        return [str(checkout), str(checkout / "gen")]
+    return []
+
+
+def run_serve(options: ServeOptions, argv: Sequence[str]) -> int:
+    """Run `argv` and pass its exit code on (128 + N when signal N ended it). 2: bad use; 127: no such command."""
+    if not argv:
+        print(
+            "safepoint serve: no command; write it after --, e.g. `safepoint serve -- python app.py`", file=sys.stderr
+        )
+        return 2
+    try:
+        added = serve_environment(options, os.environ)
+    except ValueError as error:
+        print(f"safepoint serve: {error}", file=sys.stderr)
+        return 2
+    if options.verbose:
+        for key, value in sorted(added.items()):
+            print(f"safepoint serve: {key}={value}", file=sys.stderr)
+    _adopt_orphans()
+    try:
+        process = subprocess.Popen(list(argv), env={**os.environ, **added}, start_new_session=True)
+    except OSError as error:
+        print(f"safepoint serve: {argv[0]} can't be run: {error.strerror}", file=sys.stderr)
+        return 127
+    with _forwarded(process):
+        try:
+            code = process.wait()
+        finally:
+            _end_group(process.pid)
+    return code if code >= 0 else 128 - code
+
+
+@contextlib.contextmanager
+def _forwarded(process: subprocess.Popen[bytes]) -> Generator[None]:
+    """Pass SIGTERM and SIGINT on to the group while the command runs; after GRACE_S seconds it is killed."""
+    deadline: list[float] = []
+
+    def forward(number: int, _frame: FrameType | None) -> None:
+        if not deadline:
+            deadline.append(time.monotonic() + GRACE_S)
+        _signal_group(process.pid, signal.Signals(number))
+        signal.alarm(max(1, round(deadline[0] - time.monotonic())))
+
+    def kill(_number: int, _frame: FrameType | None) -> None:
+        _signal_group(process.pid, signal.SIGKILL)
+
+    handlers = {signal.SIGTERM: forward, signal.SIGINT: forward, signal.SIGALRM: kill}
+    before = {number: signal.signal(number, handler) for number, handler in handlers.items()}
+    try:
+        yield
+    finally:
+        signal.alarm(0)
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _signal_group(group: int, number: signal.Signals) -> None:
+    try:
+        os.killpg(group, number)
+    except ProcessLookupError:
+        pass
+
+
+def _end_group(group: int) -> None:
+    """Kill what the command left in its group. SIGTERM first: shims say goodbye, so that nobody waits for them."""
+    for number, wait_s in ((signal.SIGTERM, 2.0), (signal.SIGKILL, 2.0)):
+        end = time.monotonic() + wait_s
+        _signal_group(group, number)
+        while time.monotonic() < end:
+            if not _reap_group(group):
+                return
+            time.sleep(0.02)
+
+
+def _reap_group(group: int) -> bool:
+    """Collect those that have ended and are ours; whether anybody of the group is left."""
+    try:
+        while os.waitpid(-group, os.WNOHANG)[0]:
+            pass
+    except ChildProcessError:
+        pass
+    try:
+        os.killpg(group, 0)
+    except ProcessLookupError:
+        return False
+    return True
+
+
+def _adopt_orphans() -> None:
+    # Orphans of the command become our children, so that they can be collected; elsewhere than on Linux, init has them.
+    try:
+        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+    except (OSError, AttributeError):
+        pass
