@@ -51,6 +51,9 @@ class Answers:
         self.resumed: coordinator_service_pb2.OperationEvent | None = None
         self.failed: coordinator_service_pb2.OperationEvent | None = None
         self._answers: dict[str, _Answer] = {}
+        self._reached: set[str] = set()
+        self._ended = False
+        self._error: SafepointError | None = None
 
     def ask(self, call: str, digest: str) -> tuple[asyncio.Future[None], bool]:
         """The future of a call's answer, and whether this is the first request for it.
@@ -64,10 +67,18 @@ class Answers:
         future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         future.add_done_callback(_retrieve)  # the caller may be gone; that is no error of ours
         self._answers[call] = _Answer(digest, future)
+        if call in self._reached or self._ended:  # settled before it was asked, e.g. before a restart
+            self._settle(call, None if call in self._reached or call == ABORT else self._error)
+            return future, False
         return future, True
+
+    def __contains__(self, call: str) -> bool:
+        """Whether this call was asked."""
+        return call in self._answers
 
     def reached(self, stage: Stage) -> None:
         """The operation stands still there: the call that led to it is answered."""
+        self._reached.add(_BY_STAGE[stage])
         self._settle(_BY_STAGE[stage], None)
 
     def reject(self, cause: core.Event, error: SafepointError) -> None:
@@ -76,13 +87,21 @@ class Answers:
         self._settle(call, error)
         self._answers.pop(call, None)
 
+    def stands_failed(self, error: SafepointError) -> None:
+        """A restore failed and stays paused: who waits is answered with this failure, and Abort may still come."""
+        for call in self._answers:
+            if call != ABORT:
+                self._settle(call, error)
+
     def fail_all(self, error: SafepointError) -> None:
-        """Everybody who waits is answered with this failure. A waiting Abort has what it wanted."""
+        """It has ended: who waits is answered with this failure. A waiting Abort has what it wanted."""
+        self._ended, self._error = True, error
         for call in self._answers:
             self._settle(call, None if call == ABORT else error)
 
     def succeed_all(self) -> None:
-        """Everybody who waits has what they asked for."""
+        """It has ended well: everybody who waits has what they asked for."""
+        self._ended = True
         for call in self._answers:
             self._settle(call, None)
 

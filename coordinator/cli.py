@@ -35,6 +35,7 @@ app = typer.Typer(
 
 START, OPERATE, LOOK, HERE = "Start", "Operate", "Look", "This machine"
 
+app.command(rich_help_panel=START)(cli_processes.coordinator)
 app.command(rich_help_panel=START, context_settings=cli_processes.FORWARDED)(cli_processes.shim)
 app.command(rich_help_panel=START, context_settings=cli_processes.FORWARDED)(cli_processes.serve)
 app.command(rich_help_panel=OPERATE)(cli_operations.save)

@@ -8,14 +8,82 @@ from __future__ import annotations
 import importlib.metadata
 import importlib.util
 import platform
-from typing import Annotated, Any, Final
+from typing import TYPE_CHECKING, Annotated, Any, Final
 
 import typer
 
 from coordinator.cli_options import AsJson, missing
 from coordinator.cli_output import emit, reporting, say
 
+if TYPE_CHECKING:
+    from coordinator.settings import Settings
+
 FORWARDED: Final[dict[str, Any]] = {"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []}
+
+
+def coordinator(
+    root: Root = "",
+    config: Annotated[
+        str, typer.Option("--config", metavar="FILE", help="YAML file with settings; arguments win over it.")
+    ] = "",
+    job: Annotated[str, typer.Option("--job", envvar="SAFEPOINT_JOB", metavar="ID", help="The job it serves.")] = "",
+    bind: Annotated[
+        str,
+        typer.Option("--bind", metavar="ADDRESS", help="host:port (port 0: any) or unix:PATH. [default: 127.0.0.1:0]"),
+    ] = "",
+    advertise: Annotated[str, typer.Option("--advertise", metavar="HOST", help="Host that others reach it by.")] = "",
+    participant: Annotated[
+        list[str] | None, typer.Option("--participant", metavar="ADDRESS", help="A shim that does not register itself.")
+    ] = None,
+    policy_endpoint: Annotated[
+        list[str] | None, typer.Option("--policy-endpoint", metavar="URL", help="Where the trainer serves its policy.")
+    ] = None,
+    lease: Annotated[float | None, typer.Option("--lease", min=1, metavar="S", help="Seconds of lease.")] = None,
+    keep_last: Annotated[
+        int | None, typer.Option("--keep-last", min=0, help="Prune to so many snapshots after a save; 0 keeps all.")
+    ] = None,
+    token_file: TokenFile = "",
+    insecure: Annotated[
+        bool, typer.Option("--insecure", help="Allow an address that is no loopback without a token.")
+    ] = False,
+    ray: Annotated[
+        bool, typer.Option("--ray", help="Host it as a named detached Ray actor, and return once it serves.")
+    ] = False,
+    name: Annotated[str, typer.Option("--name", help="With --ray: name of the actor.")] = "safepoint",
+    namespace: Annotated[str, typer.Option("--namespace", help="With --ray: its namespace.")] = "safepoint",
+) -> None:
+    """Run the coordinator until SIGTERM, or with --ray as an actor that is restarted on any node.
+
+    Prints one line of JSON with its address, which it also writes to ROOT/coordinator/address.json.
+
+    Example: safepoint coordinator --root /data/safepoint
+    """
+    with reporting(as_json=False):
+        from coordinator.settings import load_settings
+
+        settings = load_settings(
+            config or None,
+            root=folder(root) or None,
+            job_id=job or None,
+            bind=bind or None,
+            advertise=advertise or None,
+            participants=tuple(participant) if participant else None,
+            policy_endpoints=tuple(policy_endpoint) if policy_endpoint else None,
+            lease_ttl_s=lease,
+            keep_last=keep_last,
+            token_file=token_file or None,
+            insecure=insecure or None,
+        )
+        if ray:
+            _on_ray(settings, name, namespace)
+            return
+        import logging
+
+        from coordinator.server import run
+
+        logging.basicConfig(level=logging.INFO, stream=sys.stderr, format="%(asctime)s %(levelname)s %(message)s")
+        note(f"For shims and trainers: export SAFEPOINT_COORDINATOR=file:{settings.root}/coordinator/address.json")
+        asyncio.run(run(settings))
 
 
 def shim(ctx: typer.Context) -> None:
@@ -32,6 +100,14 @@ def serve(ctx: typer.Context) -> None:
     Example: safepoint serve --name policy_model --role policy -- python app.py
     """
     _forward("serve", ctx.args)
+
+
+def _on_ray(settings: Settings, name: str, namespace: str) -> None:
+    try:
+        from coordinator.ray_host import start
+    except ImportError as error:
+        missing(f"Ray is not installed here ({error.name}).", "pip install 'safepoint[ray]'", as_json=False)
+    emit({"address": start(settings, name, namespace), "actor": name, "namespace": namespace})
 
 
 def _forward(command: str, arguments: list[str]) -> None:

@@ -140,6 +140,12 @@ def duration(value_s: float, field: str) -> Duration:
     return message
 
 
+def waits_for_resume(status: pb.GetCoordinatorStatusResponse) -> str:
+    """The operation that has not ended; empty when there is none. Whether a resume is due the coordinator decides."""
+    ended = (pb.OPERATION_OUTCOME_SUCCEEDED, pb.OPERATION_OUTCOME_ABORTED)
+    return "" if status.operation.outcome in ended else status.operation.operation_id
+
+
 # What makes "latest" pass over a snapshot: it can never be restored, whatever is done about the servers.
 DAMAGED: Final = frozenset(
     {Reason.SNAPSHOT_CORRUPT, Reason.SNAPSHOT_TOO_NEW, Reason.SNAPSHOT_UNSAFE, Reason.SNAPSHOT_NOT_FOUND}

@@ -268,7 +268,8 @@ class Outcome:
             self._participants.update(dict.fromkeys(event.phase_started.participant_ids))
         elif kind == "participant_progress":
             step = event.participant_progress
-            self._waiting[step.participant_id] = (step.parked, step.held)
+            if step.parked or step.held or not step.done:  # the news that somebody is done carries no counts
+                self._waiting[step.participant_id] = (step.parked, step.held)
         return True
 
     def also_failed(self, error: SafepointError) -> SafepointError:

@@ -219,7 +219,7 @@ class Client:
 
         With nothing to resume it changes nothing and `pause_s` is None. Raises Refused(WRONG_PHASE) before publish.
         """
-        operation_id = operation_id or self.status().operation.operation_id
+        operation_id = operation_id or requests.waits_for_resume(self.status())
         if not operation_id:
             return ResumeResult(None)
         request = pb.ResumeOperationRequest(operation_id=operation_id)

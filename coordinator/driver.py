@@ -196,6 +196,8 @@ class Drive:
 
     async def _record(self, record: core.Record) -> Problem | None:
         """None when it is durable, or need not be."""
+        if record.kind is core.RecordKind.RESTORED:
+            self.answers.restored = self.reporter.restored(await self._around.restore_done(self))
         writing = asyncio.ensure_future(self._around.record(self, record))
         if not record.required:
             writing.add_done_callback(_log_failure)
@@ -209,8 +211,6 @@ class Drive:
                 return error.problem
         if record.kind is core.RecordKind.BEGUN:
             self.recorded = True
-        elif record.kind is core.RecordKind.RESTORED:
-            self.answers.restored = self.reporter.restored(await self._around.restore_done(self))
         return None
 
     async def _perform(self, effect: core.Effect, cause: core.Event) -> None:
@@ -320,7 +320,7 @@ class Drive:
     def _await(self, stage: Stage, effect: core.Await) -> None:
         if effect.primary is not None:
             self.answers.failed = self.reporter.failed(effect.primary, effect.secondary)
-            self.answers.fail_all(Refused(effect.primary))
+            self.answers.stands_failed(Refused(effect.primary))
             return
         if stage is Stage.PUBLISHED and self.manifest is not None:
             self.answers.saved = self.reporter.saved(self.manifest, 0.0, ())

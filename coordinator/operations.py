@@ -15,6 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any, Final
 
+from google.protobuf import json_format
 from safepoint.v1 import coordinator_service_pb2, manifest_pb2
 
 from coordinator import convert, ledger_lines, outcomes
@@ -180,6 +181,8 @@ class Operations:
         data: dict[str, Any] = {"record": dict(record.data)}
         if record.kind is core.RecordKind.BEGUN:
             data |= {"digest": drive.identity.digest, "metadata": drive.identity.metadata}
+        if record.kind is core.RecordKind.RESTORED and drive.answers.restored is not None:
+            data["result"] = json_format.MessageToDict(drive.answers.restored, preserving_proto_field_name=True)
         return self._append(Entry(drive.operation.operation_id, record.kind.value, data))
 
     def publish(self, drive: Drive, effect: core.Publish) -> manifest_pb2.SnapshotManifest:

@@ -13,6 +13,9 @@ import asyncio
 import logging
 from typing import Any, Final, cast
 
+from google.protobuf import json_format
+from safepoint.v1 import coordinator_service_pb2
+
 from coordinator.driver import Drive, Identity
 from coordinator.journal import Entry
 from coordinator.operations import Operations
@@ -40,14 +43,14 @@ async def recover(operations: Operations) -> None:
         if begun is None or not records:
             log.error("the journal has no beginning of %s: participants open by their lease", operation_id)
             continue
-        drive = await _drive(operations, records, begun)
+        drive = await _drive(operations, records, begun, entries)
         if operation_id == unfinished[-1][0]:
             operations.active = drive
         log.warning("the coordinator before this one did not end %s; settling it", operation_id)
         drive.start(core.Recover(operations.clock()))
 
 
-async def _drive(operations: Operations, records: list[core.Record], begun: Entry) -> Drive:
+async def _drive(operations: Operations, records: list[core.Record], begun: Entry, entries: list[Entry]) -> Drive:
     snapshot_id = cast("dict[str, Any]", records[0].data["operation"])["snapshot_id"]
     manifest = await asyncio.to_thread(operations.store.published_by, snapshot_id, begun.operation_id)
     transaction = Transaction.from_records(
@@ -59,6 +62,11 @@ async def _drive(operations: Operations, records: list[core.Record], begun: Entr
     drive.manifest = manifest
     if manifest is None and drive.operation.parts:
         drive.manifest = await _restored_manifest(operations, drive)
+    for entry in entries:
+        if "result" in entry.data:
+            drive.answers.restored = json_format.ParseDict(
+                entry.data["result"], coordinator_service_pb2.OperationEvent(), ignore_unknown_fields=True
+            )
     return drive
 
 

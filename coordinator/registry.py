@@ -99,6 +99,12 @@ class Registry:
             silent_s = now - session.heard_at
             self._lose(session, f"{name} has been silent for {silent_s:.1f} s.", Reason.UNREACHABLE)
 
+    def forgive(self) -> None:
+        """Count everybody's silence from now: it was we who did not listen."""
+        now = self.clock()
+        for session in self._sessions.values():
+            session.heard_at = now
+
     def set_static(self, participant: Participant) -> None:
         """What somebody of the static list said it is. Another incarnation than before is a replacement."""
         name = participant.participant_id

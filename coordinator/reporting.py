@@ -50,9 +50,10 @@ class Reporter:
                 )
             case core.ParticipantDone():
                 self._tell(
+                    keep=False,
                     participant_progress=coordinator_service_pb2.ParticipantProgress(
                         phase=convert.wire(what.phase), participant_id=what.participant_id, done=True
-                    )
+                    ),
                 )
             case core.PhaseFinished():
                 self._tell(

@@ -18,7 +18,7 @@ from __future__ import annotations
 import json
 import os
 import secrets
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Generator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, cast
@@ -169,7 +169,7 @@ class SnapshotStore:
             unlisted += [name for name in directory.names() if name not in known]
             return Verification(manifest, files, size, tuple(unlisted[:MAX_UNLISTED]))
 
-    def ledger(self, snapshot_id: str) -> Iterator[bytes]:
+    def ledger(self, snapshot_id: str) -> Generator[bytes]:
         """The lines of a snapshot's ledger, after its digest was compared. Raises as `load`."""
         with self.open(snapshot_id) as directory:
             self._check_ledger(directory, self._manifest(directory, snapshot_id))

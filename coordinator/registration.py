@@ -1,0 +1,99 @@
+"""The Register stream: a shim lives as long as its stream, and no longer than three silent heartbeats.
+
+The rule: an end and a silence are the same to everybody else: the participant is gone, at once. A stalled coordinator
+does not take its own sleep for the silence of others.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Callable
+from typing import Final
+
+from safepoint.v1 import coordinator_service_pb2 as pb
+
+from coordinator import convert
+from coordinator.protocol.topology import Participant
+from coordinator.registry import Registry, Session
+from coordinator.wire.errors import Reason, SafepointError, refuse
+
+log = logging.getLogger(__name__)
+
+HELLO_WITHIN_S: Final = 5.0
+
+
+class Registration:
+    """Serves Register streams. `joined` is called for each shim that was welcomed."""
+
+    def __init__(
+        self, registry: Registry, epoch: int, job_id: str, heartbeat_s: float, joined: Callable[[Participant], None]
+    ) -> None:
+        self._registry = registry
+        self._epoch = epoch
+        self._job_id = job_id
+        self._heartbeat_s = heartbeat_s
+        self._joined = joined
+
+    async def serve(self, requests: AsyncIterator[pb.RegisterRequest]) -> AsyncIterator[pb.RegisterEvent]:
+        """One stream, from Hello to its end. Raises what the registry refuses, and UNREACHABLE after a silence."""
+        session = self._registry.register(await self._hello(requests))
+        who = session.participant
+        log.info("%s registered from %s", who.participant_id, who.address)
+        reading = asyncio.create_task(self._read(session, requests))
+        why = "its registration ended"
+        try:
+            yield pb.RegisterEvent(
+                welcome=pb.Welcome(
+                    coordinator_epoch=self._epoch,
+                    heartbeat_interval=convert.duration(self._heartbeat_s),
+                    job_id=self._job_id,
+                )
+            )
+            self._joined(who)
+            sequence = 0
+            while session.alive:
+                await asyncio.wait({reading}, timeout=self._heartbeat_s)
+                if reading.done():
+                    return
+                sequence += 1
+                yield pb.RegisterEvent(heartbeat=pb.Heartbeat(sequence=sequence))
+            why = "it fell silent, or has registered again"
+            raise _lost(who)
+        finally:
+            reading.cancel()
+            self._registry.leave(session, why)
+
+    async def reap(self) -> None:
+        """Lose whoever is silent; runs for ever, beside the server."""
+        loop = asyncio.get_running_loop()
+        while True:
+            slept_at = loop.time()
+            await asyncio.sleep(self._heartbeat_s)
+            if loop.time() - slept_at > 2 * self._heartbeat_s:
+                self._registry.forgive()  # it was us who slept: heartbeats wait in our sockets
+            else:
+                self._registry.reap()
+
+    async def _hello(self, requests: AsyncIterator[pb.RegisterRequest]) -> Participant:
+        try:
+            first = await asyncio.wait_for(anext(requests), HELLO_WITHIN_S)
+        except (TimeoutError, StopAsyncIteration):
+            raise refuse(Reason.INVALID_ARGUMENT, "The stream began without Hello.") from None
+        if first.WhichOneof("message") != "hello":
+            raise refuse(Reason.INVALID_ARGUMENT, "The first message must be Hello.")
+        hello = first.hello
+        return convert.participant(hello.capabilities, hello.incarnation_id, hello.address)
+
+    async def _read(self, session: Session, requests: AsyncIterator[pb.RegisterRequest]) -> None:
+        async for _ in requests:
+            self._registry.beat(session)
+
+
+def _lost(who: Participant) -> SafepointError:
+    return refuse(
+        Reason.UNREACHABLE,
+        f"Nothing was heard of {who.participant_id} for three heartbeats.",
+        next_step="Register again.",
+        participant_id=who.participant_id,
+    )

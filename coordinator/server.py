@@ -1,0 +1,269 @@
+"""A coordinator as a running server: put together, bound, announced, stopped.
+
+The rule: nothing is open to strangers by accident. A bind that is no loopback needs a token, one port belongs to one
+server, and a coordinator that cannot have its port, its root or its journal does not start at all.
+
+`serve` is used by the plain process and by the Ray actor alike. Where it listens is written to
+<root>/coordinator/address.json, so that shims and trainers find the next one too:
+
+    {"address": "10.0.0.3:41873", "epoch": 7, "nonce": "9f2c..."}
+"""
+
+from __future__ import annotations
+
+import asyncio
+import fcntl
+import importlib
+import ipaddress
+import json
+import logging
+import os
+import secrets
+import signal
+import socket
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+from grpc import aio
+from safepoint.v1 import coordinator_service_pb2, coordinator_service_pb2_grpc
+
+from coordinator.feed import Feed
+from coordinator.journal import Journal
+from coordinator.operations import BEFORE_PUBLISH, Operations
+from coordinator.participants import Participants
+from coordinator.preflight import Discovery
+from coordinator.protocol.topology import Participant
+from coordinator.recovery import recover, settle
+from coordinator.registration import Registration
+from coordinator.registry import Registry
+from coordinator.service import CoordinatorService
+from coordinator.settings import Settings
+from coordinator.snapshots import SnapshotStore
+from coordinator.wire.auth import Token, read_token
+from coordinator.wire.errors import Reason, SafepointError, refuse
+from coordinator.wire.rpc import SERVER_OPTIONS, ErrorInterceptor
+
+log = logging.getLogger(__name__)
+
+# Without stubs of their own: imported by name, so that strict checkers leave them alone.
+_health: Any = importlib.import_module("grpc_health.v1.health")
+_health_pb2: Any = importlib.import_module("grpc_health.v1.health_pb2")
+_health_grpc: Any = importlib.import_module("grpc_health.v1.health_pb2_grpc")
+
+ADDRESS_NAME: Final = "address.json"
+SERVICE_NAME: Final = coordinator_service_pb2.DESCRIPTOR.services_by_name["Coordinator"].full_name
+STOP_GRACE_S: Final = 1.0
+ABORT_WITHIN_S: Final = 3.0
+_UNIX: Final = "unix:"
+_MAX_MESSAGE: Final = 4 << 20
+
+
+@dataclass(slots=True)
+class Coordinator:
+    """A running coordinator. `address` is what others dial."""
+
+    address: str
+    epoch: int
+    nonce: str
+    operations: Operations
+    _server: aio.Server
+    _healthy: Any
+    _tasks: list[asyncio.Task[None]] = field(default_factory=list[asyncio.Task[None]])
+    _lock: int = -1
+
+    def announcement(self) -> str:
+        """One line of JSON: address, epoch and nonce."""
+        return json.dumps({"address": self.address, "epoch": self.epoch, "nonce": self.nonce})
+
+    async def stop(self) -> None:
+        """Stop in good order: what is not published is aborted, everybody connected is told. Twice is harmless."""
+        await self._healthy.set("", _health_pb2.HealthCheckResponse.NOT_SERVING)
+        active = self.operations.active
+        if active is not None and (not active.started or active.transaction.stage in BEFORE_PUBLISH):
+            with suppress(SafepointError):
+                await self.operations.abort(active, "the coordinator stops", ABORT_WITHIN_S)
+        await self.kill()
+
+    async def kill(self) -> None:
+        """Stop as a crash would, but for the handles: nobody is told anything."""
+        for task in self._tasks:
+            task.cancel()
+        await self._server.stop(STOP_GRACE_S / 10)
+        await self.operations.close()
+        await self.operations.participants.close()
+        if self._lock >= 0:
+            os.close(self._lock)
+            self._lock = -1
+
+    async def wait(self) -> None:
+        """Until the server has stopped."""
+        await self._server.wait_for_termination()
+
+
+async def serve(settings: Settings) -> Coordinator:
+    """Start a coordinator on the running event loop. It serves when this returns.
+
+    Raises SNAPSHOT_FOREIGN (another job's root), UNAUTHENTICATED (token file), INVALID_ARGUMENT (an open bind without a
+    token), UNAVAILABLE (the port is taken), STORAGE_FULL, STORAGE_FAILED, SNAPSHOT_CORRUPT (a damaged journal).
+    """
+    token = read_token(settings.token_file or None)
+    _check_bind(settings, token)
+    loop = asyncio.get_running_loop()
+    store = await asyncio.to_thread(SnapshotStore, settings.root, settings.job_id)
+    lock = _lock_socket(settings.bind)
+    journal = await asyncio.to_thread(lambda: Journal(store.directory("coordinator")))
+    registry = Registry(loop.time, settings.heartbeat_s * settings.missed_heartbeats)
+    discovery = Discovery(
+        registry, Participants(journal.epoch, token), settings.participants, settings.policy_endpoints
+    )
+    operations = Operations(settings, store, journal, discovery, Feed())
+
+    def joined(who: Participant) -> None:
+        operations.spawn(settle(operations, who))
+
+    registration = Registration(registry, journal.epoch, settings.job_id, settings.heartbeat_s, joined)
+    server = aio.server(
+        interceptors=[ErrorInterceptor(token)],
+        options=[*SERVER_OPTIONS, ("grpc.max_receive_message_length", _MAX_MESSAGE)],
+    )
+    coordinator_service_pb2_grpc.add_CoordinatorServicer_to_server(CoordinatorService(operations, registration), server)
+    healthy = _health.aio.HealthServicer()
+    _health_grpc.add_HealthServicer_to_server(healthy, server)
+    if settings.reflection:
+        reflection: Any = importlib.import_module("grpc_reflection.v1alpha.reflection")
+        reflection.enable_server_reflection((SERVICE_NAME, _health.SERVICE_NAME, reflection.SERVICE_NAME), server)
+    try:
+        address = await _bind(server, settings)
+        await recover(operations)
+        await server.start()
+    except BaseException:
+        await operations.close()
+        raise
+    for name in ("", SERVICE_NAME):
+        await healthy.set(name, _health_pb2.HealthCheckResponse.SERVING)
+    tasks = [
+        asyncio.create_task(registration.reap(), name="reap"),
+        asyncio.create_task(_look_around(operations), name="look around"),
+    ]
+    running = Coordinator(address, journal.epoch, secrets.token_hex(8), operations, server, healthy, tasks, lock)
+    with store.directory("coordinator") as directory:
+        await asyncio.to_thread(directory.replace, ADDRESS_NAME, running.announcement().encode() + b"\n")
+    log.info("coordinator epoch %d of job %s serves at %s", journal.epoch, settings.job_id, address)
+    return running
+
+
+async def run(settings: Settings, announce: bool = True) -> None:
+    """Serve until SIGTERM or SIGINT; prints the announcement to standard output. For a plain process."""
+    coordinator = await serve(settings)
+    if announce:
+        print(coordinator.announcement(), flush=True)
+    stopped = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, stopped.set)
+    ended = asyncio.create_task(coordinator.wait())
+    waiting = asyncio.create_task(stopped.wait())
+    await asyncio.wait({ended, waiting}, return_when=asyncio.FIRST_COMPLETED)
+    waiting.cancel()
+    await coordinator.stop()
+    await ended
+
+
+async def _look_around(operations: Operations) -> None:
+    """Once, after the start: who of the static list is there, and which snapshot is the newest."""
+    for problem in await operations.discovery.ask_static():
+        log.warning("%s", problem)
+    static = set(operations.settings.participants)
+    for who in operations.discovery.registry.participants():
+        if who.address in static:
+            operations.spawn(settle(operations, who))
+    try:
+        listing = await asyncio.to_thread(operations.store.list)
+    except SafepointError as error:
+        log.warning("the snapshots cannot be listed: %s", error)
+        return
+    if listing.snapshots and not operations.latest_snapshot_id:
+        operations.latest_snapshot_id = listing.snapshots[0].snapshot_id
+
+
+async def _bind(server: aio.Server, settings: Settings) -> str:
+    if settings.bind.startswith(_UNIX):
+        path = settings.bind.removeprefix(_UNIX)
+        with suppress(FileNotFoundError):
+            os.unlink(path)  # ours: we hold its lock
+        before = os.umask(0o177)
+        try:
+            _add_port(server, settings.bind)
+        finally:
+            os.umask(before)
+        return settings.bind
+    host, _, port_text = settings.bind.rpartition(":")
+    port = _add_port(server, settings.bind)
+    if port_text not in ("0", str(port)):
+        raise refuse(Reason.UNAVAILABLE, f"The address {settings.bind} is taken.")
+    return f"{settings.advertise or _reachable(host)}:{port}"
+
+
+def _add_port(server: aio.Server, bind: str) -> int:
+    try:
+        port = server.add_insecure_port(bind)
+    except RuntimeError as error:
+        raise refuse(
+            Reason.UNAVAILABLE, f"The address {bind} cannot be bound.",
+            next_step="Stop what listens there, or set `bind` to another address; port 0 takes a free one.",
+        ) from error  # fmt: skip
+    if port <= 0:  # older releases of grpc report a failure like this
+        raise refuse(Reason.UNAVAILABLE, f"The address {bind} cannot be bound.")
+    return port
+
+
+def _check_bind(settings: Settings, token: Token | None) -> None:
+    if settings.bind.startswith(_UNIX):
+        return
+    host, colon, port = settings.bind.rpartition(":")
+    if not colon or not port.isdigit():
+        raise refuse(Reason.INVALID_ARGUMENT, f"bind must be host:port or unix:/path, not {settings.bind!r}.")
+    if token is None and not settings.insecure and not _is_loopback(host):
+        raise refuse(
+            Reason.INVALID_ARGUMENT,
+            f"{settings.bind} is open to other machines and no token is set.",
+            next_step="Set SAFEPOINT_TOKEN_FILE, bind 127.0.0.1, or allow it with `insecure`.",
+        )
+
+
+def _is_loopback(host: str) -> bool:
+    name = host.strip("[]")
+    if name == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(name).is_loopback
+    except ValueError:
+        return False
+
+
+def _reachable(host: str) -> str:
+    """A host that others can dial: the one bound, or for all interfaces the one of this machine's name."""
+    name = host.strip("[]")
+    try:
+        if not ipaddress.ip_address(name).is_unspecified:
+            return host
+    except ValueError:
+        return host
+    try:
+        return socket.gethostbyname(socket.gethostname())
+    except OSError:
+        return "127.0.0.1"
+
+
+def _lock_socket(bind: str) -> int:
+    """Hold the lock beside a Unix socket: gRPC lets a second server steal the path silently. -1 for TCP."""
+    if not bind.startswith(_UNIX):
+        return -1
+    lock = os.open(bind.removeprefix(_UNIX) + ".lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        os.close(lock)
+        raise refuse(Reason.UNAVAILABLE, f"Another server listens at {bind}.") from None
+    return lock

@@ -1,0 +1,366 @@
+"""The Coordinator service: what trainers, the command line and shims call.
+
+The rule: a handler checks what it was sent, asks `operations`, and streams what comes. It contains no `try` that turns
+one failure into another; the interceptor translates. Status and Abort touch no disk and take no lock.
+
+Every call needs a deadline, but Register and Watch: they last as long as their caller.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+from collections.abc import AsyncIterator, Sequence
+from contextlib import suppress
+from itertools import islice
+from typing import Any, Final
+
+from google.protobuf.message import Message
+from grpc import aio
+from safepoint.v1 import coordinator_service_pb2 as pb
+from safepoint.v1 import coordinator_service_pb2_grpc, manifest_pb2
+
+from coordinator import convert, ledger_lines
+from coordinator.answers import COMMIT, PUBLISH, RESUME, START
+from coordinator.driver import Drive, Identity
+from coordinator.following import follow_answer, replay, watch
+from coordinator.operations import Operations, fenced
+from coordinator.outcomes import Ended, running_status
+from coordinator.protocol import events as core
+from coordinator.protocol.operation import Operation, Options
+from coordinator.protocol.topology import Finding, Participant, fingerprint, validate
+from coordinator.registration import Registration
+from coordinator.reporting import snapshot_info
+from coordinator.status import ANSWER_WITHIN_S, coordinator_status
+from coordinator.wire.errors import CATALOG, Problem, Reason, SafepointError, refuse
+from coordinator.wire.ids import OperationId, SnapshotId, is_rollout_id, is_wire_id
+from coordinator.wire.rpc import time_budget
+from coordinator.wire.terms import OperationKind
+
+Context = aio.ServicerContext[Any, Any]
+
+LEDGER_AT_ONCE: Final = 1000
+MAX_RETIRED: Final = 1024
+DEFAULT_PAGE: Final = 100
+MAX_PAGE: Final = 1000
+MAX_CAUSE_BYTES: Final = 1000
+MAX_INVALID: Final = 1000  # names in one ListSnapshotsResponse, which must stay under 4 MiB
+
+
+class CoordinatorService(coordinator_service_pb2_grpc.CoordinatorServicer):
+    """See `proto/safepoint/v1/coordinator_service.proto`: every method holds what is written there."""
+
+    def __init__(self, operations: Operations, registration: Registration) -> None:
+        self._operations = operations
+        self._registration = registration
+
+    # ---- who takes part ---------------------------------------------------------------------------------------------
+
+    async def Register(
+        self, request_iterator: AsyncIterator[pb.RegisterRequest], context: Context
+    ) -> AsyncIterator[pb.RegisterEvent]:
+        async for event in self._registration.serve(request_iterator):
+            yield event
+
+    async def GetTopology(self, request: pb.GetTopologyRequest, context: Context) -> pb.GetTopologyResponse:
+        time_budget(context)
+        discovery = self._operations.discovery
+        problems = await (discovery.ask_everybody() if request.refresh else discovery.ask_static())
+        topology = discovery.topology()
+        findings = [_finding_from_problem(problem) for problem in problems]
+        findings += [_finding(found) for found in validate(topology)]
+        return pb.GetTopologyResponse(
+            participants=[convert.participant_info(p) for p in topology.participants],
+            fingerprint=fingerprint(topology.participants),
+            findings=findings,
+        )
+
+    # ---- whole operations -------------------------------------------------------------------------------------------
+
+    async def Save(self, request: pb.SaveRequest, context: Context) -> AsyncIterator[pb.OperationEvent]:
+        budget_s = time_budget(context)
+        operation = self._save(request.operation_id, request.snapshot_id, request.options, trainer_driven=False)
+        identity = Identity(_digest(request), convert.metadata(request.metadata))
+        async for event in self._run("Save", operation, identity, budget_s):
+            yield event
+
+    async def Restore(self, request: pb.RestoreSnapshotRequest, context: Context) -> AsyncIterator[pb.OperationEvent]:
+        budget_s = time_budget(context)
+        operation = Operation(
+            kind=OperationKind.RESTORE,
+            operation_id=_operation_id(request.operation_id),
+            snapshot_id=_snapshot_id(request.snapshot_id),
+            coordinator_epoch=self._operations.journal.epoch,
+            options=Options(lease_ttl_s=convert.lease_ttl(request.lease_ttl, self._operations.settings.lease_ttl_s)),
+            resume_when_done=request.resume,
+        )
+        async for event in self._run("Restore", operation, Identity(_digest(request), {}), budget_s):
+            yield event
+
+    # ---- trainer-driven phases --------------------------------------------------------------------------------------
+
+    async def Prepare(self, request: pb.PrepareOperationRequest, context: Context) -> AsyncIterator[pb.OperationEvent]:
+        budget_s = time_budget(context)
+        operation = self._save(request.operation_id, request.snapshot_id, request.options, trainer_driven=True)
+        async for event in self._run("Prepare", operation, Identity(_digest(request), {}), budget_s):
+            yield event
+
+    async def Commit(self, request: pb.CommitOperationRequest, context: Context) -> AsyncIterator[pb.OperationEvent]:
+        budget_s = time_budget(context)
+        until = self._until(budget_s, self._operations.settings.commit_timeout_s)
+        found = self._named(request.operation_id)
+        event = core.CommitRequested(self._operations.clock(), until)
+        async for told in self._go_on("Commit", COMMIT, found, _digest(request), event, budget_s):
+            yield told
+
+    async def Publish(self, request: pb.PublishRequest, context: Context) -> AsyncIterator[pb.OperationEvent]:
+        budget_s = time_budget(context)
+        metadata = convert.metadata(request.metadata)
+        until = self._until(budget_s, self._operations.settings.commit_timeout_s)
+        found = self._named(request.operation_id)
+        if isinstance(found, Drive) and PUBLISH not in found.answers:
+            found.identity.metadata = metadata
+        event = core.PublishRequested(self._operations.clock(), until)
+        async for told in self._go_on("Publish", PUBLISH, found, _digest(request), event, budget_s):
+            yield told
+
+    async def Resume(self, request: pb.ResumeOperationRequest, context: Context) -> AsyncIterator[pb.OperationEvent]:
+        budget_s = time_budget(context)
+        operation_id = _operation_id(request.operation_id)
+        active = self._operations.active
+        if active is None:
+            ended = self._operations.ended_operation(operation_id)
+            if ended is not None and "resumed" in ended.results:
+                yield ended.results["resumed"]
+            else:
+                yield pb.OperationEvent(operation_id=operation_id, sequence=1, resumed=pb.Resumed())
+            return
+        found = self._named(operation_id)
+        event = core.ResumeRequested(self._operations.clock())
+        async for told in self._go_on("Resume", RESUME, found, _digest(request), event, budget_s):
+            yield told
+
+    async def Abort(self, request: pb.AbortOperationRequest, context: Context) -> pb.AbortOperationResponse:
+        budget_s = min(time_budget(context), ANSWER_WITHIN_S) * 0.9
+        if request.operation_id:
+            _operation_id(request.operation_id)
+        drive = self._operations.active
+        if drive is None or request.operation_id not in ("", drive.operation.operation_id):
+            return pb.AbortOperationResponse()
+        cause = request.cause.encode()[:MAX_CAUSE_BYTES].decode(errors="ignore")
+        await self._operations.abort(drive, cause, budget_s)
+        return pb.AbortOperationResponse(
+            operation_id=drive.operation.operation_id,
+            acknowledged=drive.transaction.acknowledged,
+            unconfirmed=drive.unconfirmed,
+        )
+
+    async def RetireRollouts(self, request: pb.RetireRolloutsRequest, context: Context) -> pb.RetireRolloutsResponse:
+        budget_s = time_budget(context)
+        if not 1 <= len(request.rollout_ids) <= MAX_RETIRED:
+            raise refuse(
+                Reason.INVALID_ARGUMENT, f"rollout_ids has {len(request.rollout_ids)} entries; 1 to {MAX_RETIRED}."
+            )
+        for rollout_id in request.rollout_ids:
+            if not is_rollout_id(rollout_id):
+                raise refuse(Reason.MALFORMED_ID, f"{rollout_id[:260]!r} cannot name a rollout.")
+        everybody = self._operations.discovery.registry.participants()
+        told = await asyncio.gather(*(self._retire(p, request.rollout_ids, budget_s) for p in everybody))
+        return pb.RetireRolloutsResponse(
+            retired=sum(count for count in told if count is not None),
+            unconfirmed=[p.participant_id for p, count in zip(everybody, told, strict=True) if count is None],
+        )
+
+    # ---- looking ----------------------------------------------------------------------------------------------------
+
+    async def GetStatus(
+        self, request: pb.GetCoordinatorStatusRequest, context: Context
+    ) -> pb.GetCoordinatorStatusResponse:
+        budget_s = time_budget(context)
+        return await coordinator_status(self._operations, request.participants, request.max_rollouts, budget_s)
+
+    async def Watch(self, request: pb.WatchRequest, context: Context) -> AsyncIterator[pb.WatchEvent]:
+        operations, operation_id = self._operations, request.operation_id
+        if operation_id:
+            _operation_id(operation_id)
+
+        def over() -> bool:
+            return operations.active is None or operations.active.operation.operation_id != operation_id
+
+        async def status() -> pb.GetCoordinatorStatusResponse:
+            return await coordinator_status(operations, ask=False, max_rollouts=0, budget_s=ANSWER_WITHIN_S)
+
+        async for event in watch(operations.feed, operation_id, status, over):
+            yield event
+
+    async def Explain(self, request: pb.ExplainRequest, context: Context) -> pb.ExplainResponse:
+        time_budget(context)
+        if request.operation_id:
+            _operation_id(request.operation_id)
+        active = self._operations.active
+        failing = active is not None and active.transaction.primary is not None
+        if active is not None and (
+            request.operation_id == active.operation.operation_id or (failing and not request.operation_id)
+        ):
+            status = running_status(active, self._operations.clock())
+            return pb.ExplainResponse(operation=status, events=active.reporter.history)
+        ended = self._operations.last_ended(request.operation_id, failed_only=not request.operation_id)
+        if ended is None:
+            if request.operation_id:
+                raise refuse(Reason.UNKNOWN_OPERATION, f"No operation {request.operation_id} is known here.")
+            return pb.ExplainResponse()
+        return pb.ExplainResponse(operation=ended.status(), events=ended.history)
+
+    # ---- snapshots --------------------------------------------------------------------------------------------------
+
+    async def ListSnapshots(self, request: pb.ListSnapshotsRequest, context: Context) -> pb.ListSnapshotsResponse:
+        time_budget(context)
+        size = min(request.page_size or DEFAULT_PAGE, MAX_PAGE)
+        listing = await asyncio.to_thread(self._operations.store.list)
+        found = list(listing.snapshots)
+        start = 0
+        if request.page_token:
+            # The token is the last snapshot that was sent: what was published or pruned meanwhile shifts nothing.
+            names = [manifest.snapshot_id for manifest in found]
+            if request.page_token not in names:
+                raise refuse(Reason.INVALID_ARGUMENT, "The page_token is of a snapshot that is gone. Begin again.")
+            start = names.index(request.page_token) + 1
+        page = found[start : start + size]
+        more = start + size < len(found)
+        return pb.ListSnapshotsResponse(
+            snapshots=[snapshot_info(manifest) for manifest in page],
+            next_page_token=page[-1].snapshot_id if page and more else "",
+            invalid=dict(list(listing.invalid.items())[:MAX_INVALID]),
+        )
+
+    async def ReadLedger(self, request: pb.ReadLedgerRequest, context: Context) -> AsyncIterator[pb.ReadLedgerEvent]:
+        time_budget(context)
+        lines = self._operations.store.ledger(_snapshot_id(request.snapshot_id))
+
+        def some() -> list[manifest_pb2.LedgerEntry]:
+            where = f"the ledger of {request.snapshot_id}"
+            return [ledger_lines.entry(ledger_lines.decode(raw, where)) for raw in islice(lines, LEDGER_AT_ONCE)]
+
+        try:
+            while entries := await asyncio.to_thread(some):
+                yield pb.ReadLedgerEvent(entries=entries)
+        finally:
+            with suppress(ValueError):  # the reader has left while a thread reads: it closes the file when it ends
+                lines.close()
+
+    async def VerifySnapshot(self, request: pb.VerifySnapshotRequest, context: Context) -> pb.VerifySnapshotResponse:
+        time_budget(context)
+        verified = await asyncio.to_thread(self._operations.store.verify, _snapshot_id(request.snapshot_id))
+        return pb.VerifySnapshotResponse(
+            manifest=verified.manifest,
+            files=verified.files,
+            size_bytes=verified.size_bytes,
+            unlisted=verified.unlisted,
+        )
+
+    async def PruneSnapshots(self, request: pb.PruneSnapshotsRequest, context: Context) -> pb.PruneSnapshotsResponse:
+        time_budget(context)
+        operations = self._operations
+        async with operations.storage_lock:
+            pruned = await asyncio.to_thread(
+                operations.store.prune, request.keep_last, operations.in_use(), request.dry_run
+            )
+        return pb.PruneSnapshotsResponse(deleted=pruned.deleted, size_bytes=pruned.size_bytes)
+
+    # ---- within -----------------------------------------------------------------------------------------------------
+
+    def _save(self, operation_id: str, snapshot_id: str, options: pb.SaveOptions, *, trainer_driven: bool) -> Operation:
+        settings = self._operations.settings
+        return Operation(
+            kind=OperationKind.SAVE,
+            operation_id=_operation_id(operation_id),
+            snapshot_id=_snapshot_id(snapshot_id),
+            coordinator_epoch=self._operations.journal.epoch,
+            options=convert.options(options, settings.straggler_grace_s, settings.lease_ttl_s),
+            trainer_driven=trainer_driven,
+        )
+
+    async def _run(
+        self, call: str, operation: Operation, identity: Identity, budget_s: float
+    ) -> AsyncIterator[pb.OperationEvent]:
+        found = self._operations.known(operation.operation_id, identity.digest, call)
+        if isinstance(found, Ended):
+            async for event in replay(found, call):
+                yield event
+            return
+        drive = found or self._operations.begin(operation, identity, budget_s)
+        answer, _ = drive.answers.ask(START, identity.digest)
+        async for event in follow_answer(drive, self._operations.feed, call, answer, budget_s, from_start=True):
+            yield event
+
+    async def _go_on(
+        self, call: str, name: str, found: Drive | Ended, digest: str, request: core.Request, budget_s: float
+    ) -> AsyncIterator[pb.OperationEvent]:
+        if isinstance(found, Ended):
+            async for event in replay(found, call):
+                yield event
+            return
+        answer, first = found.answers.ask(name, digest)
+        if first:
+            found.post(request)
+        async for event in follow_answer(found, self._operations.feed, call, answer, budget_s, from_start=False):
+            yield event
+
+    def _named(self, operation_id: str) -> Drive | Ended:
+        name = _operation_id(operation_id)
+        active = self._operations.active
+        if active is not None and active.operation.operation_id == name:
+            if not active.started:
+                raise refuse(Reason.WRONG_PHASE, f"{name} has not begun yet.", operation_id=name)
+            return active
+        ended = self._operations.ended_operation(name)
+        if ended is not None:
+            return ended
+        if active is not None:
+            raise fenced(active)
+        raise refuse(Reason.UNKNOWN_OPERATION, f"No operation {name} is known here.", operation_id=name)
+
+    def _until(self, budget_s: float, longest_s: float) -> float:
+        return self._operations.clock() + min(budget_s * 2 / 3, longest_s)  # a third is kept for opening everybody
+
+    async def _retire(self, who: Participant, rollout_ids: Sequence[str], budget_s: float) -> int | None:
+        try:
+            return await self._operations.participants.retire(who, rollout_ids, budget_s)
+        except SafepointError:
+            return None
+
+
+def _digest(request: Message) -> str:
+    return hashlib.sha256(request.SerializeToString(deterministic=True)).hexdigest()
+
+
+def _operation_id(text: str) -> OperationId:
+    if not is_wire_id(text):
+        raise refuse(Reason.MALFORMED_ID, f"{text[:130]!r} is no operation_id.")
+    return OperationId(text)
+
+
+def _snapshot_id(text: str) -> SnapshotId:
+    if not is_wire_id(text):
+        raise refuse(Reason.MALFORMED_ID, f"{text[:130]!r} is no snapshot_id.")
+    return SnapshotId(text)
+
+
+def _finding(found: Finding) -> pb.Finding:
+    return pb.Finding(
+        blocking=found.blocking,
+        reason=convert.wire(found.reason),
+        participant_id=found.participant_id,
+        message=found.message,
+        next_step=found.next_step,
+    )
+
+
+def _finding_from_problem(problem: Problem) -> pb.Finding:
+    return pb.Finding(
+        blocking=True,
+        reason=convert.wire(problem.reason),
+        participant_id=problem.participant_id,
+        message=problem.message,
+        next_step=problem.next_step or CATALOG[problem.reason].next_step,
+    )
