@@ -200,6 +200,7 @@ class GateMiddleware:
             gate.served = True
             if claim.verdict is Verdict.CONFLICT:
                 gate.warn("dispatches of a running id with another input, not logged")
+                CURRENT.set(NOBODY)
                 await self._app(scope, _again(body, receive), send)
             elif claim.verdict is Verdict.ANSWER and claim.result is not None:
                 if await self._held(entry, receive):

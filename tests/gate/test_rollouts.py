@@ -1,0 +1,514 @@
+"""Whole rollouts through the gates of three servers: parked, held, cut, restarted, joined, retried."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from coordinator.wire.terms import QuiesceMode, RolloutState
+from participant_shims.gate import calllog_files
+from participant_shims.identity import ATTEMPT_HEADER, CALL_HEADER, ROLLOUT_HEADER
+from tests.gate.world import Client, World, until
+
+HOLD = QuiesceMode.HOLD
+ROW: dict[str, Any] = {"_ng_rollout_id": "r-1", "input": "abc", "start": 5}
+EXPECTED = {"count": 5 + 3 + 4 + 5, "said": [[3, {"count": 8}], [4, {"count": 12}], [5, {"count": 17}]]}
+
+
+@pytest.fixture
+async def world(tmp_path: Path) -> AsyncIterator[World]:
+    made = World(tmp_path / "first")
+    yield made
+    made.close()
+
+
+def close_all(world: World) -> None:
+    for name in ("model", "agent", "counter"):
+        world.nodes[name].gate.close("op", HOLD, 60)
+
+
+def open_all(world: World) -> None:
+    for name in ("counter", "model", "agent"):
+        world.nodes[name].gate.open()
+
+
+async def cut_at_model(world: World, turn: int, row: dict[str, Any] = ROW) -> asyncio.Task[Client]:
+    """A rollout that stands at its `turn`-th model call, with every gate closed."""
+    before = len(world.model.served)
+    world.hold_model_at = turn
+    running = asyncio.create_task(world.run(row))
+    await until(lambda: world.held_model and len(world.model.served) > before)
+    close_all(world)
+    return running
+
+
+async def test_an_undisturbed_rollout_ends_as_without_a_gate(world: World) -> None:
+    client = await world.run(ROW)
+    assert (client.status, client.json()) == (200, EXPECTED)
+    assert len(world.model_calls) == 3
+    assert world.agent.log.excluded() == []
+
+
+async def test_a_completed_rollout_with_an_explicit_id_is_answered_from_its_record(world: World) -> None:
+    first = await world.run(ROW)
+    second = await world.run(ROW)
+    assert second.body == first.body
+    assert second.headers == first.headers
+    assert len(world.model_calls) == 3
+
+
+async def test_an_index_id_runs_again_in_the_next_epoch(world: World) -> None:
+    row = {"_ng_task_index": 7, "_ng_rollout_index": 1, "input": "abc", "start": 5}
+    assert (await world.run(row)).json() == EXPECTED
+    assert (await world.run(row)).json() == EXPECTED
+    assert len(world.model_calls) == 6
+    assert world.agent.log.attempt_of("7-1") == 1
+
+
+async def test_a_running_duplicate_joins(world: World) -> None:
+    world.block["/v1/responses"] = asyncio.Event()
+    first = asyncio.create_task(world.run(ROW))
+    await until(lambda: world.model.gate.doors.counts().in_flight == 1)
+    second = asyncio.create_task(world.run(ROW))
+    await until(lambda: world.agent.gate.warnings.get("dispatches joined"))
+    world.block["/v1/responses"].set()
+    a, b = await asyncio.gather(first, second)
+    assert a.body == b.body
+    assert len(world.model_calls) == 3
+    assert not world.agent.gate.doors.is_inside("r-1")
+
+
+async def test_a_running_id_with_another_input_runs_beside_and_leaves_the_first_alone(world: World) -> None:
+    world.block["/v1/responses"] = asyncio.Event()
+    first = asyncio.create_task(world.run(ROW))
+    await until(lambda: world.model.gate.doors.counts().in_flight == 1)
+    other = asyncio.create_task(world.run({**ROW, "input": "abcd"}))
+    await until(lambda: world.model.gate.doors.counts().in_flight == 2)
+    world.block["/v1/responses"].set()
+    a, b = await asyncio.gather(first, other)
+    assert a.json() == EXPECTED
+    assert b.json()["count"] == 5 + 4 + 5 + 6
+
+
+async def test_new_dispatches_park_while_closed_and_run_when_open(world: World) -> None:
+    close_all(world)
+    running = asyncio.create_task(world.run(ROW))
+    await until(lambda: world.agent.gate.doors.counts().parked == 1)
+    assert world.agent.served == []
+    open_all(world)
+    assert (await running).json() == EXPECTED
+
+
+async def test_a_dispatch_whose_client_left_while_parked_is_never_run(world: World) -> None:
+    close_all(world)
+    client = Client()
+    running = asyncio.create_task(world.run(ROW, client))
+    await until(lambda: world.agent.gate.doors.counts().parked == 1)
+    client.leave()
+    await running
+    open_all(world)
+    await asyncio.sleep(0)
+    assert world.agent.served == []
+    assert world.agent.log.attempt_of("r-1") == -1
+
+
+async def test_a_generation_that_runs_at_the_cut_goes_on_and_its_response_is_held(world: World) -> None:
+    running = await cut_at_model(world, 1)
+    world.let_model_go()
+    await until(lambda: world.model.gate.doors.counts().held == 1)
+    assert len(world.model_calls) == 2
+    status = world.agent.gate.status()
+    assert status["rollouts"][0] | {"age_s": 0} == {
+        "rollout_id": "r-1", "attempt": 0, "turn": 3, "activity": "calling", "age_s": 0,
+        "waiting_on": "model POST /v1/responses",
+    }  # fmt: skip
+    open_all(world)
+    assert (await running).json() == EXPECTED
+    assert len(world.model_calls) == 3
+
+
+async def test_the_agent_stops_before_its_next_call(world: World) -> None:
+    world.block["/add"] = asyncio.Event()
+    running = asyncio.create_task(world.run(ROW))
+    await until(lambda: "/add" in world.counter.served)
+    world.agent.gate.close("op", HOLD, 60)
+    world.block["/add"].set()
+    await until(lambda: world.agent.gate.doors.counts().parked == 1)
+    assert len(world.model_calls) == 1
+    assert world.agent.gate.status()["rollouts"][0]["activity"] == "parked"
+    world.agent.gate.open()
+    assert (await running).json() == EXPECTED
+
+
+async def test_a_call_of_the_agent_to_itself_is_never_parked(world: World) -> None:
+    seed = asyncio.Event()
+    original = world.counter.routes["/seed"]
+
+    async def slow_seed(*args: Any) -> Any:
+        await seed.wait()
+        return await original(*args)
+
+    world.counter.routes["/seed"] = slow_seed
+    running = asyncio.create_task(world.run(ROW))
+    await until(lambda: world.counter.gate.doors.counts().in_flight == 1)
+    # The agent's self-call leaves in the step in which it is opened, and meets doors that have closed again.
+    seed.set()
+    world.agent.gate.close("one", HOLD, 60)
+    await until(lambda: world.agent.gate.doors.counts().parked == 1)
+    world.agent.gate.open()
+    await until(lambda: "/v1/responses" in world.agent.served or world.agent.gate.doors.counts().in_flight == 2)
+    world.agent.gate.close("two", HOLD, 60)
+    await until(lambda: "/v1/responses" in world.agent.served)
+    world.agent.gate.open()
+    assert (await running).json() == EXPECTED
+
+
+@pytest.mark.parametrize("turn", [0, 1, 2])
+async def test_a_rollout_cut_at_any_turn_repeats_no_model_call_and_no_tool(
+    world: World, tmp_path: Path, turn: int
+) -> None:
+    running = await cut_at_model(world, turn)
+    new = world.restarted(tmp_path / "second")
+    running.cancel()
+    again = await new.run(ROW)
+    assert again.json() == EXPECTED
+    assert len(new.model_calls) == 3 - turn
+    assert len([p for p in new.counter.served if p == "/add"]) == 3 - turn
+    assert "/seed" not in new.counter.served
+    assert new.agent.gate.outbound.replayed == 1 + 2 * turn
+    assert new.agent.log.attempt_of("r-1") == 1
+    new.close()
+    await asyncio.gather(running, return_exceptions=True)
+
+
+async def test_a_call_executed_before_the_cut_and_not_recorded_is_answered_from_memory(
+    world: World, tmp_path: Path
+) -> None:
+    running = await cut_at_model(world, 1)
+    world.let_model_go()
+    await until(lambda: world.model.gate.doors.counts().held == 1)
+    new = world.restarted(tmp_path / "second")
+    running.cancel()
+    assert (await new.run(ROW)).json() == EXPECTED
+    assert len(new.model_calls) == 1  # the third; the second was remembered by the model's gate
+    assert new.model.gate.warnings == {"calls answered from memory": 1}
+    new.close()
+    await asyncio.gather(running, return_exceptions=True)
+
+
+async def test_a_tool_whose_response_was_held_at_the_cut_is_not_executed_twice(world: World, tmp_path: Path) -> None:
+    world.block["/add"] = asyncio.Event()
+    running = asyncio.create_task(world.run(ROW))
+    await until(lambda: "/add" in world.counter.served)
+    close_all(world)
+    world.block["/add"].set()
+    await until(lambda: world.counter.gate.doors.counts().held == 1)
+    out = tmp_path / "look"
+    out.mkdir()
+    ledger = calllog_files.export(world.agent.log, out).ledger
+    assert [(line.state, line.waiting_on) for line in ledger] == [(RolloutState.PENDING, "counter POST /add")]
+    new = world.restarted(tmp_path / "second")
+    running.cancel()
+    assert (await new.run(ROW)).json() == EXPECTED
+    assert len([p for p in new.counter.served if p == "/add"]) == 2
+    new.close()
+    await asyncio.gather(running, return_exceptions=True)
+
+
+async def test_a_second_restart_continues_from_what_the_first_one_added(world: World, tmp_path: Path) -> None:
+    first = await cut_at_model(world, 1)
+    new = world.restarted(tmp_path / "second")
+    first.cancel()
+    second = await cut_at_model(new, 1)  # replayed up to the second model call, which is live
+    new.let_model_go()
+    await until(lambda: new.model.gate.doors.counts().held == 1)
+    third = new.restarted(tmp_path / "third")
+    second.cancel()
+    assert (await third.run(ROW)).json() == EXPECTED
+    assert (len(world.model_calls), len(new.model_calls), len(third.model_calls)) == (1, 1, 1)
+    assert third.agent.log.attempt_of("r-1") == 2
+    for w in (new, third):
+        w.close()
+    await asyncio.gather(first, second, return_exceptions=True)
+
+
+async def test_an_agent_that_uses_chance_restarts_with_the_reason(world: World, tmp_path: Path) -> None:
+    world.chance = itertools.count(1)
+    running = await cut_at_model(world, 2)
+    new = world.restarted(tmp_path / "second")
+    running.cancel()
+    new.chance = itertools.count(100)
+    client = await new.run(ROW)
+    assert client.status == 200
+    assert client.json()["said"] == EXPECTED["said"]
+    assert len(new.model_calls) == 3  # all of them: nothing recorded was used
+    assert new.agent.gate.status()["diverged"] == 1
+    assert new.agent.log.attempt_of("r-1") == 2
+    reason = new.agent.log.db.execute("SELECT reason FROM rollouts").fetchone()[0]
+    assert "replay diverged" in reason
+    assert reason.count("digest") == 2
+    assert new.counter.served.count("/seed") == 1  # a session of its own, not the old one with its count
+    new.close()
+    await asyncio.gather(running, return_exceptions=True)
+
+
+async def test_an_agent_that_stops_short_of_its_records_restarts(world: World, tmp_path: Path) -> None:
+    running = await cut_at_model(world, 2)
+    new = world.restarted(tmp_path / "second")
+    running.cancel()
+    new.turns = 1
+    client = await new.run(ROW)
+    assert client.json()["said"] == EXPECTED["said"][:1]
+    assert new.agent.gate.status()["diverged"] == 1
+    assert len(new.model_calls) == 1
+    new.close()
+    await asyncio.gather(running, return_exceptions=True)
+
+
+async def test_a_restored_rollout_with_another_input_begins_anew(world: World, tmp_path: Path) -> None:
+    running = await cut_at_model(world, 1)
+    new = world.restarted(tmp_path / "second")
+    running.cancel()
+    client = await new.run({**ROW, "start": 6})
+    assert client.json()["count"] == 18
+    assert len(new.model_calls) == 3
+    row = new.agent.log.db.execute("SELECT attempt, base, reason FROM rollouts").fetchone()
+    assert row == (1, 1, "input changed")
+    new.close()
+    await asyncio.gather(running, return_exceptions=True)
+
+
+async def test_a_restored_completed_index_id_answers_once_and_then_runs_again(world: World, tmp_path: Path) -> None:
+    row = {"_ng_task_index": 1, "_ng_rollout_index": 0, "input": "abc", "start": 5}
+    first = await world.run(row)
+    close_all(world)
+    new = world.restarted(tmp_path / "second")
+    assert (await new.run(row)).body == first.body
+    assert new.model_calls == []
+    assert (await new.run(row)).json() == EXPECTED
+    assert len(new.model_calls) == 3
+    new.close()
+
+
+async def test_a_response_that_never_reached_its_client_answers_the_retry(world: World) -> None:
+    row = {"_ng_task_index": 1, "_ng_rollout_index": 0, "input": "abc", "start": 5}
+    world.block["/v1/responses"] = asyncio.Event()
+    client = Client()
+    running = asyncio.create_task(world.run(row, client))
+    await until(lambda: world.model.gate.doors.counts().in_flight == 1)
+    client.leave()
+    await asyncio.sleep(0)
+    world.block["/v1/responses"].set()
+    await running
+    assert (await world.run(row)).json() == EXPECTED
+    assert len(world.model_calls) == 3
+    assert not world.agent.gate.doors.is_inside("1-0")
+
+
+async def test_a_call_that_is_retried_after_its_response_was_lost_is_executed_once(world: World) -> None:
+    world.lose = {"/add", "/v1/responses"}
+    assert (await world.run(ROW)).json() == EXPECTED
+    assert world.counter.gate.warnings == {"calls answered from memory": 1}
+
+
+async def test_a_retry_joins_the_call_that_still_runs(world: World) -> None:
+    world.block["/add"] = asyncio.Event()
+    world.counters["s0"] = 0
+    headers = [(ROLLOUT_HEADER, "r-9"), (ATTEMPT_HEADER, "0"), (CALL_HEADER, "0.1"), ("cookie", "s=s0")]
+    both = [
+        asyncio.create_task(Client().send_request(world.counter.app, "POST", "/add", b'{"n": 4}', headers))
+        for _ in range(2)
+    ]
+    await until(lambda: world.counter.gate.warnings.get("calls joined"))
+    world.block["/add"].set()
+    a, b = await asyncio.gather(*both)
+    assert (a.json(), b.json()) == ({"count": 4}, {"count": 4})
+    assert world.counters["s0"] == 4
+
+
+async def test_an_execution_whose_client_left_stays_counted_until_it_ends(world: World) -> None:
+    world.block["/add"] = asyncio.Event()
+    world.counters["s0"] = 0
+    headers = [(ROLLOUT_HEADER, "r-9"), (ATTEMPT_HEADER, "0"), (CALL_HEADER, "0.1"), ("cookie", "s=s0")]
+    call = asyncio.create_task(Client().send_request(world.counter.app, "POST", "/add", b'{"n": 4}', headers))
+    await until(lambda: world.counter.served)
+    call.cancel()
+    await asyncio.gather(call, return_exceptions=True)
+    assert world.counter.gate.doors.counts().in_flight == 1
+    world.block["/add"].set()
+    await until(lambda: world.counter.gate.doors.counts().in_flight == 0)
+    again = await Client().send_request(world.counter.app, "POST", "/add", b'{"n": 4}', headers)
+    assert again.json() == {"count": 4}
+    assert world.counter.served == ["/add"]
+
+
+async def test_the_same_call_id_with_another_request_is_another_call(world: World) -> None:
+    world.counters["s0"] = 0
+    headers = [(ROLLOUT_HEADER, "r-9"), (ATTEMPT_HEADER, "0"), (CALL_HEADER, "0.1"), ("cookie", "s=s0")]
+    await Client().send_request(world.counter.app, "POST", "/add", b'{"n": 4}', headers)
+    other = await Client().send_request(world.counter.app, "POST", "/add", b'{"n": 5}', headers)
+    assert other.json() == {"count": 9}
+    assert world.counter.gate.warnings == {"call ids met again with another request": 1}
+
+
+async def test_a_call_of_a_stale_attempt_is_refused_and_has_no_effect(world: World, tmp_path: Path) -> None:
+    running = await cut_at_model(world, 1)
+    new = world.restarted(tmp_path / "second")
+    running.cancel()
+    headers = [(ROLLOUT_HEADER, "r-1"), (ATTEMPT_HEADER, "0"), (CALL_HEADER, "0.2.9"), ("cookie", "s=a0")]
+    # The attempt that runs on is known at the agent; the callee learns of it from the first call it makes.
+    assert (await new.run(ROW)).status == 200
+    before = dict(new.counters)
+    client = await Client().send_request(new.counter.app, "POST", "/add", b'{"n": 4}', headers)
+    assert client.status == 409
+    assert client.json()["error"]["reason"] == "STALE_ATTEMPT"
+    assert new.counters == before
+    new.close()
+    await asyncio.gather(running, return_exceptions=True)
+
+
+async def test_a_rollout_that_a_callee_has_lost_restarts_from_its_input(world: World, tmp_path: Path) -> None:
+    running = await cut_at_model(world, 1)
+    world.counter.log.exclude("r-1", 0, "its session can't be saved")
+    new = world.restarted(tmp_path / "second")
+    running.cancel()
+    new.counters.clear()  # what was excluded is not there
+    client = await new.run(ROW)
+    assert client.json() == EXPECTED
+    assert new.counter.served.count("/seed") == 1
+    assert new.agent.gate.status()["diverged"] == 1
+    new.close()
+    await asyncio.gather(running, return_exceptions=True)
+
+
+async def test_a_rollout_that_the_ledger_excludes_is_not_continued(world: World, tmp_path: Path) -> None:
+    running = await cut_at_model(world, 1)
+    new = world.restarted(tmp_path / "second", excluded={"r-1": "another server lost it"})
+    running.cancel()
+    assert (await new.run(ROW)).json() == EXPECTED
+    assert len(new.model_calls) == 3
+    assert new.agent.log.attempt_of("r-1") == 1
+    assert new.agent.gate.status()["diverged"] == 0
+    new.close()
+    await asyncio.gather(running, return_exceptions=True)
+
+
+async def test_callees_forget_what_their_caller_has_recorded(world: World) -> None:
+    await world.run(ROW)
+    left = world.counter.log.db.execute("SELECT call_id FROM executed").fetchall()
+    assert left == [("0.3",)]  # /verify, after which the rollout made no further call
+    await world.run({**ROW, "_ng_rollout_id": "r-2"})
+    left = world.counter.log.db.execute("SELECT rollout_id, call_id FROM executed").fetchall()
+    assert left == [("r-2", "0.3")]
+    assert world.agent.log.db.execute("SELECT count(*) FROM executed").fetchone() == (0,)
+
+
+async def test_an_event_stream_is_passed_on_as_it_comes_and_held_chunk_by_chunk(world: World) -> None:
+    world.block["chunk1"], world.block["chunk2"] = asyncio.Event(), asyncio.Event()
+    headers = [(ROLLOUT_HEADER, "r-9"), (ATTEMPT_HEADER, "0"), (CALL_HEADER, "0.1")]
+    client = Client()
+    call = asyncio.create_task(client.send_request(world.model.app, "POST", "/stream", b"{}", headers))
+    await until(lambda: client.chunks)
+    world.model.gate.close("op", HOLD, 60)
+    world.block["chunk1"].set()
+    await until(lambda: world.model.gate.doors.counts().held == 1)
+    assert client.chunks == [b"data: 0\n\n"]
+    world.model.gate.open()
+    await until(lambda: len(client.chunks) == 2)
+    world.block["chunk2"].set()
+    await call
+    assert client.body == b"data: 0\n\ndata: 1\n\ndata: 2\n\n"
+    again = await Client().send_request(world.model.app, "POST", "/stream", b"{}", headers)
+    assert again.body == client.body
+    assert world.model.served == ["/stream"]
+
+
+async def test_anonymous_work_is_counted_gated_and_not_remembered(world: World) -> None:
+    world.counters["s0"] = 0
+    close_all(world)
+    call = asyncio.create_task(
+        Client().send_request(world.counter.app, "POST", "/add", b'{"n": 4}', [("cookie", "s=s0")])
+    )
+    await until(lambda: world.counter.gate.doors.counts().parked == 1)
+    assert world.counters["s0"] == 0
+    open_all(world)
+    assert (await call).json() == {"count": 4}
+    assert world.counter.gate.status()["anonymous_requests"] == 1
+    assert world.counter.log.db.execute("SELECT count(*) FROM executed").fetchone() == (0,)
+
+
+async def test_an_anonymous_response_is_held_while_closed(world: World) -> None:
+    world.block["/add"] = asyncio.Event()
+    world.counters["s0"] = 0
+    client = Client()
+    call = asyncio.create_task(
+        client.send_request(world.counter.app, "POST", "/add", b'{"n": 4}', [("cookie", "s=s0")])
+    )
+    await until(lambda: world.counter.served)
+    world.counter.gate.close("op", HOLD, 60)
+    world.block["/add"].set()
+    await until(lambda: world.counter.gate.doors.counts().held == 1)
+    assert client.status == 0
+    world.counter.gate.open()
+    assert (await call).json() == {"count": 4}
+
+
+async def test_cookies_come_through_unchanged_live_and_replayed(world: World) -> None:
+    seen: list[Any] = []
+    original = world.agent.routes["/run"]
+
+    async def run(scope: Any, row: Any, headers: dict[str, str]) -> Any:
+        response = await world.agent.post("counter", "/seed", {"start": 0})
+        seen.append([(m.key, m.value, m["httponly"]) for m in response.cookies.values()])
+        seen.append(response.headers.getall("set-cookie"))
+        return await original(scope, row, headers)
+
+    world.agent.routes["/run"] = run
+    await world.run(ROW)
+    assert seen[0] == [("s", "a0", True), ("other", "1", "")]
+    assert seen[1] == ["s=a0; path=/; httponly", "other=1; path=/"]
+
+
+async def test_a_worker_that_joins_while_closed_is_closed_before_it_serves(world: World, tmp_path: Path) -> None:
+    world.model.gate.close("op", HOLD, 60)
+    late = World(tmp_path / "first")  # the same logs: another worker process of each server
+    late.clock.now = world.clock.now
+    call = asyncio.create_task(
+        Client().send_request(late.model.app, "POST", "/v1/responses", b'{"input":"x","turn":0}')
+    )
+    await until(lambda: late.model.gate.doors.counts().parked == 1)
+    assert late.model.gate.doors.operation_id == "op"
+    late.model.gate.open()
+    await call
+    late.close()
+
+
+async def test_an_auxiliary_model_is_never_closed(tmp_path: Path) -> None:
+    world = World(tmp_path / "aux")
+    world.model.gate.never_closes = True
+    with pytest.raises(Exception, match="never paused"):
+        world.model.gate.close("op", HOLD, 60)
+    assert not world.model.gate.doors.closed
+    world.close()
+
+
+async def test_stragglers_are_excluded_by_name_with_what_they_wait_for(world: World, tmp_path: Path) -> None:
+    world.block["/add"] = asyncio.Event()
+    running = asyncio.create_task(world.run(ROW))
+    await until(lambda: "/add" in world.counter.served)
+    close_all(world)
+    assert [r["rollout_id"] for r in world.counter.gate.exclude()["excluded"]] == ["r-1"]
+    out = tmp_path / "look"
+    out.mkdir()
+    ledger = calllog_files.export(world.counter.log, out).ledger
+    assert [(line.rollout_id, line.state) for line in ledger] == [("r-1", RolloutState.EXCLUDED)]
+    assert "did not end before the cut at counter" in ledger[0].reason
+    world.block["/add"].set()
+    open_all(world)
+    assert (await running).json() == EXPECTED
+    assert world.counter.log.excluded() == []
