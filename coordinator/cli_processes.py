@@ -5,15 +5,18 @@ The rule: what a command needs is imported when it runs, and what is missing is 
 
 from __future__ import annotations
 
+import asyncio
 import importlib.metadata
 import importlib.util
+import logging
 import platform
+import sys
 from typing import TYPE_CHECKING, Annotated, Any, Final
 
 import typer
 
-from coordinator.cli_options import AsJson, missing
-from coordinator.cli_output import emit, reporting, say
+from coordinator.cli_options import AsJson, Root, TokenFile, folder, missing
+from coordinator.cli_output import emit, note, reporting, say
 
 if TYPE_CHECKING:
     from coordinator.settings import Settings
@@ -77,8 +80,6 @@ def coordinator(
         if ray:
             _on_ray(settings, name, namespace)
             return
-        import logging
-
         from coordinator.server import run
 
         logging.basicConfig(level=logging.INFO, stream=sys.stderr, format="%(asctime)s %(levelname)s %(message)s")
