@@ -285,7 +285,7 @@ class Proxy:
             await messages.next()  # the end of an interim response
         until_close = head.ends_with_connection(request.method)
         if not head.response_has_body(request.method):
-            messages.renew()
+            messages.end_without_body()
             return head.keep_alive
         while True:
             event = await messages.next()

@@ -120,20 +120,21 @@ class Messages:
         self._trailers: list[Header] = []
         self._in_head = True
         self._head_bytes = 0
-        self._began = False
         self.raw = b""  # what follows a request to upgrade: no longer HTTP
         self._parser: Any = None
         self.renew()
 
     def renew(self) -> None:
-        """A new parser: after a response whose request (HEAD) told us, and not the parser, that it has no body."""
+        """A new parser for the next message."""
         kind = self._tools.HttpResponseParser if self._responses else self._tools.HttpRequestParser
         self._parser = kind(self)
+        self._in_head = True
 
-    @property
-    def idle(self) -> bool:
-        """Nothing of a next message has come."""
-        return not self._events and not self._began
+    def end_without_body(self) -> None:
+        """The message whose head has come has no body: we know it from its request (HEAD), the parser may not."""
+        if self._events and isinstance(self._events[0], End):
+            self._events.popleft()
+        self.renew()
 
     async def next(self) -> Event | None:
         """The next event; None at the end of the stream. Raises BrokenMessage for what is not HTTP."""
@@ -153,14 +154,10 @@ class Messages:
                 raise BrokenMessage(str(error)) from error
         return self._events.popleft()
 
-    def give_back(self, event: Event) -> None:
-        """Put an event back to the front."""
-        self._events.appendleft(event)
-
     # ---- called by the parser -------------------------------------------------------------------------------------
 
     def on_message_begin(self) -> None:
-        self._head, self._trailers, self._in_head, self._began = Head(), [], True, True
+        self._head, self._trailers, self._in_head = Head(), [], True
 
     def on_url(self, url: bytes) -> None:
         self._head.url += url
@@ -185,5 +182,5 @@ class Messages:
         self._events.append(Body(data))
 
     def on_message_complete(self) -> None:
-        self._began, self._in_head = False, True
+        self._in_head = True
         self._events.append(End(tuple(self._trailers)))
