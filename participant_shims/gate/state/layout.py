@@ -152,7 +152,7 @@ def _globals(module: types.ModuleType, scope: Scope, server: object) -> Iterator
         if not (own or is_container(value) or isinstance(value, _SIMPLE)) or callable(cast(object, value)):
             continue
         yield Place(f"{written}:{name}", cast("MutableMapping[str, Any]", vars(module)), name)
-        for inner in _stores(value) if own else ():
+        for inner in _stores(cast(object, value)) if own else ():
             yield from (Place(f"{written}:{name}.{k}", inner, k) for k in inner if not k.startswith("__"))
 
 

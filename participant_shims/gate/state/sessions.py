@@ -109,6 +109,16 @@ class SessionState:
         }
 
     @property
+    def scope(self) -> Scope:
+        """Which classes and functions its sessions may name."""
+        return self._scope
+
+    @property
+    def has_hooks(self) -> bool:
+        """Whether the server saves its sessions itself."""
+        return self._hooks() is not None
+
+    @property
     def wants_requests(self) -> bool:
         """Whether `record` must be called with every request of a session and its response."""
         return self._decision.mode == modes.REPLAY

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
 
+from participant_shims.gate.state.scope import PLAIN_BASES, PLAIN_MODULES
 from participant_shims.gate.state.tree import (
     SourceClass,
     SourceModule,
@@ -363,7 +364,8 @@ class _Reader:
             seen.add(last)
             self._judge_class(attribute, own, seen)
         elif "." in dotted and dotted.partition(".")[0] not in (*_PLAIN_MODULES, "self"):
-            is_class = self._is_imported(dotted) and last[:1].isupper()
+            known = dotted in PLAIN_BASES or dotted.startswith(tuple(f"{m}." for m in PLAIN_MODULES))
+            is_class = not known and self._is_imported(dotted) and last[:1].isupper()
             if is_class:
                 self.found.unsure.setdefault(attribute, f"{dotted} is a class of another package")
 

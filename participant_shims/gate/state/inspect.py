@@ -1,0 +1,239 @@
+"""What of a Gym resources server can be saved, and how: `safepoint inspect SERVER`.
+
+The one rule: the source is read first and nothing of the server runs in this process. The live probe (build the server,
+make sessions, export them, load them into a second one, compare) runs in a process of its own, with a deadline, and only
+adds to what the source says.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import signal
+import subprocess
+import sys
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, Final
+
+from coordinator.wire.errors import Reason, refuse
+from participant_shims.gate.state import codec, modes
+from participant_shims.gate.state.shapes import a_dict, a_list
+from participant_shims.gate.state.source import SourceFacts, read_source
+
+PROBE_S: Final = 60.0  # importing a server with its dependencies takes up to 20 s on a busy machine
+CODEC: Final = "codec"
+REEXECUTE: Final = "reexecute"
+# What a session may hold so that doing its calls again still brings it back: things inside this machine.
+_REPEATABLE: Final = ("(subprocess)", "(thread)")
+_OUTSIDE: Final = ("http", "model", "server", "sandbox", "browser", "ray", "database", "socket")
+
+_COST: Final = {
+    CODEC: "Sessions are saved and come back as they were; nothing is executed again.",
+    REEXECUTE: "Sessions can't be written down; with SAFEPOINT_STATE=reexecute their calls are made again and each "
+    "answer is compared, which takes as long as the calls took. Without it, rollouts that use it restart from their input.",
+    modes.RESTART: "Sessions can't be brought back: rollouts that use it restart from their input after a restore.",
+    modes.STATELESS: "It keeps nothing between calls: nothing to save, nothing to lose.",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Attribute:
+    """A session-keyed attribute. `verdict`: `encodable`, `unsure` or `unencodable`; `live_types`: seen by the probe."""
+
+    name: str
+    annotation: str
+    verdict: str
+    why: str = ""
+    live_types: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Probe:
+    """What the live probe saw. `ran` is false when the server could not be built here, `problem` says why."""
+
+    ran: bool
+    problem: str = ""
+    importable: bool = False
+    sessions: int = 0  # that held state
+    saved: int = 0
+    equal: bool = False  # the second server's export was the same
+    excluded: tuple[str, ...] = ()
+    export_bytes: int = 0
+    requests: tuple[str, ...] = ()  # what was sent, with the status
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """What of a server can be saved, and how."""
+
+    name: str
+    path: str
+    kind: str
+    server_class: str
+    verdict: str  # codec, reexecute, restart_only or stateless
+    checkpoint_mode: str  # what the gate will declare with the default SAFEPOINT_STATE
+    cost: str
+    reason: str = ""
+    state_schema: str = codec.SCHEMA
+    session_attributes: tuple[Attribute, ...] = ()
+    changing_attributes: dict[str, str] = field(default_factory=dict[str, str])
+    calls: dict[str, list[str]] = field(default_factory=dict[str, list[str]])
+    references: tuple[str, ...] = ()
+    files: tuple[str, ...] = ()
+    probe: Probe | None = None
+
+    def to_dict(self) -> dict[str, Any]:
+        """The report as JSON can say it."""
+        return asdict(self)
+
+
+def find_app(name_or_path: str) -> Path:
+    """The `app.py` of a server: a path, or a name such as `blackjack` or `resources_servers/blackjack`.
+
+    Raises INVALID_ARGUMENT when there is none.
+    """
+    given = Path(name_or_path)
+    candidates = [given, given / "app.py"]
+    short = name_or_path.strip("/").replace("resources_servers/", "").replace("resources_servers.", "")
+    if short and "/" not in short:
+        spec = importlib.util.find_spec("resources_servers")
+        for folder in (spec.submodule_search_locations or ()) if spec else ():
+            candidates.append(Path(folder) / short / "app.py")
+    for candidate in candidates:
+        if candidate.is_file() and candidate.suffix == ".py":
+            return candidate.resolve()
+    raise refuse(
+        Reason.INVALID_ARGUMENT,
+        f"There is no Gym resources server {name_or_path!r} here.",
+        next_step="Give its folder, the path of its app.py, or its name in an environment that has nemo-gym.",
+    )
+
+
+def inspect_server(
+    name_or_path: str, *, probe: bool = True, python: str = sys.executable, timeout_s: float = PROBE_S
+) -> Report:
+    """What of a server can be saved, and how. `python`: the interpreter of the probe, which needs nemo-gym.
+
+    Raises INVALID_ARGUMENT when there is no such server, or its app.py is not Python.
+    """
+    app = find_app(name_or_path)
+    try:
+        facts = read_source(app)
+    except (OSError, SyntaxError) as e:
+        raise refuse(Reason.INVALID_ARGUMENT, f"{app} can't be read: {e}.") from None
+    seen = run_probe(app, facts, python, timeout_s) if probe else None
+    return make_report(app, facts, seen)
+
+
+def make_report(app: Path, facts: SourceFacts, seen: dict[str, Any] | None) -> Report:
+    """The report from what the source says and what the probe saw (its JSON; None when it did not run)."""
+    found = _probe(seen)
+    decision = modes.decide(facts, "", hooks=bool(seen and seen.get("hooks")))
+    mode, reason = decision.mode, decision.reason
+    verdict = {modes.EXPORT: CODEC}.get(mode, mode)
+    if mode == modes.RESTART and _repeatable(facts):
+        verdict = REEXECUTE
+    if found is not None and found.excluded and mode == modes.EXPORT:
+        verdict, reason = modes.RESTART, found.excluded[0]
+    elif found is not None and found.saved and not found.excluded and found.equal and facts.unsure:
+        reason = ""  # what the source left open, the probe has shown
+    elif found is not None and found.saved and not found.equal:
+        verdict, reason = modes.RESTART, "the probe's second server did not get the same state back"
+    live: dict[str, Any] = seen.get("types", {}) if seen else {}
+    return Report(
+        name=app.parent.name,
+        path=str(app),
+        kind="gym.resources",
+        server_class=facts.server_class,
+        verdict=verdict,
+        checkpoint_mode=mode,
+        cost=_COST[verdict],
+        reason=reason,
+        session_attributes=tuple(_attribute(name, facts, live) for name in sorted({*facts.session_attributes, *live})),
+        changing_attributes=dict(facts.changing_attributes),
+        calls=dict(facts.calls),
+        references=tuple(facts.references),
+        files=tuple(facts.files),
+        probe=found,
+    )
+
+
+def _attribute(name: str, facts: SourceFacts, live: dict[str, Any]) -> Attribute:
+    types = tuple(str(t) for t in live.get(name, ()))
+    annotation = facts.session_attributes.get(name, "")
+    if name in facts.holds:
+        return Attribute(name, annotation, "unencodable", facts.holds[name], types)
+    if name in facts.unsure:
+        return Attribute(name, annotation, "unsure", facts.unsure[name], types)
+    return Attribute(name, annotation, "encodable", "", types)
+
+
+def _repeatable(facts: SourceFacts) -> bool:
+    """Whether what keeps the sessions from being saved can be had by doing the calls again."""
+    return (
+        bool(facts.holds)
+        and all(what.endswith(_REPEATABLE) for what in facts.holds.values())
+        and not facts.escapes
+        and not any(category in facts.calls for category in _OUTSIDE)
+    )
+
+
+def _probe(seen: dict[str, Any] | None) -> Probe | None:
+    if seen is None:
+        return None
+    return Probe(
+        ran=bool(seen.get("ran")),
+        problem=str(seen.get("problem", ""))[:500],
+        importable=bool(seen.get("importable")),
+        sessions=int(seen.get("sessions", 0)),
+        saved=int(seen.get("saved", 0)),
+        equal=bool(seen.get("equal")),
+        excluded=tuple(str(e) for e in seen.get("excluded", ())),
+        export_bytes=int(seen.get("export_bytes", 0)),
+        requests=tuple(str(r) for r in seen.get("requests", ())),
+    )
+
+
+def run_probe(app: Path, facts: SourceFacts, python: str, timeout_s: float) -> dict[str, Any]:
+    """Run the probe in a process group of its own, which is gone when this returns; its JSON."""
+    ours = str(Path(__file__).resolve().parents[3])
+    environment = {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join([str(app.parent.parent.parent), ours, os.environ.get("PYTHONPATH", "")]),
+        "HF_HUB_OFFLINE": "1",
+        "HF_DATASETS_OFFLINE": "1",
+        "RAY_USAGE_STATS_ENABLED": "0",
+        "WANDB_MODE": "disabled",
+    }
+    environment.pop("NEMO_GYM_CONFIG_PATH", None)  # so that no gate is loaded into the probe
+    quiet = not (facts.calls.keys() & set(_OUTSIDE))
+    command = [python, "-m", "participant_shims.gate.state.probe", str(app), facts.server_class, "1" if quiet else "0"]
+    process = subprocess.Popen(
+        command,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        env=environment,
+        cwd=app.parent,
+        start_new_session=True,
+    )
+    try:
+        out, err = process.communicate(timeout=timeout_s)
+    except subprocess.TimeoutExpired:
+        out, err = b"", f"the probe did not end within {timeout_s:.0f} s".encode()
+    finally:
+        # Also what the server started; the group exists as long as one of its processes does.
+        try:
+            os.killpg(process.pid, signal.SIGKILL)
+        except ProcessLookupError:
+            pass
+        process.wait()
+    for line in reversed(out.decode("utf-8", "replace").splitlines()):
+        if line.startswith('{"probe":'):
+            seen = json.loads(line)["probe"]
+            if a_dict(seen) and a_list(seen.get("requests", [])):
+                return seen
+    last = err.decode("utf-8", "replace").strip().splitlines()[-1:] or [f"it ended with status {process.returncode}"]
+    return {"ran": False, "problem": last[0][:500]}
