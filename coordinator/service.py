@@ -288,6 +288,8 @@ class CoordinatorService(coordinator_service_pb2_grpc.CoordinatorServicer):
             async for event in replay(found, call):
                 yield event
             return
+        if found is not None:  # a repeat: the pause still has an owner
+            found.post(core.TrainerHeard(self._operations.clock()))
         drive = found or self._operations.begin(operation, identity, budget_s)
         answer, _ = drive.answers.ask(START, identity.digest)
         async for event in follow_answer(drive, self._operations.feed, call, answer, budget_s, from_start=True):
@@ -301,8 +303,7 @@ class CoordinatorService(coordinator_service_pb2_grpc.CoordinatorServicer):
                 yield event
             return
         answer, first = found.answers.ask(name, digest)
-        if first:
-            found.post(request)
+        found.post(request if first else core.TrainerHeard(self._operations.clock()))
         async for event in follow_answer(found, self._operations.feed, call, answer, budget_s, from_start=False):
             yield event
 
