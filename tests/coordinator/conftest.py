@@ -10,14 +10,14 @@ from typing import Any
 
 import pytest
 from grpc import aio
+from safepoint.v1 import coordinator_service_pb2 as pb
+from safepoint.v1 import coordinator_service_pb2_grpc
 
 from coordinator.server import Coordinator, serve
 from coordinator.settings import Settings
 from coordinator.wire.errors import SafepointError
 from coordinator.wire.rpc import channel, error_from_rpc
 from coordinator.wire.terms import Role
-from safepoint.v1 import coordinator_service_pb2 as pb
-from safepoint.v1 import coordinator_service_pb2_grpc
 from tests.fakes import FakeShim, Knobs
 
 
@@ -87,11 +87,15 @@ class Bench:
 
     # ---- calls ------------------------------------------------------------------------------------------------------
 
-    async def save(self, operation_id: str = "save-1", snapshot_id: str = "step-1", timeout: float = 10, **options: Any) -> list[pb.OperationEvent]:
+    async def save(
+        self, operation_id: str = "save-1", snapshot_id: str = "step-1", timeout: float = 10, **options: Any
+    ) -> list[pb.OperationEvent]:
         request = pb.SaveRequest(operation_id=operation_id, snapshot_id=snapshot_id, options=pb.SaveOptions(**options))
         return await collect(self.stub().Save(request, timeout=timeout))
 
-    async def restore(self, operation_id: str = "restore-1", snapshot_id: str = "step-1", timeout: float = 10, resume: bool = False) -> list[pb.OperationEvent]:
+    async def restore(
+        self, operation_id: str = "restore-1", snapshot_id: str = "step-1", timeout: float = 10, resume: bool = False
+    ) -> list[pb.OperationEvent]:
         request = pb.RestoreSnapshotRequest(operation_id=operation_id, snapshot_id=snapshot_id, resume=resume)
         return await collect(self.stub().Restore(request, timeout=timeout))
 
