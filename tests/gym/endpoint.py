@@ -113,7 +113,8 @@ class ScriptedEndpoint:
         if asked.get("logprobs"):
             choice["logprobs"] = {
                 "content": [
-                    {"token": f"token_id:{t}", "logprob": -0.5, "bytes": None, "top_logprobs": []} for t in _tokens(said)
+                    {"token": f"token_id:{t}", "logprob": -0.5, "bytes": None, "top_logprobs": []}
+                    for t in _tokens(said)
                 ]
             }
         usage = {"prompt_tokens": len(json.dumps(messages)) // 4, "completion_tokens": len(said) // 4 + 1}
