@@ -1,0 +1,24 @@
+"""The coordinator of one job, and what trainers and people use of it.
+
+Reading order:
+
+wire/           what both ends must agree on: ids, reasons, deadlines, the token, files on disk
+protocol/       PURE  phases, topology, transaction, ledger: events in, ordered effects out
+convert         protobuf <-> the core's types
+snapshots       the snapshots of a root: reserved, published last, verified, pruned
+journal         epoch, records of operations, outcomes: durable before the calls they cover
+registry, registration, preflight     who is there, and whether they can be checkpointed together
+participants    the coordinator's end of the Participant service
+driver          one operation: performs the core's effects in order and feeds back what happens
+publication, ledger_lines, pause, reporting, feed, answers, outcomes, following
+                what a driver needs: the commit point, the measured pause, events and who follows them
+operations      all operations: one at a time, bound to their ids; recovery settles them after a crash
+service, status the Coordinator service
+settings, server, ray_host            a running coordinator: as a process, as an actor; the only file that imports Ray
+
+client          the trainer's end, sync and async; client_* are its parts
+cli             the `safepoint` command; cli_* are its parts
+demo/           save, kill and restore live rollouts on real Gym servers
+
+`import coordinator` imports nothing: a shim in somebody else's environment takes `coordinator.wire` alone.
+"""

@@ -54,6 +54,10 @@ def coordinator(
     ] = False,
     name: Annotated[str, typer.Option("--name", help="With --ray: name of the actor.")] = "safepoint",
     namespace: Annotated[str, typer.Option("--namespace", help="With --ray: its namespace.")] = "safepoint",
+    ray_address: Annotated[
+        str,
+        typer.Option("--ray-address", envvar="RAY_ADDRESS", metavar="ADDRESS", help="With --ray: a cluster that runs."),
+    ] = "auto",
 ) -> None:
     """Run the coordinator until SIGTERM, or with --ray as an actor that is restarted on any node.
 
@@ -78,7 +82,7 @@ def coordinator(
             insecure=insecure or None,
         )
         if ray:
-            _on_ray(settings, name, namespace)
+            _on_ray(settings, name, namespace, ray_address)
             return
         from coordinator.server import run
 
@@ -103,12 +107,16 @@ def serve(ctx: typer.Context) -> None:
     _forward("serve", ctx.args)
 
 
-def _on_ray(settings: Settings, name: str, namespace: str) -> None:
+def _on_ray(settings: Settings, name: str, namespace: str, address: str) -> None:
     try:
-        from coordinator.ray_host import start
+        from coordinator import ray_host
     except ImportError as error:
         missing(f"Ray is not installed here ({error.name}).", "pip install 'safepoint[ray]'", as_json=False)
-    emit({"address": start(settings, name, namespace), "actor": name, "namespace": namespace})
+    ray_host.connect(address)
+    try:
+        emit({"address": ray_host.start(settings, name, namespace), "actor": name, "namespace": namespace})
+    finally:
+        ray_host.disconnect()
 
 
 def _forward(command: str, arguments: list[str]) -> None:
@@ -119,26 +127,35 @@ def _forward(command: str, arguments: list[str]) -> None:
 
 def inspect(
     server: Annotated[str, typer.Argument(help="resources_servers/NAME of an installed Gym, or a path to an app.py.")],
+    python: Annotated[
+        str, typer.Option("--python", metavar="PATH", help="Interpreter that has NeMo Gym, for the live probe.")
+    ] = "",
+    probe: Annotated[
+        bool,
+        typer.Option("--probe/--no-probe", help="Build the server and try a save and a load, or read its source only."),
+    ] = True,
     as_json: AsJson = False,
 ) -> None:
-    """Say what of a Gym server can be saved, how, and what a restart would cost. Run it where Gym is installed.
+    """Say what of a Gym server can be saved, how, and what a restart would cost.
 
     Example: safepoint inspect resources_servers/blackjack
     """
+    from coordinator.cli_views import report_text
+
     with reporting(as_json):
-        if importlib.util.find_spec("nemo_gym") is None:
+        if probe and not python and importlib.util.find_spec("nemo_gym") is None:
             missing(
-                "NeMo Gym is not installed here.",
-                "Run it with the Python of your Gym environment, or `pip install safepoint[gym]` (Python 3.12 or later).",
+                "NeMo Gym is not installed here, so the server cannot be tried.",
+                "Give --python with the interpreter of your Gym environment, or --no-probe to read the source only.",
                 as_json,
             )
         from participant_shims.gate.state.inspect import inspect_server
 
-        report = inspect_server(server)
+        report = inspect_server(server, probe=probe, python=python or sys.executable)
         if as_json:
             emit(report.to_dict())
         else:
-            say(str(report))
+            say(report_text(report))
 
 
 def demo(

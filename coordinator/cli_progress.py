@@ -45,7 +45,7 @@ class _Lines:
                 return
             self._told.add(key)
         text = describe(event)
-        if text:
+        if text and event.WhichOneof("event") != "failed":  # the command itself says why it failed
             note(text)
 
 

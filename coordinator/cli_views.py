@@ -16,6 +16,8 @@ if TYPE_CHECKING:
     from rich.console import Group
     from rich.table import Table
 
+    from participant_shims.gate.state.inspect import Report
+
 
 def table(*columns: str) -> Table:
     from rich.box import SIMPLE_HEAD
@@ -80,7 +82,7 @@ def status_view(status: pb.GetCoordinatorStatusResponse) -> Group:
                 f"{seconds(live.age):.0f} s",
                 live.waiting_on,
             )
-    parts: list[Any] = [Text(status_text(status)), people]
+    parts: list[Any] = [Text(status_text(status)), people if people.row_count else Text("nobody is registered")]
     if rollouts.row_count:
         parts.append(rollouts)
     return Group(*parts)
@@ -102,7 +104,10 @@ def topology_view(topology: pb.GetTopologyResponse) -> Group:
             str(who.configured_workers),
             info.address,
         )
-    lines: list[Any] = [people, Text(f"fingerprint {topology.fingerprint}")]
+    lines: list[Any] = [
+        people if people.row_count else Text("nobody is registered"),
+        Text(f"fingerprint {topology.fingerprint}"),
+    ]
     for finding in sorted(topology.findings, key=lambda f: not f.blocking):
         who_text = f"{finding.participant_id}: " if finding.participant_id else ""
         head = "BLOCKING" if finding.blocking else "costs"
@@ -162,4 +167,32 @@ def cause_text(answer: pb.ExplainResponse, with_events: bool) -> str:
         lines += [f"  also: {problem_from_detail(detail)}" for detail in operation.failure.secondary]
     if with_events:
         lines += [text for text in map(describe, answer.events) if text]
+    return "\n".join(lines)
+
+
+def report_text(report: Report) -> str:
+    """What of a server can be saved: the verdict first, then what it rests on."""
+    lines = [
+        f"{report.name} ({report.kind}, {report.server_class or 'class unknown'})",
+        f"verdict   {report.verdict}: state survives by {report.checkpoint_mode.replace('_', ' ')}",
+        f"cost      {report.cost}",
+    ]
+    if report.reason:
+        lines.append(f"reason    {report.reason}")
+    for one in report.session_attributes:
+        types = f" holds {', '.join(one.live_types)}" if one.live_types else ""
+        lines.append(
+            f"state     {one.name}: {one.annotation}: {one.verdict}{types}" + (f" ({one.why})" if one.why else "")
+        )
+    lines += [f"changes   {name}: {how}" for name, how in report.changing_attributes.items()]
+    lines += [f"uses      {what}: {', '.join(where)}" for what, where in report.calls.items()]
+    if report.references:
+        lines.append(f"calls     {', '.join(report.references)}")
+    seen = report.probe
+    if seen is not None and seen.ran:
+        same = "the second server told the same" if seen.equal else "the second server told something else"
+        lines.append(f"tried     {seen.sessions} sessions, {seen.saved} saved, {size_text(seen.export_bytes)}; {same}")
+        lines += [f"excluded  {why}" for why in seen.excluded]
+    elif seen is not None:
+        lines.append(f"not tried {seen.problem}")
     return "\n".join(lines)

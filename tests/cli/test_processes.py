@@ -1,0 +1,129 @@
+"""Commands that start processes, as processes."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from coordinator.client import Budgets, Client
+from tests.docs.render_tables import ROOT
+
+GYM = ROOT / ".venv-gym" / "bin" / "python"
+
+
+def start(*arguments: str, **env: str) -> subprocess.Popen[str]:
+    variables = os.environ | {"SAFEPOINT_COORDINATOR": "", "SAFEPOINT_ROOT": "", "SAFEPOINT_TOKEN_FILE": ""} | env
+    return subprocess.Popen(
+        [sys.executable, "-m", "coordinator.cli", *arguments], env=variables, text=True,
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+    )  # fmt: skip
+
+
+def finish(process: subprocess.Popen[str]) -> tuple[int, str, str]:
+    try:
+        out, err = process.communicate(timeout=60)
+    finally:
+        process.kill()
+    return process.returncode, out, err
+
+
+def test_a_coordinator_announces_itself_serves_and_ends_on_sigterm(tmp_path: Path) -> None:
+    root = tmp_path / "root"
+    process = start("coordinator", "--root", str(root), "--job", "j1", "--lease", "20")
+    try:
+        assert process.stdout is not None
+        announced = json.loads(process.stdout.readline())
+        file = root / "coordinator" / "address.json"
+        assert json.loads(file.read_text())["address"] == announced["address"]
+        with Client(f"file:{file}", budgets=Budgets(5, 5, 5)) as client:
+            status = client.status()
+            assert (status.job_id, status.coordinator_epoch) == ("j1", announced["epoch"])
+        process.send_signal(signal.SIGTERM)
+        code, _, err = finish(process)
+        assert code == 0, err
+        assert "SAFEPOINT_COORDINATOR=file:" in err
+    finally:
+        process.kill()
+        process.wait()
+
+
+def test_a_coordinator_needs_a_root_and_says_how_to_give_one() -> None:
+    code, out, err = finish(start("coordinator"))
+    assert code == 2
+    assert out == ""
+    assert "SAFEPOINT_ROOT" in err
+
+
+def test_a_misspelt_setting_is_named(tmp_path: Path) -> None:
+    file = tmp_path / "safepoint.yaml"
+    file.write_text(f"root: {tmp_path}\nleese_ttl_s: 5\n")
+    code, _, err = finish(start("coordinator", "--config", str(file)))
+    assert code == 2
+    assert "Did you mean lease_ttl_s?" in err
+
+
+def test_an_open_address_without_a_token_is_refused(tmp_path: Path) -> None:
+    code, _, err = finish(start("coordinator", "--root", str(tmp_path), "--bind", "0.0.0.0:0"))
+    assert code == 2
+    assert "SAFEPOINT_TOKEN_FILE" in err
+
+
+def test_serve_passes_on_arguments_and_exit_code(tmp_path: Path) -> None:
+    script = "import os, sys; print(os.environ['SAFEPOINT_ROOT'], sys.argv[1:]); sys.exit(7)"
+    process = start("serve", "--root", str(tmp_path), "--", sys.executable, "-c", script, "--json", "-x")
+    code, out, err = finish(process)
+    assert code == 7, err
+    assert out.strip() == f"{tmp_path} ['--json', '-x']"
+
+
+def test_shim_without_a_server_is_wrong_usage() -> None:
+    code, _, err = finish(start("shim"))
+    assert code == 2
+    assert "--proxy" in err
+
+
+def test_inspect_reads_a_source_without_gym(tmp_path: Path) -> None:
+    server = tmp_path / "counting"
+    server.mkdir()
+    (server / "app.py").write_text(
+        "from nemo_gym.base_resources_server import SimpleResourcesServer\n"
+        "from nemo_gym.server_utils import SESSION_ID_KEY\n"
+        "from pydantic import Field\n\n\n"
+        "class Counting(SimpleResourcesServer):\n"
+        "    counts: dict[str, int] = Field(default_factory=dict)\n\n"
+        "    async def count(self, request):\n"
+        "        session_id = request.session[SESSION_ID_KEY]\n"
+        "        self.counts[session_id] = 1\n"
+    )
+    code, out, err = finish(start("inspect", str(server), "--no-probe", "--json"))
+    assert code == 0, err
+    report = json.loads(out)
+    assert report["verdict"] == "codec"
+    assert [a["name"] for a in report["session_attributes"]] == ["counts"]
+    code, _, _ = finish(start("inspect", str(tmp_path / "nothing"), "--no-probe"))
+    assert code == 2
+
+
+@pytest.mark.gym
+def test_inspect_tries_an_installed_server() -> None:
+    server = next((GYM.parents[1] / "lib").glob("python3.*/site-packages/resources_servers/example_session_state_mgmt"))
+    began = time.monotonic()
+    code, out, err = finish(start("inspect", str(server), "--python", str(GYM)))
+    assert code == 0, err
+    assert "verdict   codec" in out
+    assert "3 saved" in out
+    assert time.monotonic() - began < 60
+
+
+def test_version_names_the_contract() -> None:
+    code, out, _ = finish(start("version", "--json"))
+    assert code == 0
+    assert json.loads(out)["contract"] == "safepoint.v1"
+    assert json.loads(out)["grpcio"]
