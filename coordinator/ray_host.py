@@ -4,7 +4,7 @@ The rule: the actor is a host and nothing more. Everything it knows is on the di
 restart it on any node at any time: it comes up under a higher epoch at another port, settles what it finds, and writes
 its address where everybody looks.
 
-The caller connects to Ray first (`ray.init`). These functions block, as Ray's do; call them from a thread when on an
+The caller connects to Ray first (`connect`, or `ray.init` of its own). These functions block, as Ray's do; call them from a thread when on an
 event loop. Constructor arguments are one short string: a restart must not need an object that was evicted.
 """
 
@@ -73,6 +73,32 @@ class CoordinatorHost:
             return self._settings
         # The node may be another one after a restart, so this is asked here and not by whoever made the actor.
         return self._settings.model_copy(update={"advertise": _ray.util.get_node_ip_address()})
+
+
+def connect(address: str = "local") -> None:
+    """Connect this process to Ray, unless it is: "local" starts a cluster of its own that ends with `disconnect`, anything
+    else joins the one there ("auto" finds the machine's, or the one that RAY_ADDRESS names).
+
+    Raises UNAVAILABLE when there is no such cluster.
+    """
+    if ray.is_initialized():
+        return
+    # No dashboard: it probes cloud-metadata addresses, even with usage statistics off.
+    own: dict[str, Any] = {"include_dashboard": False} if address == "local" else {}
+    untyped: Any = ray
+    try:
+        untyped.init(address=address, namespace=NAMESPACE, log_to_driver=False, configure_logging=False, **own)
+    except (ConnectionError, RuntimeError, ValueError) as error:
+        raise refuse(
+            Reason.UNAVAILABLE, f"Ray cannot be reached at {address}: {error}",
+            next_step="Start one with `ray start --head`, or name another with RAY_ADDRESS.",
+        ) from error  # fmt: skip
+
+
+def disconnect() -> None:
+    """Leave the cluster; one that `connect` started ends. Harmless when not connected."""
+    untyped: Any = ray
+    untyped.shutdown()
 
 
 def start(settings: Settings, name: str = NAME, namespace: str = NAMESPACE) -> str:
@@ -174,7 +200,7 @@ def _connected() -> None:
     if not ray.is_initialized():
         raise refuse(
             Reason.UNAVAILABLE, "This process is not connected to Ray.",
-            next_step='Call ray.init(address="local") for a cluster of your own, or with the address of yours.',
+            next_step="Call coordinator.ray_host.connect first, or ray.init.",
         )  # fmt: skip
 
 
