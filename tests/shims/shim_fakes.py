@@ -225,7 +225,9 @@ class Shim:
         request.lease_ttl.FromMilliseconds(int(more.pop("lease_s", 60) * 1000)) if "lease_ttl" not in more else None
         return self.stub.Prepare(request, timeout=timeout)
 
-    def commit(self, operation_id: str = "op-1", snapshot_id: str = "snap-1", epoch: int = 1, timeout: float = 5) -> Any:
+    def commit(
+        self, operation_id: str = "op-1", snapshot_id: str = "snap-1", epoch: int = 1, timeout: float = 5
+    ) -> Any:
         request = pb.CommitRequest(context=self.context(operation_id, epoch), snapshot_id=snapshot_id)
         return self.stub.Commit(request, timeout=timeout)
 
@@ -323,5 +325,3 @@ async def serve(adapter: FakeAdapter, tmp_path: Path, incarnation: str = INCARNA
         yield Shim(participant_service_pb2_grpc.ParticipantStub(link), adapter, clock, service, root)
     await service.stop()
     await server.stop(0)
-
-

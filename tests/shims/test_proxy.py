@@ -103,7 +103,9 @@ async def test_the_servers_own_status_is_passed_on(bench: Bench, code: int) -> N
 
 async def test_a_closed_door_parks_and_opening_releases_in_order(bench: Bench) -> None:
     bench.close()
-    calls = [bench.post("/echo", data=b"x" * 1_000_000, headers=CallIdentity(f"r-{n}", 0, "0.1").headers()) for n in range(3)]
+    calls = [
+        bench.post("/echo", data=b"x" * 1_000_000, headers=CallIdentity(f"r-{n}", 0, "0.1").headers()) for n in range(3)
+    ]
     await until(lambda: bench.doors.counts().parked == 3)
     assert bench.server.paths == []
     assert {s.rollout_id for s in bench.doors.rollouts(9)[0]} == {"r-0", "r-1", "r-2"}
@@ -235,7 +237,9 @@ async def test_the_proxy_costs_little(bench: Bench) -> None:
 
     await cost(bench.url, 20)
     through, direct = await cost(bench.url, 150), await cost(f"http://127.0.0.1:{bench.server.port}", 150)
-    assert through - direct < 0.004  # seconds of CPU a request; a machine under load measures up to three times the usual
+    assert (
+        through - direct < 0.004
+    )  # seconds of CPU a request; a machine under load measures up to three times the usual
 
 
 def test_without_httptools_it_says_how_to_get_it(monkeypatch: pytest.MonkeyPatch) -> None:

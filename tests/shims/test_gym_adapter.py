@@ -1,0 +1,216 @@
+"""The Gym adapter with real gates: every worker counts, by name."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import json
+import os
+import stat
+import time
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from benches import GymBench, gym_bench
+from safepoint.v1 import manifest_pb2
+from shim_fakes import until
+
+from coordinator.wire.beneath import Directory
+from coordinator.wire.errors import Reason, SafepointError
+from coordinator.wire.manifest_file import write_snapshot_manifest
+from coordinator.wire.terms import QuiesceMode, Role
+from participant_shims.adapters.gate_link import read_status
+from participant_shims.adapters.gym_files import excluded_in
+from participant_shims.adapters.gym_terms import role_named
+from participant_shims.gate.control import Control
+
+
+@pytest.fixture
+async def bench(short_path: Path) -> AsyncIterator[GymBench]:
+    async with gym_bench(short_path, workers=2) as made:
+        yield made
+
+
+async def refusal(awaitable: Any) -> SafepointError:
+    with pytest.raises(SafepointError) as raised:
+        await awaitable
+    return raised.value
+
+
+async def close(bench: GymBench, operation_id: str = "op-1", mode: QuiesceMode = QuiesceMode.HOLD) -> Any:
+    return await bench.adapter.close(operation_id, mode, 60)
+
+
+async def quiesced(bench: GymBench, mode: QuiesceMode = QuiesceMode.HOLD, after_s: float | None = None) -> Any:
+    return [d async for d in bench.adapter.quiesce(mode, after_s)][-1]
+
+
+async def test_a_missing_worker_is_an_error_with_its_name_and_nothing_stays_closed(bench: GymBench) -> None:  # A7, G2
+    await bench.lose_worker(1)
+    await until(lambda: len(bench.adapter._links) == 1)
+    error = await refusal(close(bench))
+    assert error.reason is Reason.WORKERS_MISSING
+    assert "1 of 2 workers" in error.problem.message
+    assert "worker-1" in error.problem.message
+    assert not bench.gates[0].doors.closed
+    assert (await refusal(bench.adapter.describe())).reason is Reason.UNAVAILABLE
+
+
+async def test_a_worker_that_refuses_to_close_opens_the_others_again(bench: GymBench) -> None:
+    bench.gates[1].never_closes = True
+    error = await refusal(close(bench))
+    assert error.reason is Reason.DECLINED
+    await until(lambda: not bench.gates[0].doors.closed)
+    bench.gates[1].never_closes = False
+    await close(bench, "op-2")
+    assert all(gate.doors.closed for gate in bench.gates)
+
+
+async def test_a_worker_that_dies_while_closed_voids_the_cut(bench: GymBench) -> None:
+    await close(bench)
+    await quiesced(bench)
+    assert (await bench.adapter.still()).activity == ""
+    await bench.lose_worker(0)
+    await until(lambda: len(bench.adapter._links) == 1)
+    assert "worker-0" in (await bench.adapter.still()).activity
+    assert "1 of 2 workers" in (await bench.adapter.status(0)).waiting_for
+
+
+async def test_a_worker_that_joins_while_closed_is_closed_before_it_serves(bench: GymBench) -> None:
+    await close(bench)
+    await bench.lose_worker(1)
+    await until(lambda: len(bench.adapter._links) == 1)
+    bench.workers = 2
+    bench.gates.pop()
+    bench.controls.pop()
+    await bench.add_worker()
+    await until(lambda: bench.gates[1].doors.closed)
+    assert bench.gates[1].doors.operation_id == "op-1"
+
+
+async def test_a_line_that_breaks_and_comes_back_does_not_void_the_cut(bench: GymBench) -> None:
+    await close(bench)
+    await quiesced(bench)
+    bench.adapter._links["worker-0"]._writer.transport.abort()
+    await until(lambda: bench.controls[0].connections == 2)
+    await until(lambda: len(bench.adapter._links) == 2)
+    end = time.monotonic() + 5
+    while (await bench.adapter.still()).activity and time.monotonic() < end:
+        await asyncio.sleep(0.02)
+    assert (await bench.adapter.still()).activity == ""
+
+
+async def test_a_worker_that_missed_the_opening_is_opened_when_it_is_back(bench: GymBench) -> None:
+    await close(bench)
+    await asyncio.to_thread(bench.controls[1].stop)
+    await until(lambda: len(bench.adapter._links) == 1)
+    await bench.adapter.open()
+    assert bench.gates[1].doors.closed
+    bench.controls[1] = Control(bench.gates[1], bench.life / "gate.sock")
+    bench.controls[1].start(asyncio.get_running_loop())
+    await until(lambda: not bench.gates[1].doors.closed)
+
+
+async def test_status_answers_while_a_workers_loop_is_busy_and_so_does_the_rest(bench: GymBench) -> None:
+    # The gates share this test's loop, so the busy one is played by a gate whose line hangs.
+    link = bench.adapter._links["worker-1"]
+
+    async def hang(what: str, params: Any = None, timeout_s: float | None = None, progress: Any = None) -> Any:
+        await asyncio.sleep(timeout_s or 30)
+        raise link._missing(f"has not answered {what}")
+
+    link.request = hang  # type: ignore[method-assign]
+    begun = time.monotonic()
+    status = await bench.adapter.status(5)
+    assert time.monotonic() - begun < 1
+    assert "worker-1 does not answer" in status.waiting_for
+
+
+@pytest.mark.parametrize(
+    ("kind", "mode", "waits"),
+    [
+        ("gym.agent", QuiesceMode.HOLD, False),
+        ("gym.agent", QuiesceMode.DRAIN, False),
+        ("gym.model", QuiesceMode.HOLD, False),
+        ("gym.model", QuiesceMode.DRAIN, True),
+        ("gym.resources", QuiesceMode.HOLD, True),
+        ("gym.resources", QuiesceMode.DRAIN, True),
+    ],
+)
+async def test_who_has_to_be_quiet_for_a_cut(short_path: Path, kind: str, mode: QuiesceMode, waits: bool) -> None:
+    async with gym_bench(short_path, kind=kind, workers=1, role="") as bench:
+        await bench.work("r-1")
+        await close(bench, mode=mode)
+        waiting = asyncio.create_task(quiesced(bench, mode))
+        await asyncio.wait({waiting}, timeout=0.2)
+        assert waiting.done() is not waits
+        await bench.end("r-1")
+        assert (await waiting).quiesced
+        assert (await bench.adapter.still()).activity == ""
+
+
+async def test_work_that_starts_after_the_cut_is_told(bench: GymBench) -> None:  # A5
+    await close(bench)
+    await quiesced(bench)
+    bench.gates[1].doors.enter("r-9", exempt=True)  # a self-call, say, that should not have been
+    assert "r-9" in (await bench.adapter.still()).activity
+
+
+async def test_anonymous_work_does_not_veto_a_cut_for_ever(bench: GymBench) -> None:
+    await bench.work("anonymous")
+    await close(bench)
+    drain = await quiesced(bench, after_s=0.2)
+    assert [r.rollout_id for r in drain.excluded] == ["anonymous"]
+    assert (await bench.adapter.still()).activity == ""
+
+
+async def test_a_model_without_a_role_has_none(short_path: Path) -> None:
+    async with gym_bench(short_path, kind="gym.model", workers=1, role="") as bench:
+        assert (await bench.adapter.describe()).role is Role.UNSPECIFIED
+    async with gym_bench(short_path, kind="gym.model", workers=1, role="policy_model") as bench:
+        assert (await bench.adapter.describe()).role is Role.POLICY_MODEL
+    assert role_named("judge") is Role.AUXILIARY_MODEL
+    with pytest.raises(SafepointError):
+        role_named("boss")
+
+
+async def test_the_socket_is_closed_to_others_and_takes_no_nonsense(bench: GymBench) -> None:
+    path = bench.life / "gate.sock"
+    assert stat.S_IMODE(os.stat(path).st_mode) == 0o600
+    for line in (b"no json\n", b"[]\n", b'{"hello": {}}\n', b'{"hello": null}\n'):
+        reader, writer = await asyncio.open_unix_connection(str(path))
+        writer.write(line)
+        assert await reader.read() == b""
+        writer.close()
+    assert len(bench.adapter._links) == 2
+
+
+@pytest.mark.parametrize("status", [None, {}, {"counts": {}}, {"counts": {"in_flight": "x"}}, []])
+def test_a_status_that_cannot_be_read_is_no_idle_server(status: object) -> None:
+    with pytest.raises(SafepointError) as raised:
+        read_status(status)
+    assert raised.value.reason is Reason.PROTOCOL_VIOLATION
+
+
+async def test_rollouts_that_another_server_lost_restart(short_path: Path) -> None:
+    """The snapshot's ledger is read, its digest checked, and only then believed."""
+    snapshot = short_path / "snap"
+    snapshot.mkdir()
+    assert excluded_in(snapshot) == {}
+    lines = [{"rollout_id": "r-1", "state": "ROLLOUT_STATE_EXCLUDED", "reason": "no"},
+             {"rollout_id": "r-2", "state": "ROLLOUT_STATE_PARKED"}]  # fmt: skip
+    raw = b"".join(json.dumps(line).encode() + b"\n" for line in lines)
+    (snapshot / "ledger.jsonl").write_bytes(raw)
+    manifest = manifest_pb2.SnapshotManifest(
+        format_version=1, snapshot_id="snap", operation_id="op", job_id="job",
+        ledger_sha256=hashlib.sha256(raw).hexdigest(), ledger_size_bytes=len(raw),
+    )  # fmt: skip
+    with Directory.open(snapshot) as directory:
+        write_snapshot_manifest(directory, manifest)
+    assert excluded_in(snapshot) == {"r-1": "no"}
+    (snapshot / "ledger.jsonl").write_bytes(raw.replace(b"EXCLUDED", b"PARKED"))
+    with pytest.raises(SafepointError) as raised:
+        excluded_in(snapshot)
+    assert raised.value.reason is Reason.SNAPSHOT_CORRUPT
