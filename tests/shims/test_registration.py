@@ -1,0 +1,165 @@
+"""A shim stays announced: against a coordinator that refuses, dies, moves, falls silent, or is another job's."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from grpc import aio
+from safepoint.v1 import capabilities_pb2, coordinator_service_pb2_grpc
+from safepoint.v1 import coordinator_service_pb2 as pb
+from shim_fakes import until
+
+from coordinator.wire.errors import Reason, SafepointError, Unanswered, refuse
+from coordinator.wire.rpc import SERVER_OPTIONS, ErrorInterceptor
+from participant_shims.registration import AnotherJob, Registration, resolve
+
+
+class FakeCoordinator(coordinator_service_pb2_grpc.CoordinatorServicer):
+    """Registers whoever comes, unless a knob says otherwise. `beats` counts what was heard."""
+
+    def __init__(self, job_id: str = "job", epoch: int = 1, interval_s: float = 0.05) -> None:
+        self.job_id, self.epoch, self.interval_s = job_id, epoch, interval_s
+        self.hellos: list[pb.Hello] = []
+        self.beats = 0
+        self.silent = False
+        self.refuses = 0
+        self.server: aio.Server | None = None
+
+    async def Register(self, request_iterator: Any, context: Any) -> AsyncIterator[pb.RegisterEvent]:
+        first = await anext(request_iterator)
+        self.hellos.append(first.hello)
+        if self.refuses:
+            self.refuses -= 1
+            raise refuse(Reason.DUPLICATE_PARTICIPANT, "Somebody has this name.")
+        welcome = pb.Welcome(coordinator_epoch=self.epoch, job_id=self.job_id)
+        welcome.heartbeat_interval.FromMilliseconds(int(self.interval_s * 1000))
+        yield pb.RegisterEvent(welcome=welcome)
+        listening = asyncio.create_task(self._listen(request_iterator))
+        try:
+            while True:
+                await asyncio.sleep(self.interval_s)
+                if not self.silent:
+                    yield pb.RegisterEvent(heartbeat=pb.Heartbeat())
+        finally:
+            listening.cancel()
+
+    async def _listen(self, requests: Any) -> None:
+        async for request in requests:
+            self.beats += request.HasField("heartbeat")
+
+    async def start(self, target: str) -> None:
+        self.server = aio.server(interceptors=[ErrorInterceptor()], options=SERVER_OPTIONS)
+        coordinator_service_pb2_grpc.add_CoordinatorServicer_to_server(self, self.server)
+        self.server.add_insecure_port(target)
+        await self.server.start()
+
+    async def die(self) -> None:
+        if self.server is not None:
+            await self.server.stop(0)
+
+
+async def capabilities() -> capabilities_pb2.Capabilities:
+    return capabilities_pb2.Capabilities(participant_id="counter")
+
+
+def registration(target: str) -> Registration:
+    return Registration(target, capabilities, "i-1", "127.0.0.1:7", "job", wait_s=(0.02, 0.1))
+
+
+async def test_it_says_who_it_is_and_beats_both_ways(short_path: Path) -> None:
+    coordinator = FakeCoordinator(epoch=7)
+    await coordinator.start(f"unix:{short_path}/c.sock")
+    shim = registration(f"unix:{short_path}/c.sock")
+    running = asyncio.create_task(shim.run())
+    await until(lambda: coordinator.beats >= 3)
+    hello = coordinator.hellos[0]
+    assert (hello.capabilities.participant_id, hello.incarnation_id, hello.address) == ("counter", "i-1", "127.0.0.1:7")
+    assert shim.coordinator_epoch == 7
+    assert shim.welcomed.is_set()
+    assert len(coordinator.hellos) == 1
+    running.cancel()
+    await coordinator.die()
+
+
+async def test_it_finds_a_coordinator_that_moved(short_path: Path) -> None:  # H20
+    address = short_path / "address.json"
+    shim = registration(f"file:{address}")
+    running = asyncio.create_task(shim.run())  # before there is any coordinator
+    old, new = FakeCoordinator(epoch=1), FakeCoordinator(epoch=2)
+    await old.start(f"unix:{short_path}/old.sock")
+    address.write_text(json.dumps({"address": f"unix:{short_path}/old.sock"}))
+    await until(lambda: shim.coordinator_epoch == 1)
+    await old.die()
+    await new.start(f"unix:{short_path}/new.sock")
+    address.write_text(json.dumps({"address": f"unix:{short_path}/new.sock"}))
+    await until(lambda: shim.coordinator_epoch == 2, 10)
+    running.cancel()
+    await new.die()
+
+
+async def test_a_coordinator_that_falls_silent_counts_as_gone(short_path: Path) -> None:  # H7
+    coordinator = FakeCoordinator()
+    await coordinator.start(f"unix:{short_path}/c.sock")
+    running = asyncio.create_task(registration(f"unix:{short_path}/c.sock").run())
+    await until(lambda: len(coordinator.hellos) == 1)
+    coordinator.silent = True
+    await until(lambda: len(coordinator.hellos) >= 2)
+    running.cancel()
+    await coordinator.die()
+
+
+async def test_a_refused_shim_tries_on(short_path: Path) -> None:
+    coordinator = FakeCoordinator()
+    coordinator.refuses = 3
+    await coordinator.start(f"unix:{short_path}/c.sock")
+    shim = registration(f"unix:{short_path}/c.sock")
+    running = asyncio.create_task(shim.run())
+    await until(shim.welcomed.is_set)
+    assert len(coordinator.hellos) == 4
+    running.cancel()
+    await coordinator.die()
+
+
+async def test_a_server_that_is_not_up_yet_is_waited_for(short_path: Path) -> None:
+    coordinator = FakeCoordinator()
+    await coordinator.start(f"unix:{short_path}/c.sock")
+    tries = 0
+
+    async def describe() -> capabilities_pb2.Capabilities:
+        nonlocal tries
+        tries += 1
+        if tries < 3:
+            raise refuse(Reason.UNAVAILABLE, "The server is not up.")
+        return await capabilities()
+
+    shim = Registration(f"unix:{short_path}/c.sock", describe, "i-1", "a:1", "job", wait_s=(0.01, 0.02))
+    running = asyncio.create_task(shim.run())
+    await until(shim.welcomed.is_set)
+    running.cancel()
+    await coordinator.die()
+
+
+async def test_a_shim_leaves_a_coordinator_of_another_job(short_path: Path) -> None:
+    coordinator = FakeCoordinator(job_id="other")
+    await coordinator.start(f"unix:{short_path}/c.sock")
+    with pytest.raises(AnotherJob) as raised:
+        async with asyncio.timeout(5):
+            await registration(f"unix:{short_path}/c.sock").run()
+    assert "'other'" in raised.value.problem.message
+    await coordinator.die()
+
+
+@pytest.mark.parametrize("content", [None, "", "{", "[]", "{}", '{"address": 7}', '{"address": ""}'])
+def test_an_address_file_that_says_nothing_is_no_address(short_path: Path, content: str | None) -> None:
+    path = short_path / "address.json"
+    if content is not None:
+        path.write_text(content)
+    with pytest.raises(Unanswered) as raised:
+        resolve(f"file:{path}")
+    assert isinstance(raised.value, SafepointError)
+    assert resolve("10.0.0.1:7") == "10.0.0.1:7"
