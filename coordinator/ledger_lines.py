@@ -20,18 +20,6 @@ from coordinator.wire.terms import RolloutState
 
 _STATES: Final = {f"ROLLOUT_STATE_{state.name}": state for state in RolloutState}
 _NAMES: Final = {state: name for name, state in _STATES.items()}
-_FIELDS: Final = frozenset(
-    {
-        "rollout_id",
-        "attempt",
-        "state",
-        "reason",
-        "participant_id",
-        "recorded_calls",
-        "waiting_on",
-        "input_sha256",
-    }
-)
 _MAX_TEXT: Final = 4096
 _encode = json.JSONEncoder(separators=(",", ":"), ensure_ascii=True).encode
 
@@ -55,8 +43,8 @@ def encode(line: Line) -> bytes:
     return _encode(fields).encode() + b"\n"
 
 
-def decode(raw: bytes, where: str) -> Line:
-    """What a line says; `where` names the file in messages.
+def decode(raw: bytes, where: str, runs_at: str = "") -> Line:
+    """What a line says; `where` names the file in messages, `runs_at` the agent when the line names none.
 
     Raises SNAPSHOT_TOO_NEW for an unknown field or state, SNAPSHOT_CORRUPT for everything else that is wrong.
     """
@@ -64,24 +52,33 @@ def decode(raw: bytes, where: str) -> Line:
         loaded: object = json.loads(raw)
     except (ValueError, RecursionError):
         loaded = None
-    if not isinstance(loaded, dict):
+    if type(loaded) is not dict:
         raise _corrupt(where, raw)
     fields = cast("dict[str, Any]", loaded)
-    if not _FIELDS.issuperset(fields):
-        unknown = sorted(set(fields) - _FIELDS)[0]
-        raise refuse(Reason.SNAPSHOT_TOO_NEW, f"{where} has a field {unknown[:50]!r} that is not known here.")
-    state = fields.get("state")
-    if isinstance(state, str) and state.startswith("ROLLOUT_STATE_") and state not in _STATES:
-        raise refuse(Reason.SNAPSHOT_TOO_NEW, f"{where} has a state {state[:50]!r} that is not known here.")
-    texts = [fields.get(name, "") for name in ("rollout_id", "reason", "participant_id", "waiting_on", "input_sha256")]
-    if not all(isinstance(text, str) and len(text) <= _MAX_TEXT for text in texts):
+    take = fields.pop
+    rollout_id, state, participant_id = take("rollout_id", ""), take("state", ""), take("participant_id", runs_at)
+    attempt, calls = _number(take("attempt", 0)), _number(take("recorded_calls", 0))
+    reason, waiting_on, input_sha256 = (
+        _text(take("reason", "")),
+        _text(take("waiting_on", "")),
+        _text(take("input_sha256", "")),
+    )
+    if fields:
+        raise refuse(
+            Reason.SNAPSHOT_TOO_NEW, f"{where} has a field {next(iter(fields))[:50]!r} that is not known here."
+        )
+    known = _STATES.get(state) if type(state) is str else None
+    if known is None:
+        if type(state) is str and state.startswith("ROLLOUT_STATE_"):
+            raise refuse(Reason.SNAPSHOT_TOO_NEW, f"{where} has a state {state[:50]!r} that is not known here.")
         raise _corrupt(where, raw)
-    rollout_id, reason, participant_id, waiting_on, input_sha256 = cast("list[str]", texts)
-    attempt, calls = _number(fields.get("attempt", 0)), _number(fields.get("recorded_calls", 0))
-    known = _STATES.get(state) if isinstance(state, str) else None
-    if known is None or attempt is None or calls is None or attempt >= 1 << 32 or calls >= 1 << 64:
+    if attempt is None or calls is None or reason is None or waiting_on is None or input_sha256 is None:
         raise _corrupt(where, raw)
-    if not is_rollout_id(rollout_id) or (participant_id and not is_wire_id(participant_id)):
+    if type(rollout_id) is not str or type(participant_id) is not str or attempt >> 32 or calls >> 64:
+        raise _corrupt(where, raw)
+    if not is_rollout_id(rollout_id) or (
+        participant_id != runs_at and participant_id and not is_wire_id(participant_id)
+    ):
         raise _corrupt(where, raw)
     return Line(rollout_id, attempt, known, reason, participant_id, calls, waiting_on, input_sha256)
 
@@ -98,6 +95,10 @@ def entry(line: Line) -> manifest_pb2.LedgerEntry:
         waiting_on=line.waiting_on,
         input_sha256=line.input_sha256,
     )
+
+
+def _text(value: object) -> str | None:
+    return value if type(value) is str and len(value) <= _MAX_TEXT else None
 
 
 def _number(value: object) -> int | None:

@@ -332,6 +332,10 @@ class CoordinatorService(coordinator_service_pb2_grpc.CoordinatorServicer):
 
 
 def _digest(request: Message) -> str:
+    """SHA-256 of what was asked. A message field that is there and empty says the same as one that is not there."""
+    for field, value in request.ListFields():
+        if isinstance(value, Message) and value.ByteSize() == 0:
+            request.ClearField(field.name)
     return hashlib.sha256(request.SerializeToString(deterministic=True)).hexdigest()
 
 
