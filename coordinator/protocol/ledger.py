@@ -115,7 +115,8 @@ def balance(lines: Iterable[Line], totals: Mapping[RolloutState, int]) -> None:
 
 
 def _agents_own(agent: Participant, line: Line) -> Line:
-    line = replace(line, participant_id=agent.participant_id)
+    if line.participant_id != agent.participant_id:  # comparing is ten times as fast as replacing, and all are paused
+        line = replace(line, participant_id=agent.participant_id)
     if line.state != RolloutState.COMPLETED and agent.checkpoint_mode == CheckpointMode.RESTART_ONLY:
         return replace(line, state=RolloutState.EXCLUDED, reason=line.reason or _mode_reason(agent))
     return line
