@@ -100,7 +100,9 @@ def test_inspect_reads_a_source_without_gym(tmp_path: Path) -> None:
         "    counts: dict[str, int] = Field(default_factory=dict)\n\n"
         "    async def count(self, request):\n"
         "        session_id = request.session[SESSION_ID_KEY]\n"
-        "        self.counts[session_id] = 1\n"
+        "        self.counts[session_id] = 1\n\n\n"
+        "if __name__ == '__main__':\n"
+        "    Counting.run_webserver()\n"
     )
     code, out, err = finish(start("inspect", str(server), "--no-probe", "--json"))
     assert code == 0, err
