@@ -141,7 +141,7 @@ class Exported:
 
     files: tuple[WrittenFile, ...] = ()
     ledger_file: str = ""
-    totals: dict[RolloutState, int] = field(default_factory=dict)
+    totals: dict[RolloutState, int] = field(default_factory=dict[RolloutState, int])
     sessions: int = 0
     recorded_calls: int = 0
 
@@ -151,7 +151,7 @@ class Loaded:
     """What a load brought back. `diverged` are rollouts that restart although the snapshot had them."""
 
     sessions: int = 0
-    totals: dict[RolloutState, int] = field(default_factory=dict)
+    totals: dict[RolloutState, int] = field(default_factory=dict[RolloutState, int])
     diverged: tuple[LedgerLine, ...] = ()
     generation: int = 0
 
