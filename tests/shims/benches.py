@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 import asyncio
+import tempfile
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -166,8 +167,7 @@ async def proxy_bench(path: Path) -> AsyncIterator[ProxyBench]:
 
 @asynccontextmanager
 async def gym_bench(path: Path, **more: Any) -> AsyncIterator[GymBench]:
-    life = path / f"life-{len(list(path.iterdir()))}"
-    life.mkdir()
+    life = Path(tempfile.mkdtemp(prefix="life-", dir=path))
     bench = GymBench(life, **more)
     await bench.adapter.start(bench.changed)
     for _ in range(bench.workers):

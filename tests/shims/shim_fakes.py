@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from grpc import aio
-from safepoint.v1 import participant_service_pb2_grpc
 from safepoint.v1 import participant_service_pb2 as pb
+from safepoint.v1 import participant_service_pb2_grpc
 
 from coordinator.wire.errors import SafepointError
 from coordinator.wire.rpc import SERVER_OPTIONS, ErrorInterceptor, channel, error_from_rpc

@@ -183,7 +183,9 @@ def test_serve_sets_the_gates_folder_first_and_only_what_it_was_given() -> None:
         serve_environment(ServeOptions(role="policy"), {})
 
 
-@pytest.mark.parametrize(("code", "expected"), [("raise SystemExit(7)", 7), ("import os; os.kill(os.getpid(), 9)", 137)])
+@pytest.mark.parametrize(
+    ("code", "expected"), [("raise SystemExit(7)", 7), ("import os; os.kill(os.getpid(), 9)", 137)]
+)
 def test_serve_passes_the_exit_code_on(code: str, expected: int) -> None:
     assert run_serve(ServeOptions(), [sys.executable, "-c", code]) == expected
 
