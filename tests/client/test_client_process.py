@@ -57,6 +57,47 @@ async def test_a_forked_child_is_told_to_make_its_own_client_and_the_parent_goes
     assert out.decode().strip() == "7"
 
 
+WORKERS = """
+import multiprocessing, sys, threading
+from coordinator.client import Client
+
+def work(number):
+    return number * 2
+
+with Client(sys.argv[1]) as client:
+    client.status()
+    cut = client.cut("s", lease=1)
+    with cut:  # its renewing thread runs while workers are forked
+        with multiprocessing.get_context("fork").Pool(2) as pool:
+            assert pool.map(work, range(50)) == [2 * n for n in range(50)]
+            pool.close()
+            pool.join()
+    del cut
+    together = [threading.Thread(target=client.status) for _ in range(8)]
+    for thread in together:
+        thread.start()
+    for thread in together:
+        thread.join()
+print("done")
+"""
+
+
+async def test_workers_that_are_forked_in_a_cut_do_their_work_and_end() -> None:
+    async with FakeCoordinator().serve() as fake:
+        process = await asyncio.create_subprocess_exec(
+            sys.executable, "-c", WORKERS, fake.address, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+        )
+        try:
+            out, err = await asyncio.wait_for(process.communicate(), 60)
+        finally:
+            if process.returncode is None:
+                process.kill()
+    assert out.decode().strip() == "done", err.decode()
+    assert process.returncode == 0
+    assert fake.done == ["publish s", "resume"]
+    assert fake.names().count("GetStatus") == 9, "threads share a client"
+
+
 INTERRUPTED = """
 import sys
 from coordinator.client import Client
