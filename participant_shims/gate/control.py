@@ -35,6 +35,7 @@ import logging
 import random
 import select
 import socket
+import sqlite3
 import threading
 import time
 from collections.abc import Callable
@@ -68,6 +69,7 @@ class Control:
         self._out: list[bytes] = []
         self._dirty = False
         self._stopping = False
+        self._tasks: set[asyncio.Future[Any]] = set()  # keeps running operations from being collected
         self.connections = 0
         self._thread = threading.Thread(target=self._run, name="safepoint-control", daemon=True)
         gate.on_change = self._on_change
@@ -210,8 +212,6 @@ class Control:
         else:
             self._push({"id": number, "ok": result})
 
-    _tasks: set[Any] = set()  # noqa: RUF012 - keeps running operations from being collected
-
     def _finished(self, number: Any, task: asyncio.Future[Any]) -> None:
         self._tasks.discard(task)
         if task.cancelled():
@@ -250,5 +250,8 @@ def _error(error: BaseException) -> dict[str, str]:
     if isinstance(error, OSError):
         full = error.errno in (28, 122)  # ENOSPC, EDQUOT
         return {"reason": "STORAGE_FULL" if full else "STORAGE_FAILED", "message": str(error)}
+    if isinstance(error, sqlite3.Error):
+        full = "full" in str(error)
+        return {"reason": "STORAGE_FULL" if full else "STORAGE_FAILED", "message": f"The call log: {error}"}
     log.error("a gate operation failed", exc_info=error)
     return {"reason": "INTERNAL", "message": f"{type(error).__name__}: {error}"[:500]}

@@ -112,7 +112,9 @@ class Gate:
         if recorded:
             self.log.forget(call.rollout_id, recorded)
         if ended:
-            gone = self.log.done(ended)
+            gone: list[str] = []
+            with contextlib.suppress(sqlite3.Error):
+                gone = self.log.done(ended)
             if self.sessions is not None:
                 for session_id in gone:
                     self.sessions.forget(session_id)
@@ -215,6 +217,8 @@ class Gate:
             raise refuse(
                 Reason.ACTIVITY_AFTER_PREPARED, f"Admission of {self.name} is open: there is no cut to export."
             )
+        for rollout_id, reason in self.log.damaged.items():
+            self.log.exclude(rollout_id, max(0, self.log.attempt_of(rollout_id)), reason)
         if self.sessions is None:
             return {"files": [], "sessions": 0, "bytes": 0, "excluded": []}
         generation = self.doors.generation
@@ -285,7 +289,7 @@ class Gate:
             "fresh": not self.served,
             "replayed_calls": self.outbound.replayed,
             "diverged": self.dispatches.diverged_total,
-            "warnings": dict(self.warnings),
+            "warnings": dict(self.warnings) | ({"call log failures": self.log.failures} if self.log.failures else {}),
         }
 
     def describe(self) -> dict[str, Any]:

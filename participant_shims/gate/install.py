@@ -172,7 +172,7 @@ def build_gate(server: Any, life: Path, app: Any) -> Gate:
         sessions = SessionState(
             server, state_mode(facts.name), send=asgi_send(app), log=logging.getLogger(__name__).info
         )
-    gate = Gate(facts, CallLog(life / CALLS), sessions, worker_id=worker_id)
+    gate = Gate(facts, CallLog(life / CALLS, tolerant=True), sessions, worker_id=worker_id)
     control = Control(gate, life / SOCKET)
     gate.on_start = control.start
     return gate

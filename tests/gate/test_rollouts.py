@@ -512,3 +512,18 @@ async def test_stragglers_are_excluded_by_name_with_what_they_wait_for(world: Wo
     open_all(world)
     assert (await running).json() == EXPECTED
     assert world.counter.log.excluded() == []
+
+
+async def test_a_full_disk_costs_the_rollout_its_place_in_the_cut_and_never_a_request(world: World) -> None:
+    await world.run({**ROW, "_ng_rollout_id": "r-0"})
+    for node in world.nodes.values():  # from now on every file is as large as it may get
+        pages = node.log.db.execute("PRAGMA page_count").fetchone()[0]
+        node.log.db.execute(f"PRAGMA max_page_count={pages}")
+    filler = "x" * 20_000
+    running = await cut_at_model(world, 1, {**ROW, "filler": filler, "input": "abc" + filler})
+    assert world.agent.log.failures
+    await world.agent.gate.export("unused", "")
+    assert any(r == "r-1" and "could not be logged" in reason for r, _, reason in world.agent.log.excluded())
+    world.let_model_go()
+    open_all(world)
+    assert (await running).status == 200

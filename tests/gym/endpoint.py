@@ -72,9 +72,9 @@ class ScriptedEndpoint:
         self._open = asyncio.Event()
         app = web.Application(client_max_size=64 << 20)
         app.add_routes([web.post("/v1/chat/completions", self._chat), web.post("/tokenize", self._tokenize)])
-        self._runner = web.AppRunner(app, access_log=None)
+        self._runner = web.AppRunner(app, access_log=None, shutdown_timeout=0.1)
         await self._runner.setup()
-        site = web.TCPSite(self._runner, "127.0.0.1", 0, shutdown_timeout=0.1)
+        site = web.TCPSite(self._runner, "127.0.0.1", 0)
         await site.start()
         self.url = f"http://127.0.0.1:{self._runner.addresses[0][1]}/v1"
 

@@ -1,0 +1,189 @@
+"""The dispatches in the call log: which rollouts this agent runs, at which attempt, and what became of them.
+
+The rule kept here: whether a dispatch runs, continues, joins or is answered from its record is decided and recorded in
+one transaction, so that two workers never run the same rollout.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from enum import Enum
+
+from participant_shims.gate.logfile import Answer, LogFile, answer_of, dump_headers, tolerated
+from participant_shims.identity import CallIdentity
+
+
+class Verdict(Enum):
+    """What to do with a dispatch that has arrived."""
+
+    RUN = "run"  # from the input
+    REPLAY = "replay"  # from the input, recorded calls are answered from the log
+    ANSWER = "answer"  # with the recorded result
+    JOIN = "join"  # it runs already, in this process or in another worker
+    CONFLICT = "conflict"  # the id runs already with another input: run it unlogged beside
+
+
+@dataclass(frozen=True, slots=True)
+class Claim:
+    """The decision about one dispatch. `cookie` is the Cookie header to run with, None: as it came."""
+
+    verdict: Verdict
+    attempt: int = 0
+    base: int = 0
+    reason: str = ""
+    result: Answer | None = None
+    cookie: str | None = None
+
+
+class DispatchLog(LogFile):
+    """The table `rollouts`, and the calls of a rollout as far as they begin and end with it."""
+
+    @tolerated(Claim(Verdict.CONFLICT))
+    def claim(self, rollout_id: str, explicit: bool, sha256: str, body: bytes, cookie: str) -> Claim:
+        """Decide about a dispatch of `rollout_id` with this input, and record that it runs if it does.
+
+        An explicit id is unique for ever: completed, it is answered from its record. An index id may come again (the
+        next epoch): only a record that was restored and not yet claimed, or whose response never reached its client,
+        answers it.
+        """
+        with self.together():
+            row = self.db.execute(
+                "SELECT attempt, base, input_sha256, state, restored, claimed, delivered, pid, status, headers, body,"
+                " guest, cookie FROM rollouts WHERE rollout_id=?", (rollout_id,),
+            ).fetchone()  # fmt: skip
+            floor = self.db.execute("SELECT min_attempt FROM marks WHERE rollout_id=?", (rollout_id,)).fetchone()
+            lowest = int(floor[0]) if floor else 0
+            if row is None or row[11]:
+                return self._begin(rollout_id, explicit, sha256, body, cookie, lowest, "")
+            attempt, base, known, state, restored, claimed, delivered, pid = row[:8]
+            same = known == sha256
+            waiting = bool(restored and not claimed)
+            if state in ("running", "diverged") and _alive(pid):
+                return Claim(Verdict.JOIN if same else Verdict.CONFLICT, attempt, base)
+            if state == "completed" and same and (explicit or waiting or not delivered):
+                self.db.execute("UPDATE rollouts SET claimed=1 WHERE rollout_id=?", (rollout_id,))
+                return Claim(Verdict.ANSWER, attempt, base, result=answer_of(row[8], row[9], row[10]))
+            if state in ("running", "interrupted"):
+                # A restored one has its new attempt already (load installs N+1); one whose worker died gets it here.
+                attempt = attempt if waiting else attempt + 1
+                if same:
+                    self.db.execute(
+                        "UPDATE rollouts SET attempt=?, state='running', claimed=1, pid=?, turns=0 WHERE rollout_id=?",
+                        (attempt, os.getpid(), rollout_id),
+                    )
+                    return Claim(Verdict.REPLAY, attempt, base, cookie=row[12])
+                return self._begin(rollout_id, explicit, sha256, body, cookie, max(attempt, lowest), "input changed")
+            reason = "" if same else "input changed"
+            return self._begin(rollout_id, explicit, sha256, body, cookie, max(attempt + 1, lowest), reason)
+
+    def _begin(
+        self, rollout_id: str, explicit: bool, sha256: str, body: bytes, cookie: str, attempt: int, reason: str
+    ) -> Claim:
+        self.db.execute("DELETE FROM calls WHERE rollout_id=?", (rollout_id,))
+        self.db.execute(
+            "INSERT OR REPLACE INTO rollouts(rollout_id, attempt, base, explicit, input_sha256, input, cookie, state,"
+            " reason, pid) VALUES(?,?,?,?,?,?,?,'running',?,?)",
+            (rollout_id, attempt, attempt, int(explicit), sha256, body, cookie, reason, os.getpid()),
+        )
+        return Claim(Verdict.RUN, attempt, attempt, reason)
+
+    def restart(self, rollout_id: str, attempt: int, reason: str) -> int:
+        """Forget every call of the running `attempt`; the new attempt, which is its base as well."""
+        with self.together():
+            self.db.execute("DELETE FROM calls WHERE rollout_id=?", (rollout_id,))
+            self.db.execute(
+                "UPDATE rollouts SET attempt=?, base=?, turns=0, reason=?, state='running', restored=0"
+                " WHERE rollout_id=? AND attempt=?", (attempt + 1, attempt + 1, reason, rollout_id, attempt),
+            )  # fmt: skip
+        return attempt + 1
+
+    @tolerated(None)
+    def diverge(self, rollout_id: str, attempt: int, reason: str) -> None:
+        """Note that `attempt` must restart. Read with `diverged`, also by another worker."""
+        self.db.execute(
+            "UPDATE rollouts SET state='diverged', reason=? WHERE rollout_id=? AND attempt=? AND state='running'",
+            (reason, rollout_id, attempt),
+        )
+
+    @tolerated(False)
+    def diverged(self, rollout_id: str, attempt: int) -> bool:
+        """Whether `attempt` must restart, or is not the present one any more."""
+        row = self.db.execute("SELECT state, attempt FROM rollouts WHERE rollout_id=?", (rollout_id,)).fetchone()
+        return row is not None and (row[0] == "diverged" or row[1] != attempt)
+
+    @tolerated(None)
+    def finish(self, rollout_id: str, attempt: int, result: Answer) -> None:
+        """Record the result of a dispatch. A status of 400 and above is a failure: the next dispatch begins anew."""
+        state = "completed" if result.status < 400 else "failed"
+        with self.together():
+            changed = self.db.execute(
+                "UPDATE rollouts SET state=?, status=?, headers=?, body=?, delivered=0 WHERE rollout_id=? AND attempt=?",
+                (state, result.status, dump_headers(result.headers), result.body, rollout_id, attempt),
+            ).rowcount
+            if changed:
+                self.db.execute("DELETE FROM calls WHERE rollout_id=?", (rollout_id,))
+
+    @tolerated(None)
+    def interrupt(self, rollout_id: str, attempt: int) -> None:
+        """The handler of a dispatch ended without a response: the next dispatch continues it."""
+        self.db.execute(
+            "UPDATE rollouts SET state='interrupted' WHERE rollout_id=? AND attempt=? AND state IN ('running','diverged')",
+            (rollout_id, attempt),
+        )
+
+    @tolerated(None)
+    def delivered(self, rollout_id: str, attempt: int) -> None:
+        """The response of a dispatch has been sent to a client that was still there."""
+        self.db.execute("UPDATE rollouts SET delivered=1 WHERE rollout_id=? AND attempt=?", (rollout_id, attempt))
+
+    def result(self, rollout_id: str, sha256: str) -> Answer | None:
+        """The recorded result of a finished dispatch with this input; None while it runs or when it never ran."""
+        row = self.db.execute(
+            "SELECT status, headers, body FROM rollouts WHERE rollout_id=? AND input_sha256=?"
+            " AND state IN ('completed','failed')", (rollout_id, sha256),
+        ).fetchone()  # fmt: skip
+        return answer_of(*row) if row else None
+
+    def attempt_of(self, rollout_id: str) -> int:
+        """The present attempt of a dispatch; -1 when it is not known."""
+        row = self.db.execute("SELECT attempt FROM rollouts WHERE rollout_id=?", (rollout_id,)).fetchone()
+        return int(row[0]) if row else -1
+
+    def runs_elsewhere(self, rollout_id: str) -> bool:
+        """Whether another live worker runs it."""
+        row = self.db.execute("SELECT state, pid FROM rollouts WHERE rollout_id=?", (rollout_id,)).fetchone()
+        return row is not None and row[0] in ("running", "diverged") and row[1] != os.getpid() and _alive(row[1])
+
+    def is_fresh(self) -> bool:
+        """No dispatch has been served in this life but, at most, a snapshot has been loaded."""
+        return self.db.execute("SELECT 1 FROM rollouts WHERE restored=0 OR claimed=1 LIMIT 1").fetchone() is None
+
+    @tolerated(None)
+    def host(self, call: CallIdentity) -> None:
+        """A rollout that another agent dispatched calls this agent: its calls from here are logged as well."""
+        with self.together():
+            row = self.db.execute(
+                "SELECT attempt, base, guest FROM rollouts WHERE rollout_id=?", (call.rollout_id,)
+            ).fetchone()
+            if row is not None and (not row[2] or (row[0] >= call.attempt and row[1] >= call.base)):
+                return
+            if row is not None and row[1] < call.base:
+                self.db.execute("DELETE FROM calls WHERE rollout_id=?", (call.rollout_id,))
+            self.db.execute(
+                "INSERT OR REPLACE INTO rollouts(rollout_id, attempt, base, explicit, input_sha256, input, cookie,"
+                " state, guest, pid) VALUES(?,?,?,0,'',x'','','running',1,?)",
+                (call.rollout_id, call.attempt, call.base, os.getpid()),
+            )
+
+
+def _alive(pid: int) -> bool:
+    if pid == os.getpid():
+        return True
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        return True
+    return pid > 0

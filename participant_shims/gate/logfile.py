@@ -1,0 +1,147 @@
+"""The file below the call log: `calls.db`, SQLite in WAL mode, shared by the worker processes of a server.
+
+The rule kept here: a commit reaches the kernel and so outlives the process (synchronous=OFF; a snapshot is what
+outlives the host), and in a server a failing disk costs a rollout its place in the next cut, never a request.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import sqlite3
+from collections.abc import Callable, Generator, Iterable
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Concatenate, Final, ParamSpec, TypeVar
+
+from participant_shims.identity import CallIdentity
+
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
+_Log = TypeVar("_Log", bound="LogFile")
+Header = tuple[str, str]
+
+FORMAT: Final = "gym-calls-v1"  # of the file that calllog_files writes, and state schema of agents and models
+_BUSY_S: Final = 5.0  # another worker's commit takes microseconds; longer means that a process was stopped inside one
+
+_SCHEMA: Final = """
+CREATE TABLE IF NOT EXISTS rollouts(
+  rollout_id TEXT PRIMARY KEY, attempt INTEGER NOT NULL, base INTEGER NOT NULL, explicit INTEGER NOT NULL,
+  input_sha256 TEXT NOT NULL, input BLOB NOT NULL, cookie TEXT NOT NULL, state TEXT NOT NULL,
+  restored INTEGER NOT NULL DEFAULT 0, claimed INTEGER NOT NULL DEFAULT 1, delivered INTEGER NOT NULL DEFAULT 0,
+  guest INTEGER NOT NULL DEFAULT 0, reason TEXT NOT NULL DEFAULT '', turns INTEGER NOT NULL DEFAULT 0, pid INTEGER NOT NULL DEFAULT 0,
+  status INTEGER NOT NULL DEFAULT 0, headers TEXT NOT NULL DEFAULT '[]', body BLOB NOT NULL DEFAULT x'');
+CREATE TABLE IF NOT EXISTS calls(
+  rollout_id TEXT NOT NULL, scope TEXT NOT NULL, number INTEGER NOT NULL, call_id TEXT NOT NULL,
+  attempt INTEGER NOT NULL, server TEXT NOT NULL, own INTEGER NOT NULL, method TEXT NOT NULL, path TEXT NOT NULL,
+  digest TEXT NOT NULL, done INTEGER NOT NULL, status INTEGER NOT NULL DEFAULT 0, phrase TEXT NOT NULL DEFAULT '',
+  url TEXT NOT NULL DEFAULT '', headers TEXT NOT NULL DEFAULT '[]', body BLOB NOT NULL DEFAULT x'');
+CREATE UNIQUE INDEX IF NOT EXISTS calls_by_id ON calls(rollout_id, call_id);
+CREATE INDEX IF NOT EXISTS calls_by_scope ON calls(rollout_id, scope, number);
+CREATE TABLE IF NOT EXISTS executed(
+  serial INTEGER PRIMARY KEY AUTOINCREMENT, rollout_id TEXT NOT NULL, call_id TEXT NOT NULL, attempt INTEGER NOT NULL,
+  base INTEGER NOT NULL, digest TEXT NOT NULL, status INTEGER NOT NULL, headers TEXT NOT NULL, body BLOB NOT NULL);
+CREATE UNIQUE INDEX IF NOT EXISTS executed_by_id ON executed(rollout_id, call_id);
+CREATE TABLE IF NOT EXISTS sessions(session_id TEXT PRIMARY KEY, rollout_id TEXT NOT NULL, attempt INTEGER NOT NULL);
+CREATE INDEX IF NOT EXISTS sessions_by_rollout ON sessions(rollout_id);
+CREATE TABLE IF NOT EXISTS marks(rollout_id TEXT PRIMARY KEY, min_attempt INTEGER NOT NULL, min_base INTEGER NOT NULL);
+CREATE TABLE IF NOT EXISTS excluded(rollout_id TEXT PRIMARY KEY, attempt INTEGER NOT NULL, reason TEXT NOT NULL);
+CREATE TABLE IF NOT EXISTS meta(key TEXT PRIMARY KEY, value TEXT NOT NULL);
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """A response as it is kept: status, headers in order (names as they were sent), body, the URL it came from."""
+
+    status: int
+    headers: tuple[Header, ...]
+    body: bytes
+    phrase: str = ""
+    url: str = ""
+
+
+def tolerated(
+    default: _R,
+) -> Callable[[Callable[Concatenate[_Log, _P], _R]], Callable[Concatenate[_Log, _P], _R]]:
+    """A tolerant log answers `default` when the file fails, and remembers which rollout that concerns."""
+
+    def wrap(method: Callable[Concatenate[_Log, _P], _R]) -> Callable[Concatenate[_Log, _P], _R]:
+        @functools.wraps(method)
+        def method_or_default(self: _Log, /, *args: _P.args, **kwargs: _P.kwargs) -> _R:
+            try:
+                return method(self, *args, **kwargs)
+            except sqlite3.Error as error:
+                if not self.tolerant:
+                    raise
+                self.failures += 1
+                first = args[0] if args else None
+                rollout_id = first.rollout_id if isinstance(first, CallIdentity) else first
+                if isinstance(rollout_id, str):
+                    self.damaged.setdefault(rollout_id, f"its calls could not be logged: {error}"[:300])
+                return default
+
+        return method_or_default
+
+    return wrap
+
+
+class LogFile:
+    """One process's connection to `calls.db`. Raises sqlite3.Error when the file cannot be used; nothing changed then.
+
+    Not for several threads at once. `tolerant`: see the module.
+    """
+
+    def __init__(self, path: Path, *, tolerant: bool = False) -> None:
+        self.path = path
+        self.tolerant = tolerant
+        self.failures = 0
+        self.damaged: dict[str, str] = {}  # rollouts whose log has a hole, with the reason
+        self.db = sqlite3.connect(path, isolation_level=None, timeout=_BUSY_S, check_same_thread=False)
+        self.db.execute("PRAGMA journal_mode=WAL")
+        self.db.execute("PRAGMA synchronous=OFF")
+        self.db.executescript("BEGIN IMMEDIATE;" + _SCHEMA + "COMMIT;")
+
+    def close(self) -> None:
+        """Give the file back."""
+        self.db.close()
+
+    def seal(self) -> None:
+        """Make the log durable against loss of the host: checkpoint the WAL and fsync the file."""
+        self.db.execute("PRAGMA wal_checkpoint(TRUNCATE)")
+        fd = os.open(self.path, os.O_RDONLY)
+        try:
+            os.fsync(fd)
+        finally:
+            os.close(fd)
+
+    @contextmanager
+    def together(self) -> Generator[None]:
+        """Several changes as one; none of them when the block raises."""
+        self.db.execute("BEGIN IMMEDIATE")
+        try:
+            yield
+        except BaseException:
+            if self.db.in_transaction:  # a full disk may have ended it already
+                self.db.execute("ROLLBACK")
+            raise
+        self.db.execute("COMMIT")
+
+    def note(self, key: str, value: Any) -> None:
+        """Keep a JSON value for the other workers."""
+        self.db.execute("INSERT OR REPLACE INTO meta VALUES(?,?)", (key, json.dumps(value)))
+
+    def noted(self, key: str) -> Any:
+        """The JSON value kept under `key`, or None."""
+        row = self.db.execute("SELECT value FROM meta WHERE key=?", (key,)).fetchone()
+        return json.loads(row[0]) if row else None
+
+
+def dump_headers(headers: Iterable[Header]) -> str:
+    return json.dumps([list(h) for h in headers], separators=(",", ":"))
+
+
+def answer_of(status: int, headers: str, body: bytes, phrase: str = "", url: str = "") -> Answer:
+    return Answer(int(status), tuple((str(k), str(v)) for k, v in json.loads(headers)), bytes(body), phrase, url)
