@@ -53,10 +53,10 @@ def _short(value: object) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What a run ended with: each rollout's result, and each rollout's sessions as the environments hold them."""
+    """What a run ended with: each rollout's result, and the last that its environment said of its own state."""
 
     results: Mapping[str, Mapping[str, Any]]
-    sessions: Mapping[str, object]
+    states: Mapping[str, object]
 
 
 def differences(expected: Outcome, actual: Outcome) -> list[str]:
@@ -70,11 +70,23 @@ def differences(expected: Outcome, actual: Outcome) -> list[str]:
         left, right = canonical(expected.results[rollout_id]), canonical(actual.results[rollout_id])
         if difference := first_difference(left, right):
             found.append(f"{rollout_id}{difference}")
-    for rollout_id in sorted({*expected.sessions, *actual.sessions}):
-        left_state, right_state = expected.sessions.get(rollout_id), actual.sessions.get(rollout_id)
+    for rollout_id in sorted({*expected.states, *actual.states}):
+        left_state, right_state = expected.states.get(rollout_id), actual.states.get(rollout_id)
         if difference := first_difference(left_state, right_state):
-            found.append(f"{rollout_id} session{difference}")
+            found.append(f"{rollout_id} state{difference}")
     return found
+
+
+def final_states(results: Mapping[str, Mapping[str, Any]], reader: str) -> dict[str, object]:
+    """For each rollout that used the tool `reader`: what that said the last time, which is the state its session ended in."""
+    states: dict[str, object] = {}
+    for rollout_id, result in results.items():
+        items = cast(Sequence[Mapping[str, Any]], result["response"]["output"])
+        readings = {item["call_id"] for item in items if item.get("type") == "function_call" and item["name"] == reader}
+        for item in items:
+            if item.get("type") == "function_call_output" and item["call_id"] in readings:
+                states[rollout_id] = json.loads(item["output"])
+    return states
 
 
 @dataclass(frozen=True, slots=True)

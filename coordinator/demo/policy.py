@@ -62,6 +62,22 @@ def tools_of(body: Mapping[str, Any]) -> list[Tool]:
     return found
 
 
+def decoder_for(messages: Sequence[Mapping[str, Any]], tools: Sequence[Tool]) -> Decoder:
+    """What may be said at this point of a rollout.
+
+    A rollout looks before it ends: where there are tools without arguments, the last call is to one of them. So the answer
+    of its last call is the state of its environment, as the environment itself gives it.
+    """
+    said = [message for message in messages if message["role"] == "assistant"]
+    turn = 1 + len(said)
+    readers = [tool for tool in tools if not tool.parameters.get("properties")]
+    called = [call["function"]["name"] for call in (said[-1].get("tool_calls") or ())] if said else []
+    has_looked = not readers or any(tool.name in called for tool in readers)
+    if readers and turn == MAX_TURNS - 1:
+        return Decoder(readers, must_call=not has_looked, may_call=True)
+    return Decoder(tools, must_call=turn < MIN_TURNS or not has_looked, may_call=turn < MAX_TURNS)
+
+
 @dataclass
 class GenerationLog:
     """An append-only JSONL file of generations. Each line is one write(2), so a kill leaves whole lines."""
@@ -95,8 +111,7 @@ class Policy:
     def generate(self, body: Mapping[str, Any]) -> tuple[str, int, Generation]:
         """The digest of the conversation, the length of its prompt, and the reply: always the same for the same body."""
         ids = prompt_ids(render(body["messages"], body.get("tools") or ()))
-        turn = 1 + sum(message["role"] == "assistant" for message in body["messages"])
-        decoder = Decoder(tools_of(body), must_call=turn < MIN_TURNS, may_call=turn < MAX_TURNS)
+        decoder = decoder_for(body["messages"], tools_of(body))
         return conversation_digest(self.network.seed, ids), len(ids), self.network.generate(ids, decoder)
 
     async def chat(self, request: web.Request) -> web.Response:

@@ -14,6 +14,8 @@ from typing import Any, Final
 
 COUNTER_AGENT: Final = "counter_agent"
 SYNONYMS_AGENT: Final = "synonyms_agent"
+# The tool with which a stateful rollout reads its session's state; the policy uses it last of all.
+READER: Final = "get_counter_value"
 
 _WORDS: Final = ("arid", "brisk", "calm", "dim", "eager", "faint", "grand", "hushed", "idle", "jolly", "keen", "lucid")
 
@@ -58,7 +60,7 @@ def _counter_task(number: int, chance: random.Random) -> Task:
     initial, missing = chance.randint(1, 9), chance.randint(1, 3)
     tools = [
         _tool("increment_counter", "Add to the counter.", {"count": {"type": "integer", "enum": [1, 2]}}),
-        _tool("get_counter_value", "Read the counter.", {}),
+        _tool(READER, "Read the counter.", {}),
     ]
     text = f"Task {number}: the counter is {initial}. Make it {initial + missing}."
     row = _row(rollout_id, COUNTER_AGENT, number, text, tools)

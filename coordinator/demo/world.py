@@ -1,9 +1,10 @@
-"""One run's whole world: a coordinator, the fleet, what Safepoint puts beside it, and the trainer's client.
+"""Everything of one run: the fleet, what Safepoint puts beside it, the coordinator, and the trainer's client of it.
 
-The rule it keeps: two worlds share nothing but the code. Each has its own snapshot root, job, ports, run directory and
-policy, so that the interrupted run can be compared with one that Safepoint never touched while it ran.
+The rule it keeps: two worlds share nothing but the code. Each has its own ports, policy, run directory and snapshot root,
+so that the interrupted run can be compared with one that nobody interrupted.
 
-A world can be killed and started again: the snapshot root stays, all else is new.
+    World(..., host=None)        the gate is loaded and never asked for anything: no shims, no coordinator
+    World(..., host=RayHost())   the whole of Safepoint; may be killed and started again, and then only the disk is left
 """
 
 from __future__ import annotations
@@ -14,10 +15,11 @@ import tempfile
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Final, Protocol
+from typing import Final
 
 from coordinator.client import AsyncClient
 from coordinator.demo.fleet import MODEL, Fleet
+from coordinator.demo.hosts import RayHost
 from coordinator.settings import Settings
 from coordinator.wire.errors import Reason, SafepointError, refuse
 from participant_shims.gate import bootstrap_path
@@ -26,34 +28,13 @@ REGISTER_S: Final = 60.0
 PARTICIPANTS: Final = 5
 
 
-class Host(Protocol):
-    """Where a coordinator runs."""
-
-    async def start(self, settings: Settings) -> None:
-        """Start it; return when its address file is written."""
-        ...
-
-    async def kill(self) -> int:
-        """End it without a word; how many processes that took."""
-        ...
-
-    async def revive(self) -> str:
-        """After `kill`: have it again; how that came about, as half a sentence."""
-        ...
-
-    async def stop(self) -> None:
-        """End it for good."""
-        ...
-
-
 @dataclass
 class World:
-    """`folder` gets the snapshot root and the logs; it is emptied first. `token_ms`: how long a sampled token takes."""
+    """`folder` is emptied first and gets the logs and the snapshot root. `token_ms`: how long a sampled token takes."""
 
-    name: str
     folder: Path
     seed: int
-    host: Host
+    host: RayHost | None
     token_ms: float
     lives: int = field(default=0, init=False)
     fleet: Fleet = field(init=False)
@@ -66,7 +47,7 @@ class World:
         # In the temporary directory and short: Unix socket paths end at 107 characters, and a checkout may lie deep.
         self._run_dir = Path(tempfile.mkdtemp(prefix="sp-"))
         self.client = AsyncClient(f"file:{self.root}/coordinator/address.json")
-        self._new_fleet()
+        self.fleet = self._next_fleet()
 
     @property
     def root(self) -> Path:
@@ -78,54 +59,50 @@ class World:
         return self.folder / f"policy-{life}.jsonl"
 
     async def start(self) -> None:
-        """Start everything; return when every server answers and every shim is registered."""
-        await asyncio.gather(self.host.start(Settings(root=str(self.root), job_id=self._job)), self._start_fleet())
+        """Start everything; return when every server answers and every shim is registered. Raises SafepointError."""
+        if self.host is None:
+            await self.fleet.start()
+            return
+        settings = Settings(root=str(self.root), job_id="demo")
+        await asyncio.gather(self.host.start(settings), self.fleet.start())
         await self._until_registered()
 
-    async def restart(self) -> str:
-        """After `kill`: new servers, and the coordinator again; how that came back."""
-        self._new_fleet()
-        how, _ = await asyncio.gather(self.host.revive(), self._start_fleet())
-        await self._until_registered()
-        return how
-
-    async def kill(self) -> int:
+    def kill(self) -> int:
         """SIGKILL everything, the coordinator included; how many processes there were."""
-        coordinator, fleet = await asyncio.gather(self.host.kill(), asyncio.to_thread(self.fleet.kill))
-        return coordinator + fleet
+        coordinator = self.host.kill() if self.host is not None else 0
+        return coordinator + self.fleet.kill()
+
+    async def restart(self) -> float:
+        """After `kill`: new servers; seconds after which the coordinator was back by itself. Raises SafepointError."""
+        assert self.host is not None
+        self.fleet = self._next_fleet()
+        revived_s, _ = await asyncio.gather(self.host.revived(), self.fleet.start())
+        await self._until_registered()
+        return revived_s
 
     async def stop(self) -> None:
         """End everything for good and remove what is outside `folder`."""
         await self.client.close()
         await asyncio.to_thread(self.fleet.kill)
-        await self.host.stop()
+        if self.host is not None:
+            await self.host.stop()
         shutil.rmtree(self._run_dir, ignore_errors=True)
 
-    @property
-    def _job(self) -> str:
-        return f"demo-{self.name}"
-
-    def _new_fleet(self) -> None:
+    def _next_fleet(self) -> Fleet:
         self.lives += 1
         environment = {
-            "SAFEPOINT_COORDINATOR": f"file:{self.root}/coordinator/address.json",
             "SAFEPOINT_ROOT": str(self.root),
             "SAFEPOINT_RUN_DIR": str(self._run_dir),
-            "SAFEPOINT_JOB": self._job,
+            "SAFEPOINT_JOB": "demo",
             "SAFEPOINT_ROLES": f"{MODEL}=policy",
             "SAFEPOINT_GYM_RAY": "off",
         }
-        self.fleet = Fleet(
-            self.folder / f"logs-{self.lives}",
-            self.seed,
-            environment,
-            (str(bootstrap_path()),),
-            self.token_ms,
-            self.policy_log(self.lives),
-        )
-
-    async def _start_fleet(self) -> None:
-        await self.fleet.start()
+        if self.host is None:
+            environment["SAFEPOINT_SHIM"] = "manual"
+        else:
+            environment["SAFEPOINT_COORDINATOR"] = f"file:{self.root}/coordinator/address.json"
+        logs = self.folder / f"logs-{self.lives}"
+        return Fleet(logs, self.seed, environment, (bootstrap_path(),), self.token_ms, self.policy_log(self.lives))
 
     async def _until_registered(self) -> None:
         until = time.monotonic() + REGISTER_S
@@ -134,11 +111,10 @@ class World:
             try:
                 topology = await self.client.topology(timeout=5)
                 seen = ", ".join(each.capabilities.participant_id for each in topology.participants) or "nobody"
-                if len(topology.participants) == PARTICIPANTS:
-                    blocking = [finding for finding in topology.findings if finding.blocking]
-                    if not blocking:
-                        return
-                    seen += "; " + "; ".join(f"{f.participant_id}: {f.message}" for f in blocking)
+                blocking = [finding for finding in topology.findings if finding.blocking]
+                if len(topology.participants) == PARTICIPANTS and not blocking:
+                    return
+                seen += "".join(f"; {finding.participant_id}: {finding.message}" for finding in blocking)
             except SafepointError as error:
                 seen = str(error)
             await asyncio.sleep(0.2)

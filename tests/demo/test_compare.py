@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from coordinator.demo.compare import Outcome, differences, prompts_in
+from coordinator.demo.compare import Outcome, differences, final_states, prompts_in
 from coordinator.demo.rows import make_tasks
 
 
@@ -70,8 +70,20 @@ def test_a_missing_result_a_shorter_answer_and_other_session_state_are_differenc
     short["response"]["output"].pop()
     assert differences(Outcome({"r": result()}, {}), Outcome({}, {})) == ["r has no result in the interrupted run"]
     assert "2 and 1 items" in differences(Outcome({"r": result()}, {}), Outcome({"r": short}, {}))[0]
-    assert differences(Outcome({}, {"r": {"n": 4}}), Outcome({}, {"r": {"n": 5}})) == ["r session.n: 4 and 5"]
+    assert differences(Outcome({}, {"r": {"n": 4}}), Outcome({}, {"r": {"n": 5}})) == ["r state.n: 4 and 5"]
     assert differences(Outcome({}, {"r": {"n": 4}}), Outcome({}, {})) != []
+
+
+def test_the_final_state_is_what_the_environment_said_last() -> None:
+    def said(call_id: str, name: str, output: str) -> list[dict[str, Any]]:
+        return [
+            {"type": "function_call", "call_id": call_id, "name": name},
+            {"type": "function_call_output", "call_id": call_id, "output": output},
+        ]
+
+    output = [*said("a", "read", '{"count":1}'), *said("b", "add", "{}"), *said("c", "read", '{"count":3}')]
+    results = {"r": {"response": {"output": output}}, "s": {"response": {"output": said("d", "add", "{}")}}}
+    assert final_states(results, "read") == {"r": {"count": 3}}
 
 
 def test_prompts_are_found_in_json_text_inside_json() -> None:

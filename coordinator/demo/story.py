@@ -1,0 +1,260 @@
+"""The demo: rollouts are saved while they run, everything is killed, and they finish as if nothing had happened.
+
+Two worlds run the same tasks with the same seed. The first is never interrupted: the gate is loaded in its servers and is
+never asked for anything; there are no shims and no coordinator. In the second one rollouts are saved while most of them are in flight,
+they go on for a while, then every process gets SIGKILL, the coordinator and the policy included; new servers restore
+the snapshot on other ports, a trainer that has forgotten everything dispatches the ledger, and the rollouts finish.
+Then the two are compared.
+
+The rule it keeps: every figure is measured, by `evidence` and `compare`, from results, from the policy's logs and from
+the snapshot's files. The last line printed is the figures as JSON, and the same goes to build/demo.json.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import json
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+from rich.console import Console
+from rich.table import Table
+
+from coordinator.client_results import SaveResult
+from coordinator.demo.compare import Outcome, differences, final_states
+from coordinator.demo.drive import Trainer
+from coordinator.demo.evidence import conversations_of, read_log, recorded_calls
+from coordinator.demo.hosts import RayHost
+from coordinator.demo.rows import READER, Task, make_tasks
+from coordinator.demo.world import World
+from coordinator.wire.errors import Reason, SafepointError, refuse
+
+BUILD: Final = Path(__file__).resolve().parents[2] / "build"
+TOKEN_MS: Final = 20.0
+# A generation takes up to 2 s and a rollout 8 of them; beyond this something hangs.
+FINISH_S: Final = 120.0
+SNAPSHOT: Final = "demo-1"
+
+
+@dataclass(frozen=True, slots=True)
+class Figures:
+    """What the demo measured; the JSON line in this order.
+
+    `in_flight_at_cut`: rollouts of the ledger without a result. `kept`: of those, the ones that continued; `restarted`:
+    the ones that began again from their input. `lost`: rollouts without a result at the end. `finished_redone`: rollouts
+    finished at the cut of which any model call was made again. `model_calls_repeated`: calls whose answer is in the
+    snapshot and that were generated again. `calls_after_cut`: calls that ended between the cut and the kill, and were
+    naturally made again. `pause_s`: as measured at the gates.
+    """
+
+    rollouts: int
+    in_flight_at_cut: int
+    kept: int
+    restarted: int
+    lost: int
+    finished_redone: int
+    model_calls_repeated: int
+    calls_after_cut: int
+    pause_s: float
+    snapshot_bytes: int
+    equal_to_uninterrupted: bool
+
+    @property
+    def good(self) -> bool:
+        """Whether the promise was kept."""
+        return self.equal_to_uninterrupted and not (self.lost or self.finished_redone or self.model_calls_repeated)
+
+
+@dataclass(frozen=True, slots=True)
+class Interrupted:
+    """What the interrupted world ended with."""
+
+    save: SaveResult
+    restarted: frozenset[str]
+    finished: frozenset[str]  # at the cut: what the trainer had by then, and what the ledger says
+    outcome: Outcome
+
+
+class Story:
+    """Tells and measures one demo. `console` gets the story."""
+
+    def __init__(self, console: Console, rollouts: int, seed: int, folder: Path, token_ms: float = TOKEN_MS) -> None:
+        self._console = console
+        self._seed = seed
+        self._tasks = make_tasks(rollouts, seed)
+        self._began = time.monotonic()
+        self._quiet = World(folder / "uninterrupted", seed, None, token_ms)
+        self._rough = World(folder / "interrupted", seed, RayHost(), token_ms)
+
+    async def tell(self) -> Figures:
+        """The figures. Raises SafepointError when a step is refused; everything that was started is ended then too."""
+        self._say(f"[bold]{len(self._tasks)} rollouts on unmodified NeMo Gym servers[/], seed {self._seed}")
+        try:
+            expected = await self._uninterrupted()
+            interrupted = await self._interrupted()
+        finally:
+            await asyncio.gather(self._quiet.stop(), self._rough.stop(), return_exceptions=True)
+        found = differences(expected, interrupted.outcome)
+        figures = self._measure(interrupted, equal=not found)
+        self._show(figures, found)
+        return figures
+
+    async def _uninterrupted(self) -> Outcome:
+        self._say("\n[bold]1. What it should be.[/] A run that nobody interrupts: a policy and five servers.")
+        with self._console.status("starting servers"):
+            await self._quiet.start()
+        # The other world comes up meanwhile: that takes longer than the run does.
+        starting = asyncio.create_task(self._rough.start())
+        try:
+            began = time.monotonic()
+            async with Trainer(self._quiet.fleet.urls) as trainer:
+                with self._console.status("rollouts run"):
+                    await self._drive(trainer, self._tasks, len(self._tasks))
+            self._say(f"   {_summary(trainer.results)}, in {time.monotonic() - began:.1f} s.")
+            await asyncio.to_thread(self._quiet.kill)
+            with self._console.status("starting the servers of the other run"):
+                await starting
+        finally:
+            starting.cancel()
+            await asyncio.gather(starting, return_exceptions=True)
+        return _outcome(trainer)
+
+    async def _interrupted(self) -> Interrupted:
+        world, count = self._rough, len(self._tasks)
+        self._say(
+            "\n[bold]2. The same rollouts, saved while they run.[/] New servers, the coordinator an actor on Ray."
+        )
+        few = max(1, count // 8)
+        async with Trainer(world.fleet.urls) as trainer:
+            with self._console.status("rollouts run"):
+                await self._drive(trainer, self._tasks, few)
+            self._say(f"   {len(trainer.results)} have finished, {len(trainer.in_flight)} are in flight. Saving.")
+            finished = frozenset(trainer.results)
+            save = await world.client.save(SNAPSHOT, timeout=60, metadata={"step": "1"})
+            self._say(f"   [green]{save.line}[/]")
+            with self._console.status("rollouts go on"):
+                await self._drive(trainer, [], len(trainer.results) + few)
+            self._say(f"   They went on: {len(trainer.results)} have finished, {len(trainer.in_flight)} are in flight.")
+
+            self._say("\n[bold]3. kill -9.[/] Every server, every shim, the policy, the coordinator.")
+            killed = await asyncio.to_thread(world.kill)
+        self._say(f"   {killed} processes are dead. The trainer forgets every result, too.")
+
+        self._say("\n[bold]4. Back.[/] New servers on other ports, with nothing but the snapshot.")
+        began = time.monotonic()
+        with self._console.status("starting servers"):
+            revived_s = await world.restart()
+        self._say(
+            f"   Ray had the coordinator back {revived_s:.1f} s after the kill; all is up after {time.monotonic() - began:.1f} s."
+        )
+        restored = await world.client.restore(timeout=60)
+        self._say(f"   [green]{restored.line}[/]")
+        ledger = {rollout.rollout_id: rollout async for rollout in restored.rollouts()}
+        await world.client.resume(timeout=30)
+        finished |= {rollout.rollout_id for rollout in ledger.values() if rollout.completed}
+        restarted = {rollout.rollout_id for rollout in (*ledger.values(), *restored.diverged) if rollout.restarts}
+
+        self._say("\n[bold]5. On from there.[/] The trainer dispatches the ledger, row by row, and then the rest.")
+        known = [task for task in self._tasks if task.rollout_id in ledger]
+        rest = [task for task in self._tasks if task.rollout_id not in ledger]
+        began = time.monotonic()
+        async with Trainer(world.fleet.urls) as trainer:
+            with self._console.status("rollouts finish"):
+                await self._drive(trainer, [*known, *rest], count)
+            self._say(f"   {_summary(trainer.results)}, in {time.monotonic() - began:.1f} s.")
+        return Interrupted(save, frozenset(restarted), finished, _outcome(trainer))
+
+    async def _drive(self, trainer: Trainer, tasks: Sequence[Task], until: int) -> None:
+        trainer.dispatch(tasks)
+        try:
+            await asyncio.wait_for(trainer.until_finished(until), FINISH_S)
+        except TimeoutError:
+            raise refuse(
+                Reason.UNAVAILABLE,
+                f"after {FINISH_S:.0f} s only {len(trainer.results)} rollouts have finished; without a result: "
+                f"{', '.join(sorted(trainer.in_flight))}",
+                next_step=f"Read the logs in {self._rough.folder.parent}.",
+            ) from None
+        trainer.raise_failures()
+
+    def _measure(self, done: Interrupted, equal: bool) -> Figures:
+        seed, world, totals = self._seed, self._rough, done.save.totals
+        recorded = recorded_calls(world.root, SNAPSHOT, seed)
+        before, after = read_log(world.policy_log(1)), read_log(world.policy_log(2))
+        in_flight = totals.all - totals.completed
+        return Figures(
+            rollouts=len(self._tasks),
+            in_flight_at_cut=in_flight,
+            kept=in_flight - len(done.restarted),
+            restarted=len(done.restarted),
+            lost=sum(task.rollout_id not in done.outcome.results for task in self._tasks),
+            finished_redone=sum(
+                any(digest in after.begun for digest in conversations_of(done.outcome.results.get(rollout_id), seed))
+                for rollout_id in done.finished
+            ),
+            model_calls_repeated=sum(count for digest, count in after.begun.items() if digest in recorded),
+            calls_after_cut=sum(1 for digest in before.finished if digest not in recorded and digest in after.begun),
+            pause_s=round(done.save.pause_s, 3),
+            snapshot_bytes=done.save.size_bytes,
+            equal_to_uninterrupted=equal,
+        )
+
+    def _show(self, figures: Figures, found: Sequence[str]) -> None:
+        table = Table(show_header=False, box=None, padding=(0, 1, 0, 3))
+        for name, value in dataclasses.asdict(figures).items():
+            table.add_row(name.replace("_", " "), str(value))
+        self._say(
+            "\n[bold]6. Compared with the run that nobody interrupted:[/] answers, tokens, log-probabilities, ..."
+        )
+        self._console.print(table)
+        for difference in found[:10]:
+            self._say(f"   [red]different[/] {difference}")
+        verdict = (
+            "[bold green]Nothing was lost, nothing was done twice.[/]" if figures.good else "[bold red]Not equal.[/]"
+        )
+        self._say(f"   {verdict} It took {time.monotonic() - self._began:.0f} s.")
+
+    def _say(self, text: str) -> None:
+        self._console.print(text, highlight=False, soft_wrap=True)
+
+
+def _outcome(trainer: Trainer) -> Outcome:
+    return Outcome(dict(trainer.results), final_states(trainer.results, READER))
+
+
+def _summary(results: Mapping[str, Mapping[str, Any]]) -> str:
+    calls = sum(
+        item.get("generation_token_ids") is not None
+        for result in results.values()
+        for item in result["response"]["output"]
+    )
+    reward = sum(float(result["reward"]) for result in results.values()) / max(1, len(results))
+    return f"{len(results)} rollouts finished, {calls} model calls, mean reward {reward:.3f}"
+
+
+def run_demo(json: bool = False, rollouts: int = 32, seed: int = 7) -> int:
+    """Run the demo; the exit code: 0 when nothing was lost, nothing done twice and all is equal, else 1.
+
+    `json`: print nothing but the last line, and the story to standard error. Raises SafepointError when a step is refused:
+    logs are under build/demo/ then, and nothing is left running.
+    """
+    return _run(json, rollouts, seed, BUILD)
+
+
+def _run(as_json: bool, rollouts: int, seed: int, build: Path, token_ms: float = TOKEN_MS) -> int:
+    console = Console(stderr=as_json)
+    try:
+        figures = asyncio.run(Story(console, rollouts, seed, build / "demo", token_ms).tell())
+    except SafepointError as error:
+        console.print(
+            f"The demo did not get through: {error}\nLogs are in {build / 'demo'}.", markup=False, soft_wrap=True
+        )
+        raise
+    line = json.dumps(dataclasses.asdict(figures))
+    (build / "demo.json").write_text(line + "\n")
+    print(line, flush=True)
+    return 0 if figures.good else 1
