@@ -90,6 +90,8 @@ class Opening:
 
     def next_at(self, now: float) -> float | None:
         """When `advance` has something to do, or `finished` changes, by time alone."""
+        if now >= self._linger_until:
+            return None
         times = [at for at in (self._calls.next_retry(),) if at is not None]
         if self._waves:
             times.append(self._wave_until)

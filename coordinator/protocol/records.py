@@ -101,11 +101,11 @@ def read(records: Sequence[Record]) -> Recovered:
 
 
 def problem_to_json(problem: Problem) -> dict[str, object]:
-    """A Problem as plain JSON, the advice resolved so that a later catalog does not change it."""
+    """A Problem as plain JSON."""
     return {
         "reason": problem.reason.name,
         "message": problem.message,
-        "next_step": problem.advice,
+        "next_step": problem.next_step,
         "phase": problem.phase.name,
         "participant_id": problem.participant_id,
         "operation_id": problem.operation_id,
