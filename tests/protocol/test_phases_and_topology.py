@@ -1,0 +1,191 @@
+"""The phase table, and what a topology is refused or warned for."""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+
+import pytest
+
+from coordinator.protocol.phases import PHASES, RESTORE, SAVE, STAGES, STOPS, waves
+from coordinator.protocol.topology import (
+    Finding,
+    Participant,
+    Topology,
+    difference,
+    fingerprint,
+    problem_from_findings,
+    validate,
+)
+from coordinator.wire.errors import Reason
+from coordinator.wire.terms import CheckpointMode, Phase, QuiesceMode, Role
+from tests.protocol.transcript import participant
+
+ALL_ROLES = (
+    participant("a", Role.AGENT),
+    participant("e", Role.ENGINE),
+    participant("j", Role.AUXILIARY_MODEL),
+    participant("p", Role.POLICY_MODEL),
+    participant("r", Role.RESOURCES),
+    participant("s", Role.RESOURCES, checkpoint_mode=CheckpointMode.STATELESS),
+)
+HEALTHY = (
+    participant("agent", Role.AGENT, depends_on=("policy", "box")),
+    participant("box", Role.RESOURCES, depends_on=("judge",)),
+    participant("judge", Role.AUXILIARY_MODEL),
+    participant("policy", Role.POLICY_MODEL, upstream_endpoints=("http://10.0.0.3:8000/v1",)),
+)
+
+
+@pytest.mark.parametrize(
+    ("phase", "expected"),
+    [
+        (Phase.PREPARE, [["p"], ["e"], ["a"], ["r", "s"]]),
+        (Phase.COMMIT, [["a"], ["p"], ["e"], ["r"]]),
+        (Phase.CONFIRM, [["a", "e", "p", "r", "s"]]),
+        (Phase.PUBLISH, []),
+        (Phase.RESTORE, [["p"], ["e"], ["a"], ["r", "s"]]),
+        (Phase.RESUME, [["r", "s"], ["e"], ["p"], ["a"]]),
+        (Phase.ABORT, [["r", "s"], ["e"], ["p"], ["a"]]),
+    ],
+)
+def test_each_phase_calls_these_waves(phase: Phase, expected: list[list[str]]) -> None:
+    shuffled = list(ALL_ROLES)
+    random.Random(phase).shuffle(shuffled)
+    assert waves(phase, shuffled) == expected
+
+
+def test_auxiliary_models_are_in_no_wave_of_any_phase() -> None:
+    assert all(Role.AUXILIARY_MODEL not in roles for spec in PHASES.values() for roles in spec.waves)
+
+
+def test_every_phase_that_calls_has_a_proof_and_a_stage_and_the_programs_end_open() -> None:
+    assert {phase for phase, spec in PHASES.items() if spec.proof is None} == {Phase.PUBLISH}
+    assert STAGES.keys() == PHASES.keys()
+    assert SAVE[-1] == RESTORE[-1] == Phase.RESUME
+    assert STOPS.keys() <= {*SAVE, *RESTORE}
+    after_publish = SAVE[SAVE.index(Phase.PUBLISH) :]
+    assert not any(PHASES[phase].abortable for phase in after_publish)
+
+
+def test_a_healthy_topology_has_no_findings() -> None:
+    assert validate(Topology(HEALTHY, ("http://10.0.0.3:8000",))) == []
+
+
+def changed(name: str, **changes: object) -> tuple[Participant, ...]:
+    return tuple(dataclasses.replace(p, **changes) if p.participant_id == name else p for p in HEALTHY)
+
+
+def only(findings: list[Finding]) -> Finding:
+    assert len(findings) == 1, findings
+    return findings[0]
+
+
+@pytest.mark.parametrize(
+    ("participants", "blocking", "reason", "who", "words"),
+    [
+        ((), True, Reason.TOPOLOGY_INVALID, "", "Nobody"),
+        (changed("policy", role=Role.UNSPECIFIED)[:], True, Reason.ROLE_INVALID, "policy", 'SAFEPOINT_ROLES="policy=policy" or "policy=auxiliary"'),
+        (changed("box", role=Role.AGENT), True, Reason.ROLE_INVALID, "box", "gym.resources"),
+        (changed("policy", role=Role.ENGINE), True, Reason.ROLE_INVALID, "policy", "=auxiliary"),
+        (changed("box", checkpoint_mode=CheckpointMode.UNSPECIFIED), True, Reason.TOPOLOGY_INVALID, "box", "SAFEPOINT_STATE"),
+        (changed("box", quiesce_modes=()), True, Reason.TOPOLOGY_INVALID, "box", "no quiesce mode"),
+        (changed("box", configured_workers=0), True, Reason.TOPOLOGY_INVALID, "box", "no worker"),
+        (changed("box", address=HEALTHY[0].address), True, Reason.DUPLICATE_PARTICIPANT, "agent", "one address"),
+        ((*HEALTHY, participant("box", Role.RESOURCES, address="unix:/run/other.sock")), True, Reason.DUPLICATE_PARTICIPANT, "box", "/run/other.sock"),
+        (HEALTHY[1:], True, Reason.TOPOLOGY_INVALID, "", "No agent"),
+        (changed("judge", role=Role.POLICY_MODEL), True, Reason.POLICY_NOT_SERVED, "judge", "is called by a verifier (`box`); set role auxiliary"),
+        (changed("agent", checkpoint_mode=CheckpointMode.RESTART_ONLY, checkpoint_mode_reason="uses threads."), False, Reason.STATE_UNSUPPORTED, "agent", "uses threads"),
+        (changed("box", checkpoint_mode=CheckpointMode.REPLAY), False, Reason.STATE_UNSUPPORTED, "box", "again"),
+        (changed("agent", checkpoint_mode=CheckpointMode.STATELESS), False, Reason.STATE_UNSUPPORTED, "agent", "no snapshot"),
+        (changed("box", depends_on=("shop",)), False, Reason.UNKNOWN_PARTICIPANT, "box", "`shop`"),
+        (changed("policy", role=Role.AUXILIARY_MODEL), False, Reason.TOPOLOGY_INVALID, "", "=policy"),
+    ],
+)  # fmt: skip
+def test_one_fault_is_one_finding_with_its_next_step(
+    participants: tuple[Participant, ...], blocking: bool, reason: Reason, who: str, words: str
+) -> None:
+    # A model that is no policy any more is missing, too: that is a second finding, and not the one meant here.
+    found = [f for f in validate(Topology(participants)) if "has role policy" not in f.message or "=policy" in words]
+    found = [f for f in found if f.reason == reason and f.participant_id == who]
+    finding = only(found)
+    assert finding.blocking is blocking
+    assert words in finding.message + finding.next_step
+    assert finding.next_step
+
+
+def test_several_policy_models_are_legal() -> None:
+    assert validate(Topology((*HEALTHY, participant("policy-2", Role.POLICY_MODEL)))) == []
+
+
+@pytest.mark.parametrize(
+    ("endpoint", "served"),
+    [
+        ("http://10.0.0.3:8000/v1/", True),
+        ("HTTP://10.0.0.3:8000", True),
+        ("10.0.0.3:8000", True),
+        ("http://10.0.0.4:8000/v1", False),
+        ("http://10.0.0.3/v1", False),
+        ("https://10.0.0.3:8000/v1", False),
+    ],
+)
+def test_a_policy_model_must_use_an_endpoint_of_the_trainer(endpoint: str, served: bool) -> None:
+    found = validate(Topology(HEALTHY, (endpoint,)))
+    if served:
+        assert found == []
+        return
+    finding = only(found)
+    assert finding.blocking
+    assert finding.reason == Reason.POLICY_NOT_SERVED
+    assert "set role auxiliary on it" in finding.message
+    assert 'SAFEPOINT_ROLES="policy=auxiliary"' in finding.next_step
+
+
+def test_a_policy_model_that_names_no_endpoint_cannot_be_checked_and_is_not_refused() -> None:
+    assert not only(validate(Topology(changed("policy", upstream_endpoints=()), ("http://10.0.0.3:8000",)))).blocking
+
+
+def test_a_quiesce_mode_that_is_not_offered_is_refused_and_abort_is_for_engines_only() -> None:
+    holds = changed("box", quiesce_modes=(QuiesceMode.HOLD,))
+    finding = only(validate(Topology(holds), QuiesceMode.DRAIN))
+    assert (finding.blocking, finding.reason, finding.participant_id) == (True, Reason.UNSUPPORTED, "box")
+    engine = participant("engine", Role.ENGINE, quiesce_modes=(QuiesceMode.ABORT, QuiesceMode.HOLD))
+    assert validate(Topology((*HEALTHY, engine)), QuiesceMode.ABORT) == []
+
+
+def test_several_blocking_findings_make_one_problem_that_has_them_all() -> None:
+    broken = (*changed("box", role=Role.UNSPECIFIED), participant("x", Role.AGENT, configured_workers=0))
+    problem = problem_from_findings(validate(Topology(broken)))
+    assert problem is not None
+    assert problem.reason == Reason.TOPOLOGY_INVALID
+    assert "`box`" in problem.message
+    assert "`x`" in problem.message
+    assert problem_from_findings(validate(Topology(HEALTHY))) is None
+
+
+def test_the_fingerprint_ignores_what_may_change_between_save_and_restore() -> None:
+    before = fingerprint(HEALTHY)
+    moved = [
+        dataclasses.replace(p, address=f"10.0.0.9:{n}", incarnation_id=f"i-{n}", features=("x",), shim_version="9")
+        for n, p in enumerate(reversed(HEALTHY))
+    ]  # type: ignore[arg-type]
+    assert fingerprint(moved) == before
+    assert difference(HEALTHY, moved) == []
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"configured_workers": 4}, "box: workers was 1 and is 4."),
+        ({"state_schema": "gym-session-v2"}, "box: state schema was gym-session-v1 and is gym-session-v2."),
+        ({"config_digest": "ab"}, "box: config digest was empty and is ab."),
+        ({"checkpoint_mode": CheckpointMode.REPLAY}, "box: checkpoint mode was export_restore and is replay."),
+        ({"kind": "proxy"}, "box: kind was gym.resources and is proxy."),
+        ({"role": Role.AGENT}, "box: role was resources and is agent."),
+        ({"participant_id": "box2"}, "box (resources) is missing now."),
+    ],
+)
+def test_the_fingerprint_and_the_difference_see_the_same(changes: dict[str, object], says: str) -> None:
+    now = changed("box", **changes)
+    assert fingerprint(now) != fingerprint(HEALTHY)
+    assert difference(HEALTHY, now)[0] == says
