@@ -1,0 +1,211 @@
+"""The call log and its file."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from coordinator.wire.errors import Reason, Refused, SafepointError
+from coordinator.wire.terms import RolloutState
+from participant_shims.gate import calllog_files
+from participant_shims.gate.calllog import Answer, CallLog, Stale, Verdict
+from participant_shims.identity import CallIdentity, root
+
+BINARY = Answer(
+    200, (("Content-Type", "application/octet-stream"), ("Set-Cookie", "a=1"), ("Set-Cookie", "b=2")), b"\x00\xff"
+)
+TEXT = Answer(200, (("content-type", "application/json"),), '{"x": "\u00e9"}'.encode(), "OK", "http://h/p")
+
+
+@pytest.fixture
+def log(tmp_path: Path) -> Iterator[CallLog]:
+    made = CallLog(tmp_path / "calls.db")
+    yield made
+    made.close()
+
+
+def dispatched(log: CallLog, rollout_id: str = "r-1", calls: int = 2) -> CallIdentity:
+    claim = log.claim(rollout_id, True, "sha", b'{"a": 1}', "c=1")
+    here = root(rollout_id, claim.attempt, claim.base)
+    for n in range(1, calls + 1):
+        log.issue(here.child(n), here.call_id, n, "model", False, "POST", "/v1", f"d{n}")
+        if n < calls:
+            log.respond(here.child(n), BINARY if n == 1 else TEXT, False)
+    return here
+
+
+def written(log: CallLog, directory: Path) -> Path:
+    directory.mkdir()
+    calllog_files.export(log, directory)
+    return directory / calllog_files.FILE
+
+
+def test_a_commit_outlives_a_process_that_is_killed(tmp_path: Path) -> None:
+    path = tmp_path / "calls.db"
+    if (pid := os.fork()) == 0:
+        dispatched(CallLog(path))
+        os.kill(os.getpid(), 9)
+    os.waitpid(pid, 0)
+    log = CallLog(path)
+    records = log.records("r-1", "0")
+    assert [(r.call_id, r.answer) for r in records] == [("0.1", BINARY), ("0.2", None)]
+    # Its owner is gone: the next dispatch continues it.
+    claim = log.claim("r-1", True, "sha", b'{"a": 1}', "")
+    assert (claim.verdict, claim.attempt, claim.base, claim.cookie) == (Verdict.REPLAY, 1, 0, "c=1")
+    log.close()
+
+
+def test_what_was_exported_is_loaded_as_the_next_attempt(log: CallLog, tmp_path: Path) -> None:
+    dispatched(log, calls=3)
+    log.remember(CallIdentity("r-9", 0, "0.4"), "dig", BINARY, "session-1")
+    new = CallLog(tmp_path / "new.db")
+    loaded = calllog_files.load(new, [written(log, tmp_path / "out")])
+    assert loaded.totals == {RolloutState.PENDING: 1}
+    assert loaded.recorded_calls == 2
+    assert [r.answer for r in new.records("r-1", "0")] == [BINARY, TEXT, None]
+    assert new.recall(CallIdentity("r-9", 1, "0.4")) == ("dig", BINARY)
+    assert new.sessions() == {"session-1": ("r-9", 0)}
+    assert new.stale(CallIdentity("r-9", 0, "0.5")) is Stale.ATTEMPT
+    assert new.stale(CallIdentity("r-9", 1, "0.5")) is None
+    assert new.attempt_of("r-1") == 1
+    new.close()
+
+
+def test_the_ledger_has_each_rollout_in_one_state(log: CallLog, tmp_path: Path) -> None:
+    dispatched(log, "pending", calls=2)
+    here = dispatched(log, "parked", calls=2)
+    log.respond(here.child(2), TEXT, False)
+    done = dispatched(log, "completed")
+    log.finish("completed", done.attempt, TEXT)
+    failed = dispatched(log, "failed")
+    log.finish("failed", failed.attempt, Answer(500, (), b"no"))
+    dispatched(log, "excluded")
+    log.exclude("excluded", 0, "too slow")
+    log.exclude("elsewhere", 2, "of another agent")
+    out = tmp_path / "out"
+    out.mkdir()
+    ledger = calllog_files.export(log, out).ledger
+    assert {line.rollout_id: (line.state.name, line.recorded_calls) for line in ledger} == {
+        "pending": ("PENDING", 1), "parked": ("PARKED", 2), "completed": ("COMPLETED", 1), "failed": ("EXCLUDED", 0),
+        "excluded": ("EXCLUDED", 0), "elsewhere": ("EXCLUDED", 0),
+    }  # fmt: skip
+    reasons = {line.rollout_id: line.reason for line in ledger if line.reason}
+    assert reasons["failed"] == "its last dispatch failed with status 500"
+    new = CallLog(tmp_path / "new.db")
+    loaded = calllog_files.load(new, [out / calllog_files.FILE])
+    assert {line.rollout_id for line in loaded.restarted} == {"failed", "excluded", "elsewhere"}
+    assert new.claim("excluded", True, "sha", b"", "").attempt == 1
+    new.close()
+
+
+def test_a_self_call_that_waits_does_not_make_a_rollout_pending(log: CallLog, tmp_path: Path) -> None:
+    here = dispatched(log, calls=0)
+    log.issue(here.child(1), here.call_id, 1, "agent", True, "POST", "/v1/responses", "d")
+    out = tmp_path / "out"
+    out.mkdir()
+    assert calllog_files.export(log, out).ledger[0].state is RolloutState.PARKED
+
+
+def test_a_log_that_has_served_is_not_overwritten(log: CallLog, tmp_path: Path) -> None:
+    dispatched(log)
+    file = written(log, tmp_path / "out")
+    other = CallLog(tmp_path / "other.db")
+    dispatched(other, "mine")
+    with pytest.raises(Refused) as refused:
+        calllog_files.load(other, [file])
+    assert refused.value.reason is Reason.NOT_FRESH
+    assert other.attempt_of("mine") == 0
+    assert other.attempt_of("r-1") == -1
+    other.close()
+
+
+def test_a_load_may_be_repeated_until_the_first_dispatch(log: CallLog, tmp_path: Path) -> None:
+    dispatched(log)
+    file = written(log, tmp_path / "out")
+    new = CallLog(tmp_path / "new.db")
+    for _ in range(3):
+        assert calllog_files.load(new, [file]).totals == {RolloutState.PENDING: 1}
+    assert new.attempt_of("r-1") == 1
+    new.claim("r-1", True, "sha", b"", "")
+    with pytest.raises(Refused):
+        calllog_files.load(new, [file])
+    new.close()
+
+
+@pytest.mark.parametrize("seed", range(150))
+def test_a_damaged_file_is_refused_and_nothing_is_installed(log: CallLog, tmp_path: Path, seed: int) -> None:
+    dispatched(log, calls=3)
+    log.remember(CallIdentity("r-9", 0, "0.4"), "dig", TEXT, "session-1")
+    file = written(log, tmp_path / "out")
+    rng = random.Random(seed)
+    lines = file.read_bytes().splitlines()
+    at = rng.randrange(len(lines))
+    record = json.loads(lines[at])
+    harm = rng.choice(["drop", "type", "extra", "cut", "kind", "swap", "header", "deep", "id"])
+    if harm == "drop":
+        record.pop(rng.choice(list(record)))
+    elif harm == "type":
+        key = rng.choice(list(record))
+        record[key] = rng.choice([None, -1, 2**70, {"x": 1}, ["a"], 1.5, True])
+    elif harm == "extra":
+        record["more"] = 1
+    elif harm == "kind":
+        record["t"] = rng.choice([t for t in ["", "call", "rollout", "header", 3] if t != record["t"]])
+    elif harm == "id":
+        record["rollout_id"] = rng.choice(["../x", "", "a b", "x" * 300])
+    elif harm == "deep":
+        lines[at] = b"[" * 100_000
+    elif harm == "cut":
+        lines[at] = lines[at][: len(lines[at]) // 2]
+    elif harm == "swap":
+        lines.append(lines[1])
+    else:
+        lines = lines[1:]
+    if harm not in ("deep", "cut", "swap", "header"):
+        lines[at] = json.dumps(record).encode()
+    damaged = b"\n".join(lines) + b"\n"
+    if damaged == file.read_bytes():
+        return
+    file.write_bytes(damaged)
+    new = CallLog(tmp_path / "new.db")
+    try:
+        with pytest.raises(SafepointError):
+            calllog_files.load(new, [file])
+    finally:
+        tables = ("rollouts", "calls", "executed", "sessions", "marks")
+        counts = [new.db.execute(f"SELECT count(*) FROM {t}").fetchone()[0] for t in tables]
+        new.close()
+    assert counts == [0] * 5
+
+
+def test_retired_attempts_are_forgotten_and_refused(log: CallLog, tmp_path: Path) -> None:
+    here = dispatched(log)
+    log.finish("r-1", here.attempt, TEXT)
+    log.remember(CallIdentity("r-2", 1, "0.4"), "dig", TEXT, "s")
+    assert log.retire([("r-1", 0), ("r-2", 1), ("unknown", 4)]) == 2
+    assert log.sessions() == {}
+    assert log.stale(CallIdentity("r-2", 1, "0.5")) is Stale.ATTEMPT
+    assert log.stale(CallIdentity("r-2", 2, "0.5")) is None
+    assert log.claim("r-1", True, "sha", b"", "").attempt == 1
+    out = tmp_path / "out"
+    out.mkdir()
+    assert [line.rollout_id for line in calllog_files.export(log, out).ledger] == ["r-1"]
+
+
+def test_an_answer_of_an_older_base_is_forgotten_when_the_new_one_calls(log: CallLog) -> None:
+    log.remember(CallIdentity("r-1", 0, "0.1"), "d", TEXT)
+    log.remember(CallIdentity("r-1", 2, "2.1"), "d", BINARY)
+    assert log.recall(CallIdentity("r-1", 2, "0.1")) is None
+    assert log.recall(CallIdentity("r-1", 2, "2.1")) == ("d", BINARY)
+
+
+def test_an_answer_to_an_attempt_that_was_overtaken_is_dropped(log: CallLog) -> None:
+    here = dispatched(log)
+    log.restart("r-1", 0, "diverged")
+    assert log.respond(here.child(2), TEXT, False) is False
+    assert log.records("r-1", "0") == []

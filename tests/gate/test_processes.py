@@ -1,0 +1,273 @@
+"""What surrounds a gate: bootstrap, lives, the shim's process, the control line."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import psutil
+import pytest
+
+from coordinator.wire.errors import Reason, Refused
+from participant_shims.gate import bootstrap_path, life
+from participant_shims.gate.calllog import CallLog
+from participant_shims.gate.control import Control
+from participant_shims.gate.core import Gate
+from participant_shims.gate.describe import Server, describe_server, state_mode
+from participant_shims.gate.shim_process import ShimProcess, command, shim_environment
+from tests.gym.shim_line import ShimLine
+
+
+def within(seconds: float, condition: Callable[[], object]) -> None:
+    until = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < until, "it did not come about"
+        time.sleep(0.02)
+
+
+def python(code: str, **env: str) -> subprocess.CompletedProcess[str]:
+    clean = {k: v for k, v in os.environ.items() if k not in ("NEMO_GYM_CONFIG_PATH", "PYTHONPATH")}
+    return subprocess.run([sys.executable, "-c", code], env=clean | env, capture_output=True, text=True, timeout=60)
+
+
+def test_the_bootstrap_does_nothing_outside_of_a_gym_server() -> None:
+    done = python(
+        "import sys; print([m for m in sys.modules if 'participant_shims' in m])", PYTHONPATH=bootstrap_path()
+    )
+    assert (done.stdout.strip(), done.stderr) == ("[]", "")
+
+
+@pytest.mark.parametrize("gym", ["", "some_server"])
+def test_the_bootstrap_shadows_no_other_sitecustomize(tmp_path: Path, gym: str) -> None:
+    (tmp_path / "sitecustomize.py").write_text("print('the other one')\n")
+    done = python("pass", PYTHONPATH=f"{bootstrap_path()}:{tmp_path}", NEMO_GYM_CONFIG_PATH=gym)
+    assert (done.stdout.strip(), done.stderr) == ("the other one", "")
+
+
+def test_a_gate_that_fails_is_said_once_and_the_server_runs(tmp_path: Path) -> None:
+    code = (
+        "import sys, types\n"
+        "import participant_shims.gate.describe as d\n"
+        "def broken(*a): raise RuntimeError('broken')\n"
+        "d.describe_server = broken\n"
+        "from participant_shims.gate import install\n"
+        "install._meet('app', object()); 1/0"
+    )
+    code = code.replace(
+        "install._meet('app', object()); 1/0",
+        "[install._quietly(lambda: install._meet('app', object())) for _ in range(3)]\nprint('serving')",
+    )
+    done = python(code, PYTHONPATH=bootstrap_path(), NEMO_GYM_CONFIG_PATH="x", SAFEPOINT_RUN_DIR=str(tmp_path))
+    assert done.stdout.strip() == "serving"
+    assert done.stderr.count("without a gate") == 1
+    assert "broken" in done.stderr
+
+
+def test_an_unimportable_gate_does_not_stop_a_server(tmp_path: Path) -> None:
+    fake = tmp_path / "participant_shims"
+    fake.mkdir()
+    (fake / "__init__.py").write_text("raise ImportError('not here')\n")
+    done = python("print('serving')", PYTHONPATH=f"{bootstrap_path()}:{tmp_path}", NEMO_GYM_CONFIG_PATH="x")
+    assert done.stdout.strip() == "serving"
+    assert done.stderr.count("the gate is not loaded") == 1
+
+
+def test_a_life_is_closed_to_others_and_swept_when_its_process_is_gone(tmp_path: Path) -> None:
+    parent = tmp_path / "run"
+    child = (
+        "from pathlib import Path; from participant_shims.gate.life import create;"
+        f"print(create('agent', 'gym.agent', 1, Path({str(parent)!r})))"
+    )
+    dead = Path(python(child, PYTHONPATH=os.pathsep.join(sys.path)).stdout.strip())
+    assert dead.is_dir()
+    assert dead.stat().st_mode & 0o777 == 0o700
+    mine = life.create("agent", "gym.agent", 1, parent)
+    assert not dead.exists()
+    other = life.create("agent", "gym.agent", 1, parent)  # this process lives: its directories stay
+    assert mine.exists()
+    assert other.exists()
+
+
+def test_a_run_directory_that_others_may_write_to_is_refused(tmp_path: Path) -> None:
+    parent = tmp_path / "open"
+    parent.mkdir()
+    parent.chmod(0o777)
+    with pytest.raises(Refused) as refused:
+        life.create("agent", "gym.agent", 1, parent)
+    assert refused.value.reason is Reason.PERMISSION_DENIED
+    with pytest.raises(Refused) as refused:
+        life.create("agent", "gym.agent", 1, tmp_path / ("x" * 100))
+    assert "too long" in str(refused.value)
+
+
+def test_a_replaced_worker_takes_the_place_of_the_dead_one(tmp_path: Path) -> None:
+    first, fd = life.claim_worker(tmp_path, 2)
+    second, other = life.claim_worker(tmp_path, 2)
+    assert (first, second) == ("worker-0", "worker-1")
+    with pytest.raises(Refused):
+        life.claim_worker(tmp_path, 2)
+    os.close(fd)
+    again, fd = life.claim_worker(tmp_path, 2)
+    assert again == "worker-0"
+    os.close(fd)
+    os.close(other)
+
+
+def test_a_shim_that_dies_is_started_again_and_ends_with_the_server(tmp_path: Path) -> None:
+    shim = ShimProcess([sys.executable, "-c", "import time; time.sleep(600)"], tmp_path, dict(os.environ))
+    shim.start()
+    try:
+        within(20, lambda: shim._process and psutil.Process(shim._process.pid).cmdline()[1:2] == ["-c"])
+        first = shim._process
+        assert first is not None
+        first.kill()
+        within(20, lambda: shim.starts == 2)
+    finally:
+        shim.stop()
+    assert shim._process is not None
+    assert shim._process.poll() is not None
+
+
+def test_a_shim_does_not_outlive_a_server_that_is_killed(tmp_path: Path) -> None:
+    code = (
+        "import os, sys, time; from pathlib import Path\n"
+        "from participant_shims.gate.shim_process import ShimProcess\n"
+        f"s = ShimProcess([sys.executable, '-c', 'import time; time.sleep(600)'], Path({str(tmp_path)!r}), dict(os.environ))\n"
+        "s.start()\n"
+        "while s._process is None: time.sleep(0.01)\n"
+        "print(s._process.pid, flush=True); time.sleep(600)\n"
+    )
+    server = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
+    assert server.stdout is not None
+    shim = psutil.Process(int(server.stdout.readline()))
+    within(20, lambda: shim.cmdline()[1:2] == ["-c"])
+    server.kill()
+    server.wait()
+    server.stdout.close()
+    within(20, lambda: not shim.is_running() or shim.status() == psutil.STATUS_ZOMBIE)
+
+
+def test_the_shims_environment_is_not_that_of_a_gym_server() -> None:
+    env = shim_environment(
+        {
+            "NEMO_GYM_CONFIG_PATH": "x",
+            "NEMO_GYM_CONFIG_DICT": "{}",
+            "PYTHONPATH": f"{bootstrap_path()}:/other",
+            "A": "1",
+        }
+    )
+    assert "NEMO_GYM_CONFIG_PATH" not in env
+    assert bootstrap_path() not in env["PYTHONPATH"].split(":")
+    assert env["PYTHONPATH"].startswith("/other:")
+    assert command(Path("/l"), {"SAFEPOINT_SHIM_PYTHON": "/p"}) == [
+        "/p",
+        "-m",
+        "participant_shims.cli",
+        "shim",
+        "--life",
+        "/l",
+    ]
+
+
+async def test_status_is_answered_while_the_event_loop_is_busy(tmp_path: Path) -> None:
+    log = CallLog(tmp_path / "calls.db")
+    gate = Gate(Server("model", "gym.model", "policy_model", 1), log)
+    control = Control(gate, tmp_path / "gate.sock")
+    busy, done = threading.Event(), threading.Event()
+
+    async def serve() -> None:  # the server's own loop, in a thread here
+        gate.doors.enter("r-7", waiting_on="POST /v1/responses")
+        gate.on_start = control.start
+        await gate.start()
+        while not busy.is_set():
+            await asyncio.sleep(0.01)
+        done.wait(20)  # a handler that blocks the loop
+
+    thread = threading.Thread(target=lambda: asyncio.run(serve()))
+    async with ShimLine(tmp_path) as shim:
+        thread.start()
+        line = await shim.worker()
+        busy.set()
+        status = await line.ask("status", within_s=5, max_rollouts=10)
+        assert status["rollouts"][0]["rollout_id"] == "r-7"
+        closing = asyncio.create_task(line.ask("close", operation_id="op", mode="hold", lease_s=5))
+        await line.ask("status", within_s=5, max_rollouts=0)
+        assert not closing.done()  # closing is the loop's affair
+        done.set()
+        await closing
+    control.stop()
+    thread.join(10)
+    log.close()
+
+
+async def test_a_gate_finds_its_shim_again_and_survives_nonsense(tmp_path: Path) -> None:
+    log = CallLog(tmp_path / "calls.db")
+    gate = Gate(Server("model", "gym.model", "policy_model", 1), log)
+    control = Control(gate, tmp_path / "gate.sock")
+    gate.on_start = control.start
+    await gate.start()
+    try:
+        async with ShimLine(tmp_path) as shim:
+            line = await shim.worker()
+            with pytest.raises(AssertionError, match="UNSUPPORTED"):
+                await line.ask("explode")
+            with pytest.raises(AssertionError, match="INTERNAL"):
+                await line.ask("close")  # without its parameters
+            assert not gate.doors.closed
+            line._writer.write(b"this is not JSON\n")
+        async with ShimLine(tmp_path) as shim:
+            line = await shim.worker()
+            answer = await line.ask("close", operation_id="op", mode="drain", lease_s=9)
+            assert answer["generation"] == 1
+            assert (await line.ask("open"))["closed_for_s"] > 0
+    finally:
+        control.stop()
+        log.close()
+
+
+def test_a_server_is_described_by_its_class_and_configuration() -> None:
+    class SimpleResponsesAPIModel: ...
+
+    class Client:
+        global_config_dict = {  # noqa: RUF012
+            "judge": {
+                "responses_api_models": {"vllm_model": {"base_url": ["http://a/v1"], "api_key": "secret", "model": "m"}}
+            }
+        }
+
+    class Config:
+        name, num_workers = "judge", 2
+
+    class Judge(SimpleResponsesAPIModel):
+        config, server_client = Config(), Client()
+
+    found = describe_server(Judge(), {"SAFEPOINT_ROLES": "policy_model=policy, judge=auxiliary"})
+    assert (found.kind, found.role, found.configured_workers) == ("gym.model", "auxiliary_model", 2)
+    assert found.upstream_endpoints == ("http://a/v1",)
+    assert describe_server(Judge(), {}).role == ""  # none is guessed
+    Client.global_config_dict["judge"]["responses_api_models"]["vllm_model"]["api_key"] = "other"
+    assert describe_server(Judge(), {}).config_digest == found.config_digest
+    Client.global_config_dict["judge"]["responses_api_models"]["vllm_model"]["model"] = "other"
+    assert describe_server(Judge(), {}).config_digest != found.config_digest
+
+
+def test_the_state_mode_is_for_all_servers_or_for_one() -> None:
+    assert state_mode("a", {}) == "codec"
+    assert state_mode("a", {"SAFEPOINT_STATE": "restart_only"}) == "restart_only"
+    assert state_mode("a", {"SAFEPOINT_STATE": "a=reexecute,b=stateless"}) == "reexecute"
+    assert state_mode("c", {"SAFEPOINT_STATE": "a=reexecute,b=stateless"}) == "codec"
+
+
+def test_life_records_are_what_the_shim_reads(tmp_path: Path) -> None:
+    made = life.create("my server", "gym.agent", 3, tmp_path / "run")
+    record = json.loads((made / "life.json").read_text())
+    assert record["server_name"] == "my server"
+    assert record["configured_workers"] == 3
+    assert made.name.startswith("my_server-")
