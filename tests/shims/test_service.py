@@ -69,11 +69,14 @@ async def test_progress_comes_within_a_second_and_each_second(shim: Shim) -> Non
     shim.adapter.in_flight = [rollout("r-1")]
     begun = time.monotonic()
     times = []
-    try:
+
+    async def watch() -> None:
         async for _ in shim.prepare(timeout=2.6, straggler_policy=2):
             times.append(time.monotonic() - begun)
-    except aio.AioRpcError as error:
-        assert error_from_rpc(error).reason is Reason.DRAIN_INCOMPLETE
+
+    with pytest.raises(aio.AioRpcError) as raised:
+        await watch()
+    assert error_from_rpc(raised.value).reason is Reason.DRAIN_INCOMPLETE
     assert times[0] < 1
     assert len(times) >= 4
     assert all(b - a < 1.2 for a, b in itertools.pairwise(times))
