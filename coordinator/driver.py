@@ -337,7 +337,8 @@ class Drive:
         else:
             pause_s = self.meter.seconds()
             self.answers.resumed = self.reporter.resumed(pause_s, self.transaction.acknowledged, finish.unconfirmed)
-            if finish.published and self.manifest is not None:
+            told = self.operation.trainer_driven and self.answers.saved is not None
+            if finish.published and self.manifest is not None and not told:
                 self.answers.saved = self.reporter.saved(self.manifest, pause_s, finish.unconfirmed)
             self.answers.succeed_all()
         self.done.set()

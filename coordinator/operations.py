@@ -319,17 +319,20 @@ class Operations:
             cause = f"{who.participant_id} joined while the save ran; it is not part of the cut"
             drive.post(core.AbortRequested(self.clock(), cause))
 
-    async def close(self) -> None:
-        """Stop all drives as a crash would, after what runs in the background. The journal is closed last."""
-        drives = [*([self.active] if self.active else []), *self._lingering]
-        for drive in drives:
+    async def stop_drives(self) -> None:
+        """Stop all drives as a crash would: what the breaking connections say decides nothing any more."""
+        for drive in [*([self.active] if self.active else []), *self._lingering]:
             await drive.stop()
+
+    async def close(self) -> None:
+        """After `stop_drives`: end what runs in the background, and close the journal last."""
         if self._work:
             await asyncio.wait(self._work, timeout=2)
         for task in self._work:
             task.cancel()
+        closing = self._loop.run_in_executor(self._writer, self.journal.close)  # behind what is being written
+        await asyncio.wait({closing}, timeout=2)
         self._writer.shutdown(wait=False, cancel_futures=True)
-        self.journal.close()
 
 
 def fenced(active: Drive) -> SafepointError:

@@ -89,6 +89,7 @@ class Coordinator:
         """Stop as a crash would, but for the handles: nobody is told anything."""
         for task in self._tasks:
             task.cancel()
+        await self.operations.stop_drives()
         await self._server.stop(STOP_GRACE_S / 10)
         await self.operations.close()
         await self.operations.participants.close()
@@ -138,6 +139,7 @@ async def serve(settings: Settings) -> Coordinator:
         await recover(operations)
         await server.start()
     except BaseException:
+        await operations.stop_drives()
         await operations.close()
         raise
     for name in ("", SERVICE_NAME):

@@ -319,6 +319,7 @@ async def test_leases_are_renewed_through_a_commit_that_is_longer_than_they_are(
     assert bench.shims["agent-0"].thawed_by_lease == 0
 
 
+@pytest.mark.slow
 async def test_two_hundred_thousand_rollouts_pass(bench: Bench) -> None:  # H1
     entries = [
         manifest_pb2.LedgerEntry(

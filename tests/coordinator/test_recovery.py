@@ -1,0 +1,243 @@
+"""A coordinator that dies at any point, and the next one in the same root."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from typing import Any
+
+import pytest
+from safepoint.v1 import coordinator_service_pb2 as pb
+
+from coordinator.wire.beneath import Directory
+from coordinator.wire.errors import Reason, SafepointError
+from tests.coordinator.conftest import Bench, unary, until
+from tests.fakes import NEVER, Knobs
+
+
+def running(call: Any) -> asyncio.Task[Any]:
+    task = asyncio.create_task(call)
+    task.add_done_callback(lambda t: t.cancelled() or t.exception())
+    return task
+
+
+@pytest.mark.parametrize("method", ["Prepare", "Commit", "Confirm"])
+async def test_a_crash_before_publishing_aborts_and_the_next_save_works(bench: Bench, method: str) -> None:  # A19, I4
+    await bench.start(agent_0=Knobs(hang_on={method}))
+    saving = running(bench.save(timeout=30))
+    await until(lambda: bench.shims["agent-0"].count(method) == 1)
+    await bench.crash()
+    saving.cancel()
+    bench.shims["agent-0"].knobs.hang_on.clear()
+    await bench.restart()
+    await until(bench.all_open)
+    assert bench.running.epoch == 2
+    await until(lambda: all("save-1" in shim.aborted for shim in bench.shims.values()))
+    await until(lambda: bench.running.operations.active is None)
+    assert (await bench.save("save-2", "step-2"))[-1].saved.snapshot.snapshot_id == "step-2"
+    with pytest.raises(SafepointError) as caught:
+        await bench.save()
+    assert caught.value.reason is Reason.ABORTED
+    await until(lambda: not (bench.root / "snapshots" / "step-1").exists())
+
+
+async def test_a_crash_after_publishing_resumes(bench: Bench) -> None:
+    await bench.start(agent_0=Knobs(rollouts=2))
+    await bench.phase("Prepare", operation_id="save-1", snapshot_id="step-1")
+    await bench.phase("Commit", operation_id="save-1")
+    await bench.phase("Publish", operation_id="save-1")
+    await bench.crash()
+    await bench.restart()
+    await until(bench.all_open)
+    assert all(shim.opened_by == ["Resume"] for shim in bench.shims.values())
+    await until(lambda: bench.running.operations.active is None)
+    published = [e for e in await bench.phase("Publish", operation_id="save-1") if e.WhichOneof("event") == "saved"]
+    assert published[0].saved.snapshot.totals.parked == 2
+    assert (await bench.status()).latest_snapshot_id == "step-1"
+
+
+@pytest.mark.parametrize("there", [True, False])
+async def test_a_crash_in_the_middle_of_publishing_believes_the_disk(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch, there: bool
+) -> None:
+    """The record PUBLISHING is written, the one after it is not: only the manifest decides."""
+    await bench.start()
+    hold = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    operations = bench.running.operations
+    publish = operations.publish
+
+    def stuck(drive: Any, effect: Any) -> Any:
+        manifest = publish(drive, effect) if there else None
+        asyncio.run_coroutine_threadsafe(hold.wait(), loop).result(5)
+        return manifest
+
+    monkeypatch.setattr(operations, "publish", stuck)
+    saving = running(bench.save(timeout=30))
+    folder = bench.root / "snapshots" / "step-1"
+    await until(
+        lambda: (
+            (folder / "manifest.json").exists()
+            if there
+            else operations.active is not None and operations.active.transaction.stage == "publishing"
+        )
+    )
+    await bench.crash()
+    hold.set()
+    saving.cancel()
+    await bench.restart()
+    await until(bench.all_open)
+    expected = "Resume" if there else "Abort"
+    assert all(shim.opened_by == [expected] for shim in bench.shims.values())
+    await until(lambda: bench.running.operations.active is None)
+    await until(lambda: folder.exists() == there)
+
+
+async def test_one_hung_participant_does_not_block_the_start(bench: Bench) -> None:
+    await bench.start(agent_0=Knobs(hang_on={"Prepare"}))
+    saving = running(bench.save(timeout=30))
+    await until(lambda: bench.shims["agent-0"].count("Prepare") == 1)
+    await bench.crash()
+    saving.cancel()
+    bench.shims["agent-0"].knobs.hang_on |= {"Abort", "GetCapabilities"}
+    began = time.monotonic()
+    await bench.restart()
+    assert time.monotonic() - began < 2
+    await until(lambda: bench.shims["resources-0"].open and bench.shims["model-0"].open)
+    status = await bench.status()
+    assert status.coordinator_epoch == 2
+
+
+async def test_the_outcome_of_a_save_survives_a_restart(bench: Bench) -> None:
+    await bench.start(agent_0=Knobs(rollouts=2))
+    first = (await bench.save())[-1].saved
+    await until(lambda: "save-1" in bench.running.operations.journal.contents.outcomes)
+    await bench.crash()
+    await bench.restart()
+    calls = sum(len(shim.calls) for shim in bench.shims.values())
+    again = (await bench.save())[-1].saved
+    assert again.snapshot == first.snapshot
+    assert again.pause == first.pause
+    with pytest.raises(SafepointError) as caught:
+        await bench.save("save-1", "step-other")
+    assert caught.value.reason is Reason.REQUEST_CONFLICT
+    assert sum(shim.count("Prepare") for shim in bench.shims.values()) == 3
+    assert calls
+
+
+async def test_an_operation_of_an_older_coordinator_is_refused_everywhere(bench: Bench) -> None:  # A1
+    """The old one wakes up after the new one has paused everybody: its late resume opens nobody."""
+    await bench.start()
+    old = bench.running
+    for shim in bench.shims.values():
+        await shim.leave()
+    await until(lambda: not old.operations.discovery.registry.participants())
+    await bench.restart()
+    try:
+        await bench.phase("Prepare", operation_id="save-new", snapshot_id="step-new")
+        from coordinator.protocol import events as core
+        from coordinator.wire.ids import OperationId, ParticipantId
+        from coordinator.wire.terms import Phase
+
+        who = bench.running.operations.discovery.registry.get("model-0")
+        assert who is not None
+        call = core.Call(1, ParticipantId("model-0"), Phase.RESUME, 2, OperationId("save-new"), core.ResumeArguments())
+        with pytest.raises(SafepointError) as caught:
+            await old.operations.participants.perform(who, call, lambda _: None, lambda: None)
+        assert caught.value.reason is Reason.STALE_EPOCH
+        assert not any(shim.open for shim in bench.shims.values())
+        await bench.abort()
+    finally:
+        await old.kill()
+
+
+async def test_an_older_coordinator_cannot_publish(bench: Bench) -> None:
+    await bench.start()
+    await bench.phase("Prepare", operation_id="save-1", snapshot_id="step-1")
+    await bench.phase("Commit", operation_id="save-1")
+    with Directory.open(bench.root / "coordinator") as directory:
+        directory.write_new("epoch-9", b"")  # another one has started, and the participants have not heard of it
+    with pytest.raises(SafepointError) as caught:
+        await bench.phase("Publish", operation_id="save-1")
+    assert caught.value.reason is Reason.STALE_EPOCH
+    assert not (bench.root / "snapshots" / "step-1" / "manifest.json").exists()
+
+
+async def test_a_dead_coordinator_freezes_nobody_longer_than_the_lease(bench: Bench) -> None:  # A12
+    await bench.start()
+    options = pb.SaveOptions()
+    options.lease_ttl.FromMilliseconds(1000)
+    await bench.phase("Prepare", operation_id="save-1", snapshot_id="step-1", options=options)
+    await bench.crash()
+    began = time.monotonic()
+    await until(bench.all_open, within_s=2)
+    assert time.monotonic() - began < 1.5
+    assert all(shim.opened_by == ["lease"] for shim in bench.shims.values())
+
+
+async def test_a_restore_that_was_loaded_stays_paused_over_a_restart(bench: Bench) -> None:
+    await bench.start(agent_0=Knobs(rollouts=2))
+    await bench.save()
+    await bench.restore()
+    await bench.crash()
+    await bench.restart()
+    status = await bench.status()
+    assert status.operation.operation_id == "restore-1"
+    assert status.operation.outcome == pb.OPERATION_OUTCOME_PAUSED
+    assert not any(shim.open for shim in bench.shims.values())
+    assert (await bench.restore())[-1].restored.totals.parked == 2
+    await bench.phase("Resume", operation_id="restore-1")
+    assert bench.all_open()
+
+
+async def test_a_stop_in_good_order_aborts_what_is_not_published(bench: Bench) -> None:
+    await bench.start(agent_0=Knobs(inflight=1, drain_after_s=NEVER))
+    saving = running(bench.save(timeout=30))
+    await until(lambda: not bench.shims["agent-0"].open)
+    await bench.running.stop()
+    assert bench.all_open()
+    saving.cancel()
+
+
+async def test_another_job_is_refused_and_changes_nothing(bench: Bench) -> None:
+    await bench.start_coordinator()
+    await bench.running.kill()
+    bench.settings["job_id"] = "another"
+    with pytest.raises(SafepointError) as caught:
+        await bench.start_coordinator()
+    assert caught.value.reason is Reason.SNAPSHOT_FOREIGN
+    assert not (bench.root / "coordinator" / "epoch-2").exists()
+
+
+async def test_a_taken_port_is_refused(bench: Bench, tmp_path: Any) -> None:
+    first = await bench.start_coordinator()
+    other = Bench(tmp_path / "other")
+    other.settings["bind"] = first.address
+    with pytest.raises(SafepointError) as caught:
+        await other.start_coordinator()
+    assert caught.value.reason is Reason.UNAVAILABLE
+
+
+async def test_an_open_bind_needs_a_token(bench: Bench) -> None:
+    bench.settings["bind"] = "0.0.0.0:0"
+    with pytest.raises(SafepointError) as caught:
+        await bench.start_coordinator()
+    assert caught.value.reason is Reason.INVALID_ARGUMENT
+    assert "token" in caught.value.problem.message
+
+
+async def test_with_a_token_a_stranger_learns_nothing(bench: Bench, tmp_path: Any) -> None:
+    token = tmp_path / "token"
+    token.write_text("a" * 64)
+    token.chmod(0o600)
+    bench.settings["token_file"] = str(token)
+    await bench.start_coordinator()
+    with pytest.raises(SafepointError) as caught:
+        await bench.status()
+    assert caught.value.reason is Reason.UNAUTHENTICATED
+    status = await unary(
+        bench.stub().GetStatus(
+            pb.GetCoordinatorStatusRequest(), timeout=5, metadata=(("authorization", "Bearer " + "a" * 64),)
+        )
+    )
+    assert status.coordinator_epoch == 1
