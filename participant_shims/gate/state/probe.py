@@ -140,11 +140,13 @@ async def drive(app: Any, folder: Path, quiet: bool) -> list[str]:
     tools = [p for p, r in routes.items() if "POST" in (getattr(r, "methods", None) or ()) and p not in _NOT_TOOLS]
     schema: Any = app.openapi()
     components: dict[str, Any] = schema.get("components", {}).get("schemas", {})
-    for row in rows(folder):
+    examples = rows(folder)
+    for number, row in enumerate(examples):
         begin = "/reset" if "/reset" in routes else "/seed_session"
         cookie, status = await _post(send, begin, row, "")
         done.append(f"{begin} {status}")
-        if "/step" in routes and status < 400:
+        # The last one is left at its start: a step may end a game, and then there is nothing to look at.
+        if "/step" in routes and status < 400 and number + 1 < max(len(examples), 2):
             cookie, status = await _post(send, "/step", row | {"response": _answer(_action(row))}, cookie)
             done.append(f"/step {status}")
         for path in tools[:MAX_TOOLS] if quiet else ():

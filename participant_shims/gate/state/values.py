@@ -237,12 +237,23 @@ def _tuple(encoder: Encoder, obj: tuple[Any, ...], number: int) -> Entry:
     return ["t", encoder.items(obj, number)]
 
 
+def in_order_of_insertion(members: set[Any] | frozenset[Any]) -> list[Any]:
+    """An order of insertion that gives the same order of iteration, where one is found.
+
+    Members whose hashes collide come in the order of insertion, or in reverse. (Texts are hashed with another salt in
+    each process, so no program can rely on theirs.)
+    """
+    listed = list(members)
+    backwards = listed[::-1]
+    return backwards if list(set(listed)) != listed and list(set(backwards)) == listed else listed
+
+
 def _set(encoder: Encoder, obj: set[Any], number: int) -> Entry:
-    return ["st", encoder.items(obj, number)]
+    return ["st", encoder.items(in_order_of_insertion(obj), number)]
 
 
 def _frozenset(encoder: Encoder, obj: frozenset[Any], number: int) -> Entry:
-    return ["fs", encoder.items(obj, number)]
+    return ["fs", encoder.items(in_order_of_insertion(obj), number)]
 
 
 def _deque(encoder: Encoder, obj: deque[Any], number: int) -> Entry:
@@ -381,6 +392,11 @@ def _texts(build: Callable[[str], Any]) -> Handler:
     return Handler(2, read)
 
 
+# Untyped on purpose: OrderedDict[K, V]() would leave an attribute `__orig_class__` on the instance.
+_ORDERED: Final[Any] = OrderedDict
+_COUNTED: Final[Any] = Counter
+_DEFAULTS: Final[Any] = defaultdict
+
 HANDLERS: Final[dict[str, Handler]] = {
     "s": Handler(2, lambda d, e: e[1] if type(e[1]) is str else _bad()),
     "u": Handler(2, lambda d, e: d.binary(e[1]).decode("utf-8", "surrogatepass")),
@@ -394,9 +410,9 @@ HANDLERS: Final[dict[str, Handler]] = {
     "st": Handler(2, lambda d, e: set[Any](), fill_late=lambda d, e, o: fill_set(d, e[1], o)),
     "fs": Handler(2, _read_frozenset, deferred=True),
     "d": Handler(2, lambda d, e: {}, fill_late=lambda d, e, o: fill_mapping(d, e[1], o)),
-    "od": Handler(2, lambda d, e: OrderedDict[Any, Any](), fill_late=lambda d, e, o: fill_mapping(d, e[1], o)),
-    "ct": Handler(2, lambda d, e: Counter[Any](), fill_late=lambda d, e, o: fill_mapping(d, e[1], o)),
-    "dd": Handler(3, lambda d, e: defaultdict[Any, Any](None), fill_late=_fill_defaultdict),
+    "od": Handler(2, lambda d, e: _ORDERED(), fill_late=lambda d, e, o: fill_mapping(d, e[1], o)),
+    "ct": Handler(2, lambda d, e: _COUNTED(), fill_late=lambda d, e, o: fill_mapping(d, e[1], o)),
+    "dd": Handler(3, lambda d, e: _DEFAULTS(None), fill_late=_fill_defaultdict),
     "dq": Handler(3, _read_deque, lambda d, e, o: o.extend(d.all(e[2]))),
     "rg": Handler(2, lambda d, e: range(*_three(d, e)), deferred=True),
     "sl": Handler(2, lambda d, e: slice(*_three(d, e)), deferred=True),

@@ -1,0 +1,433 @@
+"""SessionState on server objects without Gym: what is saved, excluded, brought back, and refused."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import threading
+import uuid
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from coordinator.wire.errors import Reason, Refused
+from participant_shims.gate.state.file import read
+from participant_shims.gate.state.reexecute import Exchange, Request, Response, Send
+from participant_shims.gate.state.sessions import SessionState
+from tests.state import samples
+from tests.state.samples import Board, HookedServer, Server, StatelessServer
+
+
+def ids(count: int) -> list[str]:
+    chance = random.Random(1)
+    return [str(uuid.UUID(int=chance.getrandbits(128), version=4)) for _ in range(count)]
+
+
+def owners(sessions: list[str]) -> dict[str, tuple[str, int]]:
+    return {session: (f"r-{number}", number) for number, session in enumerate(sessions)}
+
+
+@pytest.fixture(autouse=True)
+def _clean_module() -> Any:
+    yield
+    samples.TOTALS.clear()
+    samples.RULES["limit"] = [1, 2, 3]
+
+
+async def moved(
+    server: Server, state: SessionState, sessions: list[str], path: Path, skip: frozenset[str] = frozenset()
+) -> tuple[Server, dict[str, Any], dict[str, Any]]:
+    """`server` exported and loaded into a fresh one."""
+    wrote = await state.export(path, owners(sessions), skip)
+    fresh = Server()
+    samples.TOTALS.clear()
+    return fresh, wrote, await SessionState(fresh).load(path)
+
+
+async def test_sessions_come_back_into_a_fresh_server(tmp_path: Path) -> None:
+    server = Server()
+    state = SessionState(server)
+    assert state.freshness()
+    sessions = ids(40)
+    for n, session in enumerate(sessions):
+        server.seed_session(session, {"board": Board(2), "n": n, "rng": random.Random(n)})
+    server.verify(sessions[3])
+    assert not state.freshness()
+    fresh, wrote, loaded = await moved(server, state, sessions, tmp_path / "f")
+    assert (wrote["sessions"], wrote["excluded"]) == (40, [])
+    assert wrote["bytes"] == (tmp_path / "f").stat().st_size == wrote["file"]["size"]
+    assert loaded == {"sessions": 40, "diverged": []}
+    assert list(fresh.session_state) == sessions
+    assert [fresh.session_state[s]["rng"].random() for s in sessions] == [
+        server.session_state[s]["rng"].random() for s in sessions
+    ]
+    assert dict(fresh._metrics) == dict(server._metrics)
+    assert fresh._metrics["new"] == []
+    assert fresh._finished == {sessions[3]}
+    assert fresh._served == 40
+
+
+async def test_a_session_that_cannot_be_saved_is_excluded_alone(tmp_path: Path) -> None:
+    server = Server()
+    state = SessionState(server)
+    good, bad = ids(2)
+    server.seed_session(good, {"n": 1})
+    server.seed_session(bad, {"process": {"thread": threading.Thread()}})
+    fresh, wrote, _ = await moved(server, state, [good, bad], tmp_path / "f")
+    assert wrote["sessions"] == 1
+    [excluded] = wrote["excluded"]
+    assert (excluded["rollout_id"], excluded["attempt"]) == ("r-1", 1)
+    assert f"session.session_state['{bad}']['process']['thread']: threading.Thread" in excluded["reason"]
+    assert list(fresh.session_state) == [good]
+
+
+async def test_running_and_unclaimed_sessions_are_left_out(tmp_path: Path) -> None:
+    server = Server()
+    state = SessionState(server)
+    claimed, running, stranger = ids(3)
+    for session in (claimed, running, stranger):
+        server.seed_session(session, 1)
+    wrote = await state.export(tmp_path / "f", owners([claimed, running]), {running})
+    assert wrote["sessions"] == 1
+    assert wrote["excluded"] == []
+    assert [s.session_id for s in read(tmp_path / "f").sessions] == [claimed]
+
+
+async def test_changed_global_state_comes_back_in_place(tmp_path: Path) -> None:
+    server = Server()
+    state = SessionState(server)
+    [session] = ids(1)
+    server._cache["page"] = {"title": [1]}
+    samples.TOTALS["all"] = 3
+    server.session_state["lobby"] = ["everybody"]
+    server.seed_session(session, 1)
+    wrote = await state.export(tmp_path / "f", owners([session]), frozenset())
+    samples.TOTALS.clear()
+    fresh = Server()
+    cache = fresh._cache
+    await SessionState(fresh).load(tmp_path / "f")
+    assert wrote["sessions"] == 1
+    assert fresh._cache is cache
+    assert cache == {"page": {"title": [1]}}
+    assert samples.TOTALS == {"all": 3}
+    assert fresh.session_state["lobby"] == ["everybody"]
+
+
+async def test_unchanged_attributes_are_not_saved(tmp_path: Path) -> None:
+    server = Server()
+    server._cache["dataset"] = [object()]  # can't be saved, and need not be
+    state = SessionState(server)
+    [session] = ids(1)
+    server.seed_session(session, 1)
+    fresh, wrote, _ = await moved(server, state, [session], tmp_path / "f")
+    assert wrote["excluded"] == []
+    assert fresh._cache == {}
+
+
+async def test_what_start_up_sets_is_not_a_change(tmp_path: Path) -> None:
+    server = Server()
+    state = SessionState(server)
+    server._cache["loaded at start-up"] = [object()]
+    state.before_first_request()
+    [session] = ids(1)
+    server.seed_session(session, 1)
+    assert (await state.export(tmp_path / "f", owners([session])))["excluded"] == []
+
+
+async def test_global_state_that_cannot_be_saved_excludes_every_rollout(tmp_path: Path) -> None:
+    server = Server()
+    state = SessionState(server)
+    sessions = ids(3)
+    for session in sessions:
+        server.seed_session(session, 1)
+    server._cache["pool"] = object()
+    wrote = await state.export(tmp_path / "f", owners(sessions))
+    assert wrote["sessions"] == 0
+    assert len(wrote["excluded"]) == 3
+    assert "server._cache['pool']: object" in wrote["excluded"][0]["reason"]
+    assert await SessionState(Server()).load(tmp_path / "f") == {"sessions": 0, "diverged": []}
+
+
+async def test_machinery_that_is_made_again_does_not_count_as_state(tmp_path: Path) -> None:
+    server = Server()
+    state = SessionState(server)
+    [session] = ids(1)
+    server.seed_session(session, 1)
+    server._client = asyncio.Lock()
+    fresh, wrote, _ = await moved(server, state, [session], tmp_path / "f")
+    assert wrote["sessions"] == 1
+    assert fresh._client is None
+
+
+async def test_what_a_session_shares_with_the_server_is_that_of_the_restored_server(tmp_path: Path) -> None:
+    server = Server()
+    state = SessionState(server)
+    [session] = ids(1)
+    entry = {"hits": 0}
+    server._cache["shared"] = entry
+    server.seed_session(
+        session,
+        {"server": server, "options": server.config, "rules": samples.RULES, "entry": entry, "f": server.verify},
+    )
+    fresh, wrote, loaded = await moved(server, state, [session], tmp_path / "f")
+    assert (wrote["excluded"], loaded["sessions"]) == ([], 1)
+    back = fresh.session_state[session]
+    assert back["server"] is fresh
+    assert back["options"] is fresh.config
+    assert back["rules"] is samples.RULES
+    assert back["entry"] is fresh._cache["shared"]
+    assert back["f"].__self__ is fresh
+
+
+async def test_an_object_that_two_sessions_share_excludes_the_second(tmp_path: Path) -> None:
+    server = Server()
+    state = SessionState(server)
+    one, two = ids(2)
+    board = Board(1)
+    server.seed_session(one, [board])
+    server.seed_session(two, [board])
+    wrote = await state.export(tmp_path / "f", owners([one, two]))
+    assert wrote["sessions"] == 1
+    assert "shared with session" in wrote["excluded"][0]["reason"]
+
+
+async def test_a_server_that_has_taken_work_is_not_fresh(tmp_path: Path) -> None:
+    server = Server()
+    state = SessionState(server)
+    one, two = ids(2)
+    server.seed_session(one, 1)
+    await state.export(tmp_path / "f", owners([one]))
+    busy = Server()
+    busy_state = SessionState(busy)
+    busy.seed_session(two, 2)
+    with pytest.raises(Refused) as caught:
+        await busy_state.load(tmp_path / "f")
+    assert caught.value.reason is Reason.NOT_FRESH
+    assert list(busy.session_state) == [two]
+
+
+async def test_files_of_two_workers_load_into_one_server(tmp_path: Path) -> None:
+    sessions = ids(2)
+    for session in sessions:
+        server = Server()
+        state = SessionState(server)
+        server.seed_session(session, session)
+        await state.export(tmp_path / session, owners([session]))
+    fresh = Server()
+    target = SessionState(fresh)
+    for session in sessions:
+        assert (await target.load(tmp_path / session))["sessions"] == 1
+    assert fresh.session_state == {s: s for s in sessions}
+
+
+async def test_a_file_of_another_server_is_foreign(tmp_path: Path) -> None:
+    state = SessionState(Server())
+    await state.export(tmp_path / "f", {})
+    with pytest.raises(Refused) as caught:
+        await SessionState(StatelessServer()).load(tmp_path / "f")
+    assert caught.value.reason is Reason.SNAPSHOT_FOREIGN
+
+
+async def test_a_damaged_session_stops_the_load_before_anything_changed(tmp_path: Path) -> None:
+    server = Server()
+    state = SessionState(server)
+    sessions = ids(3)
+    for session in sessions:
+        server.seed_session(session, {"n": 1})
+    await state.export(tmp_path / "f", owners(sessions))
+    raw = (tmp_path / "f").read_bytes()
+    at = raw.rindex(b'"root":[0]')
+    (tmp_path / "f").write_bytes(raw[:at] + b'"root":[9]' + raw[at + 10 :])
+    fresh = Server()
+    with pytest.raises(Refused) as caught:
+        await SessionState(fresh).load(tmp_path / "f")
+    assert caught.value.reason is Reason.SNAPSHOT_UNSAFE
+    assert (fresh.session_state, fresh._served) == ({}, 0)
+
+
+async def test_a_session_cannot_claim_the_key_of_another(tmp_path: Path) -> None:
+    server = Server()
+    state = SessionState(server)
+    one, two = ids(2)
+    server.seed_session(one, 1)
+    await state.export(tmp_path / "f", owners([one]))
+    raw = (tmp_path / "f").read_text().replace(f'"session":"{one}"', f'"session":"{two}"')
+    (tmp_path / "f").write_text(raw)
+    with pytest.raises(Refused, match="key of another"):
+        await SessionState(Server()).load(tmp_path / "f")
+
+
+async def test_a_session_whose_class_is_not_loaded_diverges_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    server = Server()
+    state = SessionState(server)
+    one, two = ids(2)
+    server.seed_session(one, Board(1))
+    server.seed_session(two, 2)
+    await state.export(tmp_path / "f", owners([one, two]))
+    monkeypatch.delattr(samples, "Board")
+    fresh = Server()
+    loaded = await SessionState(fresh).load(tmp_path / "f")
+    assert loaded["sessions"] == 1
+    assert loaded["diverged"][0]["session_id"] == one
+    assert list(fresh.session_state) == [two]
+
+
+async def test_process_wide_randomness_goes_on_where_it_was(tmp_path: Path) -> None:
+    server = Server()
+    state = SessionState(server)
+    server.seed_session(ids(1)[0], 1)
+    await state.export(tmp_path / "f", owners(ids(1)))
+    expected = (random.random(), np.random.random())
+    await SessionState(Server()).load(tmp_path / "f")
+    assert (random.random(), np.random.random()) == expected
+
+
+async def test_the_same_state_gives_the_same_bytes(tmp_path: Path) -> None:
+    server = Server()
+    state = SessionState(server)
+    sessions = ids(5)
+    for session in sessions:
+        server.seed_session(session, {"a": [1] * 3, "b": random.Random(2)})
+    one = await state.export(tmp_path / "1", owners(sessions))
+    two = await state.export(tmp_path / "2", owners(sessions))
+    assert one["file"]["sha256"] == two["file"]["sha256"]
+
+
+async def test_an_export_gives_way_to_the_loop_while_it_runs(tmp_path: Path) -> None:
+    server = Server()
+    state = SessionState(server)
+    sessions = ids(200)
+    for session in sessions:
+        server.seed_session(session, [{"n": n} for n in range(200)])
+    turns = 0
+
+    async def ticks() -> None:
+        nonlocal turns
+        while True:
+            turns += 1
+            await asyncio.sleep(0)
+
+    ticker = asyncio.create_task(ticks())
+    await state.export(tmp_path / "f", owners(sessions))
+    ticker.cancel()
+    assert turns > 10
+
+
+async def test_an_export_that_fails_leaves_no_file(tmp_path: Path) -> None:
+    state = SessionState(Server())
+    (tmp_path / "f").write_text("mine")
+    with pytest.raises(FileExistsError):
+        await state.export(tmp_path / "f", {})
+    with pytest.raises(FileNotFoundError):
+        await state.export(tmp_path / "missing" / "f", {})
+
+
+# -- modes -------------------------------------------------------------------------------------------------------------
+
+
+def test_a_server_with_session_dictionaries_exports() -> None:
+    described = SessionState(Server()).describe()
+    assert described["checkpoint_mode"] == "export_restore"
+    assert described["state_schema"] == "gym-session-v1"
+    assert {"session_state", "_metrics", "_finished"} <= set(described["session_attributes"])
+
+
+def test_a_server_that_changes_nothing_is_stateless() -> None:
+    assert SessionState(StatelessServer()).describe()["checkpoint_mode"] == "stateless"
+
+
+@pytest.mark.parametrize(
+    ("forced", "mode"), [("reexecute", "replay"), ("restart_only", "restart_only"), ("stateless", "stateless")]
+)
+def test_the_mode_can_be_forced(forced: str, mode: str) -> None:
+    assert SessionState(Server(), forced).describe()["checkpoint_mode"] == mode
+
+
+def test_an_unknown_mode_is_refused() -> None:
+    with pytest.raises(ValueError, match="SAFEPOINT_STATE"):
+        SessionState(Server(), "pickle")
+
+
+async def test_restart_only_excludes_every_rollout_with_the_reason(tmp_path: Path) -> None:
+    server = Server()
+    state = SessionState(server, "restart_only")
+    sessions = ids(2)
+    wrote = await state.export(tmp_path / "f", owners(sessions))
+    assert [e["rollout_id"] for e in wrote["excluded"]] == ["r-0", "r-1"]
+    assert "start again from their input" in wrote["excluded"][0]["reason"]
+
+
+async def test_a_servers_own_hook_comes_first(tmp_path: Path) -> None:
+    server = HookedServer()
+    state = SessionState(server)
+    assert state.describe()["checkpoint_mode"] == "export_restore"
+    good, bad = "0" + ids(1)[0][1:], "f" + ids(1)[0][1:]
+    server.session_state = {good: [object(), object()], bad: []}
+    wrote = await state.export(tmp_path / "f", owners([good, bad]))
+    assert "RuntimeError: not this one" in wrote["excluded"][0]["reason"]
+    fresh = HookedServer()
+    assert (await SessionState(fresh).load(tmp_path / "f"))["sessions"] == 1
+    assert len(fresh.session_state[good]) == 2
+
+
+# -- re-execution ------------------------------------------------------------------------------------------------------
+
+
+def counting(server: Server, session: str) -> Send:
+    async def send(request: Request) -> Response:
+        assert ("cookie", f"s={session}") in request.headers
+        server.session_state[session] = server.session_state.get(session, 0) + len(request.body)
+        return Response(200, (("set-cookie", f"s={session}; Path=/"),), b'{"n": %d}' % server.session_state[session])
+
+    return send
+
+
+async def recorded(session: str, path: Path) -> None:
+    server = Server()
+    state = SessionState(server, "reexecute")
+    assert state.wants_requests
+    send = counting(server, session)
+    for body in (b"1", b"22"):
+        request = Request("POST", "/add", (("cookie", f"s={session}"),), body)
+        state.record(session, Exchange.of(request, await send(request)))
+    wrote = await state.export(path, owners([session]))
+    assert (wrote["sessions"], wrote["excluded"]) == (1, [])
+
+
+async def test_re_executed_sessions_come_back_and_can_be_saved_again(tmp_path: Path) -> None:
+    [session] = ids(1)
+    await recorded(session, tmp_path / "f")
+    fresh = Server()
+    state = SessionState(fresh, "reexecute", send=counting(fresh, session))
+    assert await state.load(tmp_path / "f") == {"sessions": 1, "diverged": []}
+    assert fresh.session_state == {session: 3}
+    assert (await state.export(tmp_path / "again", owners([session])))["sessions"] == 1
+
+
+async def test_a_session_that_diverges_is_dropped_with_the_reason(tmp_path: Path) -> None:
+    [session] = ids(1)
+    await recorded(session, tmp_path / "f")
+    fresh = Server()
+    honest = counting(fresh, session)
+
+    async def other(request: Request) -> Response:
+        answer = await honest(request)
+        return Response(answer.status, answer.headers, answer.body.replace(b"3", b"4"))
+
+    loaded = await SessionState(fresh, "reexecute", send=other).load(tmp_path / "f")
+    assert loaded["sessions"] == 0
+    assert "request 1 POST /add" in loaded["diverged"][0]["reason"]
+    assert "$.n" in loaded["diverged"][0]["reason"]
+    assert fresh.session_state == {}
+
+
+async def test_without_a_way_to_send_the_load_is_refused(tmp_path: Path) -> None:
+    [session] = ids(1)
+    await recorded(session, tmp_path / "f")
+    with pytest.raises(Refused) as caught:
+        await SessionState(Server(), "reexecute").load(tmp_path / "f")
+    assert caught.value.reason is Reason.STATE_UNSUPPORTED

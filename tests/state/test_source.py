@@ -1,0 +1,195 @@
+"""What is read from the source of a server, and the mode that is decided from it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from textwrap import dedent
+
+import pytest
+
+from participant_shims.gate.state.modes import decide
+from participant_shims.gate.state.source import SourceFacts, read_source
+
+HEAD = """
+from nemo_gym.base_resources_server import SimpleResourcesServer
+from nemo_gym.server_utils import SESSION_ID_KEY
+from typing import Any
+import subprocess, threading, httpx
+"""
+
+
+def facts(tmp_path: Path, body: str, **others: str) -> SourceFacts:
+    folder = tmp_path / "resources_servers" / "sample"
+    folder.mkdir(parents=True)
+    for name, text in others.items():
+        (folder / f"{name}.py").write_text(dedent(text))
+    (folder / "app.py").write_text(HEAD + dedent(body) + "\nif __name__ == '__main__':\n    S.run_webserver()\n")
+    return read_source(folder / "app.py")
+
+
+def test_a_server_that_only_answers_is_stateless(tmp_path: Path) -> None:
+    found = facts(
+        tmp_path,
+        """
+        class S(SimpleResourcesServer):
+            def setup_webserver(self):
+                self._table = {"a": 1}
+                return super().setup_webserver()
+            async def verify(self, body):
+                return self._table.get(body.x)
+        """,
+    )
+    assert found.server_class == "S"
+    assert decide(found, "codec").mode == "stateless"
+
+
+@pytest.mark.parametrize(
+    "use",
+    [
+        "self._data[request.session[SESSION_ID_KEY]] = 1",
+        "sid = request.session.get(SESSION_ID_KEY); self._data.setdefault(sid, []).append(1)",
+        "sid = request.session[SESSION_ID_KEY] or 'x'; x = sid in self._data",
+        "key = (request.session[SESSION_ID_KEY], 1); self._data[(request.session[SESSION_ID_KEY], 1)] = 2",
+        "s = request.session[SESSION_ID_KEY]; self._data.add(s)",
+        "s = request.session[SESSION_ID_KEY]; self._data['x'][s] = 1",
+    ],
+)
+def test_places_that_a_session_id_opens_are_found(tmp_path: Path, use: str) -> None:
+    found = facts(
+        tmp_path,
+        f"""
+        class S(SimpleResourcesServer):
+            async def tool(self, request, body):
+                {use}
+        """,
+    )
+    assert list(found.session_attributes) == ["_data"]
+    assert decide(found, "codec").mode == "export_restore"
+
+
+def test_what_a_base_class_in_another_own_module_keeps_is_found(tmp_path: Path) -> None:
+    found = facts(
+        tmp_path,
+        """
+        from resources_servers.sample.base import Base
+        class S(Base):
+            pass
+        """,
+        base="""
+        from nemo_gym.base_resources_server import SimpleResourcesServer
+        class Base(SimpleResourcesServer):
+            states: dict[str, int]
+            async def step(self, action, session_id=None):
+                self.states[session_id] = 1
+        """,
+    )
+    assert found.session_attributes == {"states": "dict[str, int]"}
+
+
+def test_a_session_that_holds_a_process_restarts_and_the_reason_says_what(tmp_path: Path) -> None:
+    found = facts(
+        tmp_path,
+        """
+        from .worker import Handle
+        class S(SimpleResourcesServer):
+            _sessions: dict[str, Any] = {}
+            async def tool(self, request, body):
+                sid = request.session[SESSION_ID_KEY]
+                handle = Handle(1)
+                self._sessions[sid] = handle
+        """,
+        worker="""
+        import subprocess
+        class Handle:
+            def __init__(self, n):
+                self.process = subprocess.Popen(["x"])
+        """,
+    )
+    decision = decide(found, "codec")
+    assert decision.mode == "restart_only"
+    assert "_sessions: subprocess.Popen (subprocess)" in decision.reason
+    assert "start again from their input" in decision.reason
+    assert "SAFEPOINT_STATE=reexecute" in decision.reason
+
+
+def test_a_process_that_ends_with_the_call_does_not_matter(tmp_path: Path) -> None:
+    found = facts(
+        tmp_path,
+        """
+        class S(SimpleResourcesServer):
+            async def verify(self, body):
+                return subprocess.run(["x"])
+        """,
+    )
+    assert decide(found, "codec").mode == "stateless"
+    assert found.calls["subprocess"] == ["app.py:9 subprocess.run"]
+
+
+def test_a_session_id_that_is_given_to_something_outside_means_state_outside(tmp_path: Path) -> None:
+    found = facts(
+        tmp_path,
+        """
+        class S(SimpleResourcesServer):
+            async def tool(self, request, body):
+                sid = request.session[SESSION_ID_KEY]
+                return await self.manager.run(body, extra={"request_id": sid})
+        """,
+    )
+    decision = decide(found, "codec")
+    assert decision.mode == "restart_only"
+    assert "self.manager.run" in decision.reason
+
+
+def test_what_handlers_change_for_all_sessions_is_no_statelessness(tmp_path: Path) -> None:
+    found = facts(
+        tmp_path,
+        """
+        class S(SimpleResourcesServer):
+            def setup_webserver(self):
+                self._fill()
+            def _fill(self):
+                self._table = 1
+            async def verify(self, body):
+                await self._note()
+            async def _note(self):
+                self._total += 1
+        """,
+    )
+    assert list(found.changing_attributes) == ["_total"]
+    assert decide(found, "codec").mode == "export_restore"
+
+
+def test_a_class_of_another_package_is_said_to_be_unsure(tmp_path: Path) -> None:
+    found = facts(
+        tmp_path,
+        """
+        from textworld.core import Game
+        class S(SimpleResourcesServer):
+            games: dict[str, Game] = {}
+            async def tool(self, request, body):
+                self.games[request.session[SESSION_ID_KEY]] = Game()
+        """,
+    )
+    decision = decide(found, "codec")
+    assert decision.mode == "export_restore"
+    assert "textworld.core.Game" in decision.reason
+
+
+def test_a_module_that_cannot_be_read_is_no_proof_of_statelessness(tmp_path: Path) -> None:
+    found = facts(
+        tmp_path,
+        """
+        from . import broken
+        class S(SimpleResourcesServer):
+            async def verify(self, body):
+                return 1
+        """,
+        broken="def (",
+    )
+    assert not found.complete
+    assert decide(found, "codec").mode == "export_restore"
+
+
+def test_a_reason_stays_within_the_contracts_limit(tmp_path: Path) -> None:
+    found = SourceFacts(holds={f"attribute_{n}": "é" * 50 for n in range(50)})
+    assert len(decide(found, "codec").reason.encode()) <= 1000
