@@ -14,12 +14,12 @@ from typing import Any, Final, cast
 
 import grpc
 from grpc import aio
+from safepoint.v1 import errors_pb2
 
 from coordinator.wire.auth import TOKEN_METADATA_KEY, Token, bearer
 from coordinator.wire.deadline import MIN_BUDGET_S, budget
 from coordinator.wire.errors import CATALOG, Blocked, Problem, Reason, Refused, SafepointError, Unanswered, refuse
 from coordinator.wire.terms import Phase
-from safepoint.v1 import errors_pb2
 
 log = logging.getLogger(__name__)
 
@@ -48,7 +48,7 @@ SERVER_OPTIONS: Final[list[tuple[str, int]]] = [
 def detail_from_problem(problem: Problem) -> errors_pb2.ErrorDetail:
     """The message that travels, cut to fit a trailer. The reason, the count and the next step always survive."""
     detail = errors_pb2.ErrorDetail(
-        reason=cast("errors_pb2.Reason", int(problem.reason)),
+        reason=cast("errors_pb2.Reason.ValueType", int(problem.reason)),
         message=_cut(problem.message, 1000),
         next_step=_cut(problem.advice, 500),
         phase=cast(Any, int(problem.phase)),
@@ -101,14 +101,16 @@ def problem_from_detail(detail: errors_pb2.ErrorDetail) -> Problem:
 
 def error_from_rpc(error: aio.AioRpcError | grpc.RpcError, participant_id: str = "") -> SafepointError:
     """What a failed call means: `Refused` when our trailer came back, else `Unanswered`: its effect is unknown."""
-    code = error.code() if hasattr(error, "code") else grpc.StatusCode.UNKNOWN
-    trailers = error.trailing_metadata() if hasattr(error, "trailing_metadata") else ()
+    # The types of a bare RpcError promise less than every real one has; so it is read as what it is.
+    raised: Any = error
+    code: grpc.StatusCode = raised.code() if hasattr(error, "code") else grpc.StatusCode.UNKNOWN
+    trailers: Any = raised.trailing_metadata() if hasattr(error, "trailing_metadata") else None
     for key, value in trailers or ():
         if key == ERROR_TRAILER and isinstance(value, bytes):
             detail = errors_pb2.ErrorDetail()
             detail.ParseFromString(value)
             return Refused(problem_from_detail(detail))
-    text = (error.details() if hasattr(error, "details") else "") or ""
+    text: str = (raised.details() if hasattr(error, "details") else "") or ""
     if code == grpc.StatusCode.UNIMPLEMENTED:
         return Refused(
             Problem(Reason.UNSUPPORTED, f"The peer does not know this call: {text}", participant_id=participant_id)
@@ -128,7 +130,7 @@ def time_budget(context: aio.ServicerContext[Any, Any]) -> float:
     Raises Refused: DEADLINE_MISSING without a deadline (grpc.aio reports None, the sync server 9.2e18), and
     DEADLINE_TOO_SHORT when no answer could be sent in time. Nothing has changed then.
     """
-    remaining = context.time_remaining()
+    remaining = cast("float | None", context.time_remaining())  # None without a deadline, whatever its type says
     if remaining is None or remaining > 10 * 365 * 86400:
         raise refuse(Reason.DEADLINE_MISSING, "The call carries no deadline.")
     if remaining < MIN_BUDGET_S:
@@ -148,22 +150,22 @@ class ErrorInterceptor(aio.ServerInterceptor):
 
     async def intercept_service(
         self,
-        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[grpc.RpcMethodHandler[Any, Any]]],
+        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[grpc.RpcMethodHandler[Any, Any] | None]],
         handler_call_details: grpc.HandlerCallDetails,
-    ) -> grpc.RpcMethodHandler[Any, Any]:
+    ) -> grpc.RpcMethodHandler[Any, Any] | None:
         if self._token is not None and handler_call_details.method not in self._open_methods:
             metadata = dict(handler_call_details.invocation_metadata or ())
             if not self._token.matches(bearer(cast("str | None", metadata.get(TOKEN_METADATA_KEY)))):
                 return grpc.unary_unary_rpc_method_handler(_refuse_stranger)
         handler = await continuation(handler_call_details)
-        return _wrapped(handler) if handler is not None else handler
+        return _wrapped(handler) if handler is not None else None
 
 
 async def _refuse_stranger(_request: object, context: aio.ServicerContext[Any, Any]) -> None:
     await _abort(context, Problem(Reason.UNAUTHENTICATED, "The call carries no valid token."))
 
 
-def _wrapped(handler: Any) -> Any:
+def _wrapped(handler: Any) -> grpc.RpcMethodHandler[Any, Any]:
     if handler.response_streaming:
         method = handler.stream_stream if handler.request_streaming else handler.unary_stream
         make = (
@@ -171,11 +173,21 @@ def _wrapped(handler: Any) -> Any:
         )
 
         async def stream(request: Any, context: aio.ServicerContext[Any, Any]) -> AsyncIterator[Any]:
+            items: Any = None
             try:
-                async for item in method(request, context):
+                items = method(request, context)
+                if inspect.isawaitable(items):  # a handler that writes by itself, as the health service's Watch does
+                    await items
+                    return
+                async for item in items:
                     yield item
             except Exception as error:
                 await _abort_with(context, error)
+            finally:
+                # A caller that leaves ends only this generator: what the handler holds must not wait for the collector.
+                close = getattr(items, "aclose", None)
+                if close is not None:
+                    await close()
 
         return make(stream, handler.request_deserializer, handler.response_serializer)
 

@@ -1,0 +1,123 @@
+"""The contract is written twice, as proto and as data for code that must not import protobuf: the two are one."""
+
+from __future__ import annotations
+
+import re
+from enum import IntEnum
+from pathlib import Path
+
+import grpc
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from safepoint.v1 import capabilities_pb2, coordinator_service_pb2, errors_pb2, manifest_pb2
+
+from coordinator.protocol.operation import Outcome
+from coordinator.wire import ids, terms
+from coordinator.wire.deadline import MIN_BUDGET_S, budget, reply_margin
+from coordinator.wire.errors import CATALOG, Blocked, Reason, SafepointError, refuse
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def _prefix(name: str) -> str:
+    return re.sub(r"(?<=[a-z])(?=[A-Z])", "_", name).upper() + "_"
+
+
+@pytest.mark.parametrize(
+    ("ours", "theirs"),
+    [
+        (terms.Role, capabilities_pb2.Role),
+        (terms.Phase, capabilities_pb2.Phase),
+        (terms.CheckpointMode, capabilities_pb2.CheckpointMode),
+        (terms.QuiesceMode, capabilities_pb2.QuiesceMode),
+        (terms.StragglerPolicy, capabilities_pb2.StragglerPolicy),
+        (terms.ParticipantState, capabilities_pb2.ParticipantState),
+        (terms.Activity, capabilities_pb2.Activity),
+        (terms.RolloutState, manifest_pb2.RolloutState),
+        (terms.OperationKind, coordinator_service_pb2.OperationKind),
+        (Outcome, coordinator_service_pb2.OperationOutcome),
+        (Reason, errors_pb2.Reason),
+    ],
+    ids=lambda enum: getattr(enum, "__name__", ""),
+)
+def test_names_and_numbers_equal_those_of_the_proto(ours: type[IntEnum], theirs: object) -> None:
+    descriptor = theirs.DESCRIPTOR  # type: ignore[attr-defined]
+    in_proto = {value.name.removeprefix(_prefix(descriptor.name)): value.number for value in descriptor.values}
+    assert {member.name: int(member) for member in ours} == in_proto
+
+
+def test_every_enum_of_the_terms_is_compared_with_the_proto() -> None:
+    named = set(re.findall(r"^class (\w+)\(IntEnum\)", Path(terms.__file__).read_text(encoding="utf-8"), re.MULTILINE))
+    compared = {"Role", "Phase", "CheckpointMode", "QuiesceMode", "StragglerPolicy", "ParticipantState", "Activity",
+                "RolloutState", "OperationKind"}  # fmt: skip
+    assert named == compared
+
+
+def test_the_catalog_covers_every_reason_with_a_status_and_a_next_step() -> None:
+    assert CATALOG.keys() == set(Reason)
+    for reason, entry in CATALOG.items():
+        assert grpc.StatusCode[entry.code] not in (grpc.StatusCode.OK, grpc.StatusCode.UNKNOWN), reason
+        assert entry.next_step.endswith("."), reason
+        assert len(entry.next_step.encode()) <= 500, reason
+
+
+def test_reasons_that_say_nothing_changed_cannot_have_paused_anybody() -> None:
+    text = (ROOT / "proto/safepoint/v1/errors.proto").read_text(encoding="utf-8")
+    for comment, name in re.findall(r"  // (.+)\n  REASON_(\w+) = ", text):
+        if "othing changed" in comment:
+            assert not CATALOG[Reason[name]].paused, name
+
+
+def test_a_problem_says_phase_participant_rollouts_time_and_next_step() -> None:
+    error = refuse(
+        Reason.DRAIN_INCOMPLETE, "Still draining.", phase=terms.Phase.PREPARE, participant_id="agent-0",
+        rollouts=tuple(Blocked(f"r-{n}", 0, 4, 83.0, "judge") for n in range(7)), rollout_count=900, waited_s=9.0,
+    )  # fmt: skip
+    assert isinstance(error, SafepointError)
+    for words in ("[prepare]", "agent-0:", "r-0 (turn 4, 83 s, waiting on judge)", "895 more", "9.0 s", "Next: "):
+        assert words in str(error)
+
+
+@pytest.mark.parametrize("text", ["a", "0", "step-40", "A.b_c-9", "x" * 128])
+def test_wire_ids_of_the_pattern_are_taken(text: str) -> None:
+    assert ids.is_wire_id(text)
+
+
+@pytest.mark.parametrize("text", ["", ".", "..", "-a", "_a", "a/b", "a b", "a\n", "a\x00", "é", "x" * 129, "../x"])
+def test_other_wire_ids_are_refused(text: str) -> None:
+    assert not ids.is_wire_id(text)
+
+
+@given(st.text(max_size=140))
+def test_a_wire_id_is_always_one_safe_file_name(text: str) -> None:
+    if ids.is_wire_id(text):
+        assert Path(text).name == text
+        assert text not in (".", "..")
+        assert text.isascii()
+
+
+def test_fresh_ids_are_wire_ids_and_differ() -> None:
+    fresh = {ids.new_incarnation_id() for _ in range(50)} | {ids.new_operation_id("save") for _ in range(50)}
+    assert len(fresh) == 100
+    assert all(ids.is_wire_id(each) for each in fresh)
+
+
+@pytest.mark.parametrize("text", ["r-17", "0-3", "task:4@node+x=y"])
+def test_rollout_ids_may_be_freer(text: str) -> None:
+    assert ids.is_rollout_id(text)
+    assert not ids.is_rollout_id(text + "\n")
+    assert not ids.is_rollout_id("")
+
+
+@pytest.mark.parametrize(
+    ("remaining", "margin"), [(600.0, 1.0), (10.0, 1.0), (9.0, 0.9), (1.0, 0.1), (0.0, 0.0), (-5.0, 0.0)]
+)
+def test_a_server_keeps_back_one_second_or_a_tenth_of_a_short_deadline(remaining: float, margin: float) -> None:
+    assert reply_margin(remaining) == pytest.approx(margin)
+    assert budget(remaining) == pytest.approx(max(0.0, remaining - margin))
+
+
+@given(st.floats(min_value=MIN_BUDGET_S, max_value=1e6))
+def test_a_server_always_ends_its_wait_before_its_caller(remaining: float) -> None:
+    assert 0 < budget(remaining) < remaining
