@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Final
 from urllib.parse import unquote
 
@@ -94,7 +94,7 @@ class GateMiddleware:
         body = await read_body(receive)
         if body is None:
             return
-        gate.hear(identity, recorded_from_headers(headers), done_from_headers(headers))
+        gate.hear(done_from_headers(headers))
         digest = request_digest(
             scope["method"], "", scope["path"], scope.get("query_string", b"").decode("latin-1"), canonical(body),
             cookies_of_header(headers.get("cookie", "")),
@@ -132,14 +132,17 @@ class GateMiddleware:
             execution = Execution(digest)
             if keyed:
                 gate.executions[key] = execution
-            execution.task = asyncio.create_task(self._execute(execution, identity, keyed, scope, body, entry))
+            execution.task = asyncio.create_task(
+                self._execute(execution, identity, keyed, scope, body, entry, recorded_from_headers(headers))
+            )
             await self._follow(execution, entry, exempt, receive, send)
         finally:
             self._leave(entry, execution)
 
     async def _execute(
-        self, execution: Execution, identity: CallIdentity, keyed: bool, scope: Scope, body: bytes, entry: Entry
-    ) -> None:
+        self, execution: Execution, identity: CallIdentity, keyed: bool, scope: Scope, body: bytes, entry: Entry,
+        recorded: Sequence[str],
+    ) -> None:  # fmt: skip
         gate = self._gate
         run = execution.new_run(passes_on=True)
         execution.scope = scope = dict(scope)
@@ -157,7 +160,7 @@ class GateMiddleware:
                 # It runs at another agent or worker, which has to learn that it must restart.
                 answer, execution.run = _refusal(Stale.STATE_LOST, identity, gate.name), None
             elif answer is not None and keyed:
-                gate.remember(identity, execution.digest, answer, scope, body)
+                gate.remember(identity, execution.digest, answer, scope, body, recorded)
             gate.count_turn(identity.rollout_id)
         except BaseException as caught:
             error = caught

@@ -117,10 +117,17 @@ class CallLog(DispatchLog):
         return (row[0], answer_of(row[1], row[2], row[3])) if row else None
 
     @tolerated(None)
-    def remember(self, call: CallIdentity, digest: str, answer: Answer, session_id: str = "") -> None:
-        """Remember what was answered, before it is released. Answers of the rollout's earlier bases are forgotten."""
+    def remember(
+        self, call: CallIdentity, digest: str, answer: Answer, session_id: str = "", recorded: Sequence[str] = ()
+    ) -> None:
+        """Remember what was answered, before it is released. Forgets what the caller has `recorded`, and earlier bases.
+
+        In one commit, since commits are what this costs. An answer that is forgotten late does no harm.
+        """
         with self.together():
             self.db.execute("DELETE FROM executed WHERE rollout_id=? AND base<?", (call.rollout_id, call.base))
+            for known in recorded:
+                self.db.execute("DELETE FROM executed WHERE rollout_id=? AND call_id=?", (call.rollout_id, known))
             serial = self.db.execute(
                 "INSERT OR REPLACE INTO executed(rollout_id, call_id, attempt, base, digest, status, headers, body)"
                 " VALUES(?,?,?,?,?,?,?,?)",
@@ -133,12 +140,6 @@ class CallLog(DispatchLog):
                 self.bind(session_id, call.rollout_id, call.attempt)
             if serial is not None and serial % 256 == 0:
                 self.db.execute("DELETE FROM executed WHERE serial<=?", (serial - MAX_EXECUTED,))
-
-    @tolerated(None)
-    def forget(self, rollout_id: str, call_ids: Sequence[str]) -> None:
-        """The caller has recorded these answers."""
-        marks = ",".join("?" * len(call_ids))
-        self.db.execute(f"DELETE FROM executed WHERE rollout_id=? AND call_id IN ({marks})", (rollout_id, *call_ids))
 
     def done(self, rollouts: Iterable[tuple[str, int]]) -> list[str]:
         """These attempts, and lower ones, have ended at their agent: their answers and sessions matter no more.

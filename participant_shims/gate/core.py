@@ -107,10 +107,8 @@ class Gate:
         if self.on_start is not None:
             self.on_start(asyncio.get_running_loop())
 
-    def hear(self, call: CallIdentity, recorded: Sequence[str], ended: Sequence[tuple[str, int]]) -> None:
-        """What a call says of earlier ones: answers that its caller has, and rollouts that have ended there."""
-        if recorded:
-            self.log.forget(call.rollout_id, recorded)
+    def hear(self, ended: Sequence[tuple[str, int]]) -> None:
+        """What a call says of other rollouts: that they have ended at its caller."""
         if ended:
             gone: list[str] = []
             with contextlib.suppress(sqlite3.Error):
@@ -123,10 +121,13 @@ class Gate:
                 if not self.is_agent:
                     self.outbound.finished(rollout_id, attempt)
 
-    def remember(self, call: CallIdentity, digest: str, answer: Answer, scope: Mapping[str, Any], body: bytes) -> None:
+    def remember(
+        self, call: CallIdentity, digest: str, answer: Answer, scope: Mapping[str, Any], body: bytes,
+        recorded: Sequence[str],
+    ) -> None:  # fmt: skip
         """Keep what was answered to an identified call, before it is released."""
         session_id = self.session_of(scope)
-        self.log.remember(call, digest, answer, session_id)
+        self.log.remember(call, digest, answer, session_id, recorded)
         if session_id and self.sessions is not None and self.sessions.wants_requests:
             from participant_shims.gate.again import exchange_of
 

@@ -8,17 +8,24 @@ from __future__ import annotations
 
 import hashlib
 import json
+import sys
 from collections.abc import Iterable
 from typing import Any
 
 
 def canonical(body: bytes) -> bytes:
-    """`body` with the keys of its JSON in order and without white space; unchanged when it is not JSON."""
+    """`body` with the keys of its JSON in order and without white space; unchanged when it is not JSON.
+
+    By orjson where the server has it (a tenth of the time): a server's two lives share an environment.
+    """
     if body[:1] not in (b"{", b"["):
         return body
+    orjson: Any = sys.modules.get("orjson")
     try:
+        if orjson is not None:
+            return bytes(orjson.dumps(orjson.loads(body), option=orjson.OPT_SORT_KEYS))
         return dump(json.loads(body))
-    except (ValueError, RecursionError):
+    except (ValueError, TypeError, RecursionError):
         return body
 
 
@@ -28,8 +35,11 @@ def dump(value: Any) -> bytes:
 
 
 def body_sha256(body: bytes) -> str:
-    """SHA-256 hex of the canonical body."""
-    return hashlib.sha256(canonical(body)).hexdigest()
+    """SHA-256 hex of a row, whatever the order of its keys. By the standard library alone: it is in ledgers."""
+    try:
+        return hashlib.sha256(dump(json.loads(body))).hexdigest()
+    except (ValueError, RecursionError):
+        return hashlib.sha256(body).hexdigest()
 
 
 def request_digest(
