@@ -7,6 +7,7 @@ has only the disk.
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 import signal
 import time
@@ -33,6 +34,8 @@ class RayHost:
     async def start(self, settings: Settings) -> None:
         """Start Ray and the actor; return when the coordinator serves. Raises what `ray_host.start` raises."""
         self._started = True
+        # What it has to say of a killed worker is what the demo does on purpose.
+        logging.getLogger("ray").setLevel(logging.ERROR)
         await asyncio.to_thread(ray_host.connect, "local")
         await asyncio.to_thread(ray_host.start, settings)
 

@@ -13,8 +13,10 @@ the snapshot's files. The last line printed is the figures as JSON, and the same
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
 import json
+import sys
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -22,6 +24,8 @@ from pathlib import Path
 from typing import Any, Final
 
 from rich.console import Console
+from rich.live import Live
+from rich.spinner import Spinner
 from rich.table import Table
 
 from coordinator.client_results import SaveResult
@@ -104,19 +108,20 @@ class Story:
         return figures
 
     async def _uninterrupted(self) -> Outcome:
-        self._say("\n[bold]1. What it should be.[/] A run that nobody interrupts: a policy and five servers.")
-        with self._console.status("starting servers"):
+        self._say("\n[bold]1. What it should be.[/] A run that nobody interrupts.")
+        self._say("   Servers: a policy model, a stateful counter, stateless synonyms, an agent for each of the two.")
+        with self._doing("starting servers"):
             await self._quiet.start()
         # The other world comes up meanwhile: that takes longer than the run does.
         starting = asyncio.create_task(self._rough.start())
         try:
             began = time.monotonic()
             async with Trainer(self._quiet.fleet.urls) as trainer:
-                with self._console.status("rollouts run"):
+                with self._doing("rollouts run", trainer):
                     await self._drive(trainer, self._tasks, len(self._tasks))
             self._say(f"   {_summary(trainer.results)}, in {time.monotonic() - began:.1f} s.")
             await asyncio.to_thread(self._quiet.kill)
-            with self._console.status("starting the servers of the other run"):
+            with self._doing("starting the servers of the other run"):
                 await starting
         finally:
             starting.cancel()
@@ -130,13 +135,13 @@ class Story:
         )
         few = max(1, count // 8)
         async with Trainer(world.fleet.urls) as trainer:
-            with self._console.status("rollouts run"):
+            with self._doing("rollouts run", trainer):
                 await self._drive(trainer, self._tasks, few)
             self._say(f"   {len(trainer.results)} have finished, {len(trainer.in_flight)} are in flight. Saving.")
             finished = frozenset(trainer.results)
             save = await world.client.save(SNAPSHOT, timeout=60, metadata={"step": "1"})
             self._say(f"   [green]{save.line}[/]")
-            with self._console.status("rollouts go on"):
+            with self._doing("rollouts go on", trainer):
                 await self._drive(trainer, [], len(trainer.results) + few)
             self._say(f"   They went on: {len(trainer.results)} have finished, {len(trainer.in_flight)} are in flight.")
 
@@ -146,7 +151,7 @@ class Story:
 
         self._say("\n[bold]4. Back.[/] New servers on other ports, with nothing but the snapshot.")
         began = time.monotonic()
-        with self._console.status("starting servers"):
+        with self._doing("starting servers"):
             revived_s = await world.restart()
         self._say(
             f"   Ray had the coordinator back {revived_s:.1f} s after the kill; all is up after {time.monotonic() - began:.1f} s."
@@ -163,7 +168,7 @@ class Story:
         rest = [task for task in self._tasks if task.rollout_id not in ledger]
         began = time.monotonic()
         async with Trainer(world.fleet.urls) as trainer:
-            with self._console.status("rollouts finish"):
+            with self._doing("rollouts finish", trainer):
                 await self._drive(trainer, [*known, *rest], count)
             self._say(f"   {_summary(trainer.results)}, in {time.monotonic() - began:.1f} s.")
         return Interrupted(save, frozenset(restarted), finished, _outcome(trainer))
@@ -218,6 +223,20 @@ class Story:
         )
         self._say(f"   {verdict} It took {time.monotonic() - self._began:.0f} s.")
 
+    def _doing(self, what: str, trainer: Trainer | None = None) -> Live:
+        """A spinner on a terminal, with the counts of `trainer`; nothing in a pipe."""
+        spinner = Spinner("dots", what)
+
+        def now() -> Spinner:
+            if trainer is not None:
+                spinner.update(text=f"{what}: {len(trainer.results)} finished, {len(trainer.in_flight)} in flight")
+            return spinner
+
+        # Standard output is redirected already, to keep Ray's remarks out of the story.
+        return Live(
+            get_renderable=now, console=self._console, transient=True, redirect_stdout=False, redirect_stderr=False
+        )
+
     def _say(self, text: str) -> None:
         self._console.print(text, highlight=False, soft_wrap=True)
 
@@ -246,12 +265,16 @@ def run_demo(json: bool = False, rollouts: int = 32, seed: int = 7) -> int:
 
 
 def _run(as_json: bool, rollouts: int, seed: int, build: Path, token_ms: float = TOKEN_MS) -> int:
-    console = Console(stderr=as_json)
+    folder = build / "demo"
+    folder.mkdir(parents=True, exist_ok=True)
+    console = Console(file=sys.stderr if as_json else sys.stdout)
     try:
-        figures = asyncio.run(Story(console, rollouts, seed, build / "demo", token_ms).tell())
-    except SafepointError as error:
+        # Ray prints to standard output whenever a worker dies, and here one is killed on purpose.
+        with (folder / "ray.log").open("w") as log, contextlib.redirect_stdout(log):
+            figures = asyncio.run(Story(console, rollouts, seed, folder, token_ms).tell())
+    except SafepointError:
         console.print(
-            f"The demo did not get through: {error}\nLogs are in {build / 'demo'}.", markup=False, soft_wrap=True
+            f"The demo did not get through. Logs are in {folder}.", markup=False, highlight=False, soft_wrap=True
         )
         raise
     line = json.dumps(dataclasses.asdict(figures))
