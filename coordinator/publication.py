@@ -11,9 +11,8 @@ were digested as they were written, and are compared when they are verified or r
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Generator, Iterator, Mapping
-from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 
 from safepoint.v1 import manifest_pb2
 
@@ -22,9 +21,9 @@ from coordinator.protocol import ledger
 from coordinator.protocol.operation import Operation
 from coordinator.protocol.proofs import Committed
 from coordinator.protocol.topology import Participant, Topology, fingerprint
-from coordinator.snapshots import LEDGER_NAME, MAX_LEDGER_LINE, SnapshotStore, participant_files
+from coordinator.snapshots import LEDGER_NAME, MAX_LEDGER_LINE, SnapshotStore, blamed_on, participant_files
 from coordinator.wire.beneath import Directory
-from coordinator.wire.errors import Problem, Reason, Refused, SafepointError, refuse
+from coordinator.wire.errors import Problem, Reason, Refused, refuse
 from coordinator.wire.ids import ParticipantId
 from coordinator.wire.manifest_file import FORMAT_VERSION
 from coordinator.wire.terms import Phase
@@ -101,9 +100,9 @@ class Publisher:
 def _lines_of(
     directory: Directory, operation: Operation, participant_id: ParticipantId, proof: Committed
 ) -> Iterator[ledger.Line]:
-    with _blamed_on(participant_id):
+    with blamed_on(participant_id, Phase.PUBLISH):
         part, manifest = participant_files(directory, participant_id, proof.manifest_sha256)
-    with part, _blamed_on(participant_id):
+    with part, blamed_on(participant_id, Phase.PUBLISH):
         named = (
             manifest.capabilities.participant_id,
             manifest.operation_id,
@@ -132,19 +131,6 @@ def _lines_of(
             where = str(part.path / manifest.ledger_file)
             for raw in part.lines(manifest.ledger_file, MAX_LEDGER_LINE):
                 yield ledger_lines.decode(raw, where, participant_id)
-
-
-@contextmanager
-def _blamed_on(participant_id: ParticipantId) -> Generator[None]:
-    """Whatever is wrong with a part of the snapshot is wrong with the one who wrote it."""
-    try:
-        yield
-    except SafepointError as error:
-        found = error.problem
-        filled = replace(
-            found, participant_id=found.participant_id or participant_id, phase=found.phase or Phase.PUBLISH
-        )
-        raise type(error)(filled) from error
 
 
 def _reference(participant: Participant, proof: Committed | None) -> manifest_pb2.ParticipantRef:

@@ -19,7 +19,8 @@ import json
 import os
 import secrets
 from collections.abc import Callable, Collection, Generator
-from dataclasses import dataclass
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final, cast
 
@@ -37,6 +38,7 @@ from coordinator.wire.manifest_file import (
     verify_files,
     write_snapshot_manifest,
 )
+from coordinator.wire.terms import Phase
 
 LEDGER_NAME: Final = "ledger.jsonl"
 MAX_LEDGER_LINE: Final = 64 << 10
@@ -155,7 +157,8 @@ class SnapshotStore:
             for reference in manifest.participants:
                 if not reference.manifest_sha256:
                     continue
-                with _participant_directory(directory, reference.participant_id) as part:
+                blamed = blamed_on(reference.participant_id)
+                with blamed, _participant_directory(directory, reference.participant_id) as part:
                     found, stored = _participant_manifest(part, reference)
                     _check_belongs(found, manifest, reference.participant_id)
                     verified = verify_files(part, found)
@@ -278,6 +281,17 @@ class SnapshotStore:
             if reference.manifest_sha256:
                 with _participant_directory(directory, reference.participant_id) as part:
                     _participant_manifest(part, reference)
+
+
+@contextmanager
+def blamed_on(participant_id: str, phase: Phase = Phase.UNSPECIFIED) -> Generator[None]:
+    """Whatever is wrong with a part of a snapshot is wrong with the one who wrote it."""
+    try:
+        yield
+    except SafepointError as error:
+        found = error.problem
+        filled = replace(found, participant_id=found.participant_id or participant_id, phase=found.phase or phase)
+        raise type(error)(filled) from error
 
 
 def participant_files(

@@ -1,0 +1,142 @@
+"""The journal: what was acknowledged is there after a crash, what is damaged is not acted upon."""
+
+from __future__ import annotations
+
+import errno
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from coordinator import journal as journal_module
+from coordinator.journal import KEPT_OUTCOMES, Entry, Journal
+from coordinator.wire.beneath import Directory
+from coordinator.wire.errors import Reason, SafepointError
+from coordinator.wire.ids import OperationId
+
+
+def opened(folder: Path) -> Journal:
+    return Journal(Directory.open(folder))
+
+
+def entry(name: str, kind: str = "begun", **data: Any) -> Entry:
+    return Entry(OperationId(name), kind, data)
+
+
+def the_file(folder: Path) -> Path:
+    (found,) = folder.glob("journal-*.log")
+    return found
+
+
+def test_each_start_has_a_higher_epoch_and_knows_what_came_before(tmp_path: Path) -> None:
+    first = opened(tmp_path)
+    first.append(entry("save-1", "begun", record={"a": 1}))
+    first.append(entry("save-1", "outcome", outcome="SUCCEEDED"))
+    first.append(entry("save-2", "begun", record={"b": 2}))
+    first.close()
+    second = opened(tmp_path)
+    assert (first.epoch, second.epoch) == (1, 2)
+    assert list(second.contents.open) == ["save-2"]
+    assert second.contents.open[OperationId("save-2")] == [entry("save-2", "begun", record={"b": 2})]
+    assert dict(second.contents.outcomes) == {"save-1": {"outcome": "SUCCEEDED"}}
+    assert second.owns_epoch()
+    assert len(list(tmp_path.glob("journal-*.log"))) == 1
+    second.close()
+
+
+def test_an_older_coordinator_finds_that_it_is_older(tmp_path: Path) -> None:
+    old = opened(tmp_path)
+    assert old.owns_epoch()
+    new = opened(tmp_path)
+    assert not old.owns_epoch()
+    assert new.owns_epoch()
+    old.close()
+    new.close()
+
+
+@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(data=st.data())
+def test_a_torn_tail_is_dropped_and_nothing_else_is_lost(tmp_path: Path, data: st.DataObject) -> None:
+    folder = tmp_path / os.urandom(6).hex()
+    folder.mkdir()
+    journal = opened(folder)
+    for n in range(3):
+        journal.append(entry(f"save-{n}", "begun", n=n))
+    journal.close()
+    raw = the_file(folder).read_bytes()
+    last = raw[:-1].rfind(b"\n") + 1
+    cut = data.draw(st.integers(last, len(raw) - 1))
+    the_file(folder).write_bytes(raw[:cut])
+    again = opened(folder)
+    assert list(again.contents.open)[:2] == ["save-0", "save-1"]
+    assert len(again.contents.open) == 2 or cut == len(raw) - 1  # without its newline alone the line is whole
+    again.append(entry("save-9", "begun"))
+    again.close()
+    once_more = opened(folder)
+    assert "save-9" in once_more.contents.open
+    once_more.close()
+
+
+def test_damage_in_the_middle_stops_the_coordinator(tmp_path: Path) -> None:
+    journal = opened(tmp_path)
+    for n in range(3):
+        journal.append(entry(f"save-{n}"))
+    journal.close()
+    raw = the_file(tmp_path).read_bytes()
+    the_file(tmp_path).write_bytes(raw.replace(b"save-1", b"save-X"))
+    with pytest.raises(SafepointError, match="line 2") as caught:
+        opened(tmp_path)
+    assert caught.value.reason is Reason.SNAPSHOT_CORRUPT
+
+
+def test_a_full_disk_leaves_no_torn_line_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    journal = opened(tmp_path)
+    journal.append(entry("save-1"))
+    real = os.write
+
+    def half(fd: int, data: Any) -> int:
+        if len(data) > 10:
+            return real(fd, bytes(data[:10]))
+        raise OSError(errno.ENOSPC, "full")
+
+    monkeypatch.setattr(journal_module, "_write_all", lambda fd, data: (half(fd, data), half(fd, b"x")))
+    with pytest.raises(SafepointError) as caught:
+        journal.append(entry("save-2"))
+    assert caught.value.reason is Reason.STORAGE_FULL
+    monkeypatch.undo()
+    journal.append(entry("save-3"))
+    journal.close()
+    again = opened(tmp_path)
+    assert list(again.contents.open) == ["save-1", "save-3"]
+    again.close()
+
+
+def test_after_a_failed_fsync_nothing_more_is_acknowledged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    journal = opened(tmp_path)
+
+    def broken(_: int) -> None:
+        raise OSError(errno.EIO, "broken")
+
+    monkeypatch.setattr(os, "fsync", broken)
+    with pytest.raises(SafepointError) as caught:
+        journal.append(entry("save-1"))
+    assert caught.value.reason is Reason.STORAGE_FAILED
+    monkeypatch.undo()
+    with pytest.raises(SafepointError):
+        journal.append(entry("save-2"))
+    journal.close()
+
+
+def test_memory_and_file_are_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "fsync", lambda _: None)
+    monkeypatch.setattr(journal_module, "ROTATE_BYTES", 200_000)
+    journal = opened(tmp_path)
+    for n in range(KEPT_OUTCOMES + 500):
+        journal.append(entry(f"save-{n}", "begun", text="x" * 100))
+        journal.append(entry(f"save-{n}", "outcome", text="x" * 100))
+    assert len(journal.contents.outcomes) == KEPT_OUTCOMES
+    assert the_file(tmp_path).stat().st_size < 600_000
+    journal.close()

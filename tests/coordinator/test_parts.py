@@ -1,0 +1,192 @@
+"""Small parts: the ledger's lines, the feed, the registry, the pause, conversions."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+
+import pytest
+from google.protobuf import json_format
+from hypothesis import given
+from hypothesis import strategies as st
+from safepoint.v1 import coordinator_service_pb2 as pb
+from safepoint.v1 import manifest_pb2
+
+from coordinator import convert, ledger_lines
+from coordinator.feed import Feed
+from coordinator.pause import PauseMeter
+from coordinator.protocol.ledger import Line
+from coordinator.protocol.topology import Participant
+from coordinator.registry import Registry
+from coordinator.wire.errors import Problem, Reason, SafepointError
+from coordinator.wire.ids import IncarnationId, ParticipantId
+from coordinator.wire.terms import CheckpointMode, QuiesceMode, Role, RolloutState
+
+texts = st.text(max_size=30).filter(lambda text: text.isprintable())
+lines = st.builds(
+    Line,
+    rollout_id=st.from_regex(r"[A-Za-z0-9][A-Za-z0-9._:@+=-]{0,20}", fullmatch=True),
+    attempt=st.integers(0, 2**32 - 1),
+    state=st.sampled_from([s for s in RolloutState if s]),
+    reason=texts,
+    participant_id=st.sampled_from(["", "agent-0"]),
+    recorded_calls=st.integers(0, 2**64 - 1),
+    waiting_on=texts,
+    input_sha256=st.sampled_from(["", "a" * 64]),
+)
+
+
+@given(lines)
+def test_a_ledger_line_is_what_protobuf_would_write_and_reads_back(line: Line) -> None:
+    raw = ledger_lines.encode(line)
+    parsed = json_format.Parse(raw.decode(), manifest_pb2.LedgerEntry())
+    assert parsed == ledger_lines.entry(line)
+    assert ledger_lines.decode(raw, "x") == line
+    theirs = json_format.MessageToJson(parsed, preserving_proto_field_name=True, indent=None)
+    assert ledger_lines.decode(theirs.encode(), "x") == line
+    assert json.loads(raw) == json.loads(theirs)
+
+
+@pytest.mark.parametrize(
+    ("raw", "expected"),
+    [
+        (b"", Reason.SNAPSHOT_CORRUPT),
+        (b"[]", Reason.SNAPSHOT_CORRUPT),
+        (b'{"rollout_id":"r","state":"ROLLOUT_STATE_PARKED"', Reason.SNAPSHOT_CORRUPT),
+        (b'{"rollout_id":"r"}', Reason.SNAPSHOT_CORRUPT),
+        (b'{"state":"ROLLOUT_STATE_PARKED"}', Reason.SNAPSHOT_CORRUPT),
+        (b'{"rollout_id":"../r","state":"ROLLOUT_STATE_PARKED"}', Reason.SNAPSHOT_CORRUPT),
+        (b'{"rollout_id":"r","state":"ROLLOUT_STATE_PARKED","attempt":-1}', Reason.SNAPSHOT_CORRUPT),
+        (b'{"rollout_id":"r","state":"ROLLOUT_STATE_PARKED","attempt":true}', Reason.SNAPSHOT_CORRUPT),
+        (b'{"rollout_id":"r","state":"ROLLOUT_STATE_PARKED","attempt":4294967296}', Reason.SNAPSHOT_CORRUPT),
+        (b'{"rollout_id":"r","state":"ROLLOUT_STATE_PARKED","recorded_calls":"1e3"}', Reason.SNAPSHOT_CORRUPT),
+        (b'{"rollout_id":"r","state":"ROLLOUT_STATE_PARKED","reason":7}', Reason.SNAPSHOT_CORRUPT),
+        (b'{"rollout_id":"r","state":"ROLLOUT_STATE_PARKED","participant_id":"../x"}', Reason.SNAPSHOT_CORRUPT),
+        (b'{"rollout_id":"r","state":"ROLLOUT_STATE_FOO"}', Reason.SNAPSHOT_TOO_NEW),
+        (b'{"rollout_id":"r","state":"ROLLOUT_STATE_PARKED","extra":1}', Reason.SNAPSHOT_TOO_NEW),
+    ],
+)
+def test_a_ledger_line_is_read_strictly(raw: bytes, expected: Reason) -> None:
+    with pytest.raises(SafepointError) as caught:
+        ledger_lines.decode(raw, "x")
+    assert caught.value.reason is expected
+
+
+async def test_a_slow_follower_loses_the_oldest_and_is_told() -> None:
+    feed = Feed()
+    with feed.follow(limit=3) as follower, feed.follow("other") as deaf:
+        for n in range(5):
+            feed.publish(pb.OperationEvent(operation_id="save-1", sequence=n))
+        await asyncio.wait_for(follower.wait(), 1)
+        assert follower.resync()
+        assert not follower.resync()
+        assert [follower.take().sequence for _ in range(3)] == [2, 3, 4]  # type: ignore[union-attr]
+        assert follower.take() is None
+        assert deaf.take() is None
+    feed.publish(pb.OperationEvent(operation_id="save-1", sequence=9))
+    assert follower.take() is None
+
+
+def participant(incarnation: str = "i-1", name: str = "agent", address: str = "a:1") -> Participant:
+    return Participant(
+        ParticipantId(name), Role.AGENT, "k", CheckpointMode.EXPORT_RESTORE, IncarnationId(incarnation), address
+    )
+
+
+class Clock:
+    now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def registry() -> tuple[Registry, Clock, list[Problem], list[Participant]]:
+    clock, lost, joined = Clock(), list[Problem](), list[Participant]()
+    made = Registry(clock, silence_s=3.0)
+    made.follow(lambda _, problem: lost.append(problem), joined.append)
+    return made, clock, lost, joined
+
+
+def test_a_dead_shim_is_replaced_and_its_loss_is_told() -> None:
+    made, clock, lost, joined = registry()
+    made.register(participant("i-1"))
+    clock.now = 3.0
+    with pytest.raises(SafepointError) as caught:
+        made.register(participant("i-2"))
+    assert caught.value.reason is Reason.DUPLICATE_PARTICIPANT
+    clock.now = 3.1
+    made.register(participant("i-2"))
+    assert [p.reason for p in lost] == [Reason.INCARNATION_CHANGED]
+    assert [p.incarnation_id for p in joined] == ["i-1", "i-2"]
+    assert [p.incarnation_id for p in made.participants()] == ["i-2"]
+
+
+def test_the_same_process_on_a_new_stream_is_no_loss_and_its_old_stream_ends_quietly() -> None:
+    made, _, lost, _ = registry()
+    old = made.register(participant())
+    new = made.register(participant())
+    assert not old.alive
+    made.leave(old, "its stream ended")
+    assert lost == []
+    assert made.get("agent") is not None
+    made.leave(new, "its stream ended")
+    assert [p.reason for p in lost] == [Reason.UNREACHABLE]
+    assert made.get("agent") is None
+
+
+def test_silence_is_counted_from_the_last_heartbeat_and_forgiven_when_it_was_ours() -> None:
+    made, clock, lost, _ = registry()
+    session = made.register(participant())
+    clock.now = 3.0
+    made.beat(session)
+    clock.now = 6.0
+    made.reap()
+    assert lost == []
+    clock.now = 20.0
+    made.forgive()
+    made.reap()
+    assert lost == []
+    clock.now = 23.1
+    made.reap()
+    assert "silent" in lost[0].message
+
+
+def test_a_static_participant_that_was_restarted_or_is_gone_is_told() -> None:
+    made, _, lost, joined = registry()
+    made.set_static(participant("i-1"))
+    made.set_static(participant("i-1"))
+    made.set_static(participant("i-2"))
+    made.forget_static("a:1")
+    assert [p.reason for p in lost] == [Reason.INCARNATION_CHANGED, Reason.UNREACHABLE]
+    assert [p.incarnation_id for p in joined] == ["i-1", "i-2"]
+    made.set_static(participant("i-3"))
+    with pytest.raises(SafepointError):
+        made.set_static(participant("i-3", address="b:1"))
+
+
+def test_the_pause_is_first_closed_to_last_open_with_each_closing_as_its_gate_measured_it() -> None:
+    meter = PauseMeter()
+    assert meter.seconds() == 0
+    a, b = ParticipantId("a"), ParticipantId("b")
+    meter.closed(a, 10.0)
+    meter.closed(b, 10.5)
+    meter.closed(a, 11.0)
+    meter.opened(b, 13.0, 1.0)
+    assert meter.seconds() == pytest.approx(1.5)
+    meter.opened(a, 14.0, 2.5)
+    assert meter.seconds() == pytest.approx(2.5)
+    meter.opened(a, 99.0, 50.0)
+    assert meter.seconds() == pytest.approx(2.5)
+
+
+def test_a_participant_survives_the_wire() -> None:
+    found = Participant(
+        ParticipantId("m"), Role.POLICY_MODEL, "gym.model", CheckpointMode.STATELESS, IncarnationId("i"), "x:1",
+        quiesce_modes=(QuiesceMode.DRAIN,), configured_workers=3, state_schema="s", checkpoint_mode_reason="r",
+        depends_on=("a",), upstream_endpoints=("http://x",), config_digest="d", features=("f",), shim_version="1",
+    )  # fmt: skip
+    assert convert.participant(convert.capabilities(found), found.incarnation_id, found.address) == found
+
+
+def test_enum_values_of_a_newer_version_become_unspecified() -> None:
+    assert convert.enum(QuiesceMode, 99) is QuiesceMode.UNSPECIFIED

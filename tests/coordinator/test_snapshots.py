@@ -1,0 +1,319 @@
+"""Snapshots on the disk: nothing that is damaged, foreign, newer or hostile is ever taken for one."""
+
+from __future__ import annotations
+
+import errno
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from safepoint.v1 import capabilities_pb2, manifest_pb2
+
+from coordinator import ledger_lines
+from coordinator.protocol.ledger import Line
+from coordinator.protocol.operation import Operation
+from coordinator.protocol.proofs import Committed
+from coordinator.protocol.topology import Participant, Topology
+from coordinator.publication import Cut, Publisher
+from coordinator.snapshots import SnapshotStore
+from coordinator.wire.beneath import Directory
+from coordinator.wire.errors import Reason, SafepointError
+from coordinator.wire.ids import IncarnationId, OperationId, ParticipantId, SnapshotId
+from coordinator.wire.manifest_file import write_participant_manifest
+from coordinator.wire.terms import CheckpointMode, OperationKind, Role, RolloutState
+
+AGENT = ParticipantId("agent")
+JUDGE = ParticipantId("judge")
+REFUSALS = {
+    Reason.SNAPSHOT_NOT_FOUND,
+    Reason.SNAPSHOT_CORRUPT,
+    Reason.SNAPSHOT_TOO_NEW,
+    Reason.SNAPSHOT_FOREIGN,
+    Reason.SNAPSHOT_UNSAFE,
+    Reason.LIMIT_EXCEEDED,
+}
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> SnapshotStore:
+    return SnapshotStore(tmp_path / "root", "job-1")
+
+
+def make(store: SnapshotStore, name: str, publisher: Publisher | None = None) -> manifest_pb2.SnapshotManifest:
+    """A snapshot of one agent with two rollouts, made by the code that makes real ones."""
+    snapshot_id = SnapshotId(name)
+    operation = Operation(OperationKind.SAVE, OperationId(f"save-{name}"), snapshot_id)
+    store.begin(snapshot_id)
+    agent = capabilities_pb2.Capabilities(participant_id=AGENT, role=capabilities_pb2.ROLE_AGENT)
+    with store.open(name) as directory, directory.make_child(AGENT) as mine:
+        state = mine.write_new("state.bin", b"state" * 10)
+        lines = [Line(f"r-{n}", 0, RolloutState.PARKED, recorded_calls=n) for n in range(2)]
+        ledger = mine.write_new("ledger.jsonl", map(ledger_lines.encode, lines))
+        written = write_participant_manifest(
+            mine,
+            manifest_pb2.ParticipantManifest(
+                format_version=1, operation_id=operation.operation_id, snapshot_id=name, incarnation_id="i-1",
+                capabilities=agent, ledger_file="ledger.jsonl",
+                files=[
+                    manifest_pb2.FileEntry(path="ledger.jsonl", size_bytes=ledger.size_bytes, sha256=ledger.sha256),
+                    manifest_pb2.FileEntry(path="state.bin", size_bytes=state.size_bytes, sha256=state.sha256),
+                ],
+            ),
+        )  # fmt: skip
+    proof = Committed(
+        operation.operation_id, snapshot_id, AGENT, IncarnationId("i-1"), written.sha256,
+        size_bytes=state.size_bytes + ledger.size_bytes, ledger_file="ledger.jsonl",
+    )  # fmt: skip
+    topology = Topology(
+        (
+            Participant(AGENT, Role.AGENT, "gym.agent", CheckpointMode.EXPORT_RESTORE, IncarnationId("i-1"), "a:1"),
+            Participant(
+                JUDGE, Role.AUXILIARY_MODEL, "gym.model", CheckpointMode.STATELESS, IncarnationId("i-2"), "b:1"
+            ),
+        )
+    )
+    cut = Cut(operation, topology, {AGENT: proof}, {"step": "7"})
+    return (publisher or Publisher(store, epoch=1)).publish(cut, lambda: None).manifest
+
+
+def refused(call: object, *arguments: object) -> SafepointError:
+    with pytest.raises(SafepointError) as caught:
+        call(*arguments)  # type: ignore[operator]
+    return caught.value
+
+
+def contents(root: Path) -> dict[str, bytes]:
+    return {
+        str(p.relative_to(root)): p.read_bytes() for p in sorted(root.rglob("*")) if p.is_file() and not p.is_symlink()
+    }
+
+
+def test_a_snapshot_verifies_and_its_ledger_reads_back(store: SnapshotStore) -> None:
+    manifest = make(store, "step-1")
+    verified = store.verify("step-1")
+    assert verified.manifest == manifest
+    assert verified.files == 4
+    assert verified.unlisted == ()
+    assert [r.participant_id for r in manifest.participants] == [AGENT, JUDGE]
+    assert manifest.participants[1].manifest_sha256 == ""
+    lines = [ledger_lines.decode(raw, "x") for raw in store.ledger("step-1")]
+    assert [(line.rollout_id, line.participant_id) for line in lines] == [("r-0", AGENT), ("r-1", AGENT)]
+    assert manifest.totals.parked == 2
+    assert store.published_by(SnapshotId("step-1"), "save-step-1") == manifest
+    assert store.published_by(SnapshotId("step-1"), "another") is None
+
+
+def test_newest_first_and_what_is_no_snapshot_is_listed_with_why(store: SnapshotStore, tmp_path: Path) -> None:
+    clock = iter([1000, 999, 998])  # a wall clock that runs backwards
+    publisher = Publisher(store, 1, lambda: next(clock))
+    for n in range(3):
+        make(store, f"step-{n}", publisher)
+    folder = tmp_path / "root" / "snapshots"
+    (folder / "step-1" / "agent" / "manifest.json").unlink()
+    store.begin(SnapshotId("unfinished"))
+    (folder / "a file").write_text("?")
+    listing = store.list()
+    assert [m.snapshot_id for m in listing.snapshots] == ["step-2", "step-0"]
+    assert set(listing.invalid) == {"step-1", "unfinished", "a file"}
+    assert "agent" in listing.invalid["step-1"]
+
+
+def test_a_directory_is_reserved_once(store: SnapshotStore) -> None:
+    store.begin(SnapshotId("step-1"))
+    assert refused(store.begin, SnapshotId("step-1")).reason is Reason.SNAPSHOT_EXISTS
+
+
+def test_the_root_of_another_job_is_refused(store: SnapshotStore, tmp_path: Path) -> None:
+    make(store, "step-1")
+    before = contents(tmp_path)
+    assert refused(SnapshotStore, tmp_path / "root", "job-2").reason is Reason.SNAPSHOT_FOREIGN
+    (tmp_path / "root" / "owner.json").write_text("no json")
+    assert refused(SnapshotStore, tmp_path / "root", "job-1").reason is Reason.SNAPSHOT_FOREIGN
+    (tmp_path / "root" / "owner.json").write_bytes(before["root/owner.json"])
+    assert contents(tmp_path) == before
+
+
+def test_a_snapshot_of_another_job_or_name_is_refused(store: SnapshotStore, tmp_path: Path) -> None:
+    other = SnapshotStore(tmp_path / "other", "job-2")
+    make(other, "step-1")
+    snapshots = tmp_path / "root" / "snapshots"
+    shutil.copytree(tmp_path / "other" / "snapshots" / "step-1", snapshots / "step-1")
+    assert refused(store.load, "step-1").reason is Reason.SNAPSHOT_FOREIGN
+    make(store, "step-2")
+    shutil.copytree(snapshots / "step-2", snapshots / "step-3")
+    assert refused(store.load, "step-3").reason is Reason.SNAPSHOT_FOREIGN
+
+
+def test_a_part_of_another_snapshot_is_refused(store: SnapshotStore, tmp_path: Path) -> None:
+    make(store, "step-1")
+    make(store, "step-2")
+    snapshots = tmp_path / "root" / "snapshots"
+    shutil.rmtree(snapshots / "step-2" / "agent")
+    shutil.copytree(snapshots / "step-1" / "agent", snapshots / "step-2" / "agent")
+    error = refused(store.verify, "step-2")
+    assert error.reason is Reason.SNAPSHOT_CORRUPT
+    assert error.problem.participant_id == AGENT
+
+
+@pytest.mark.parametrize("what", ["snapshot", "participant", "file", "ledger", "manifest"])
+def test_links_are_refused_and_nothing_changes(store: SnapshotStore, tmp_path: Path, what: str) -> None:
+    make(store, "step-1")
+    outside = tmp_path / "outside"
+    folder = tmp_path / "root" / "snapshots" / "step-1"
+    victim = {
+        "snapshot": folder,
+        "participant": folder / "agent",
+        "file": folder / "agent" / "state.bin",
+        "ledger": folder / "ledger.jsonl",
+        "manifest": folder / "manifest.json",
+    }[what]
+    shutil.move(victim, outside)
+    victim.symlink_to(outside)
+    before = contents(tmp_path)
+    assert refused(store.verify, "step-1").reason is Reason.SNAPSHOT_UNSAFE
+    store.list()
+    store.prune(1, (), dry_run=False)
+    assert contents(tmp_path) == before
+    assert victim.is_symlink()
+
+
+def test_unlisted_files_are_reported_and_ignored(store: SnapshotStore, tmp_path: Path) -> None:
+    make(store, "step-1")
+    folder = tmp_path / "root" / "snapshots" / "step-1"
+    (folder / "agent" / "extra").write_text("?")
+    (folder / "extra").symlink_to("/etc/passwd")
+    assert store.verify("step-1").unlisted == ("agent/extra", "extra")
+
+
+def test_prune_keeps_the_newest_and_what_is_in_use_and_takes_leavings(store: SnapshotStore, tmp_path: Path) -> None:
+    publisher = Publisher(store, 1)
+    for n in range(4):
+        make(store, f"step-{n}", publisher)
+    store.begin(SnapshotId("failed"))
+    store.begin(SnapshotId("being-saved"))
+    folder = tmp_path / "root" / "snapshots"
+    damaged = folder / "step-1" / "manifest.json"
+    damaged.write_bytes(damaged.read_bytes()[:-1])
+    in_use = ("step-0", "being-saved")
+    dry = store.prune(1, in_use, dry_run=True)
+    assert dry.deleted == ("step-2", "failed")
+    assert dry.size_bytes > 0
+    assert len(list(folder.iterdir())) == 6
+    assert store.prune(1, in_use, dry_run=False) == dry
+    assert sorted(p.name for p in folder.iterdir()) == ["being-saved", "step-0", "step-1", "step-3"]
+    assert refused(store.prune, 0, (), False).reason is Reason.INVALID_ARGUMENT
+
+
+def test_a_deletion_that_was_interrupted_leaves_no_snapshot_and_is_finished(
+    store: SnapshotStore, tmp_path: Path
+) -> None:
+    make(store, "step-1")
+    folder = tmp_path / "root" / "snapshots"
+    (folder / "step-1").rename(folder / ".gone-step-1-abcd")
+    assert store.list().snapshots == ()
+    assert store.list().invalid == {}
+    store.prune(1, (), dry_run=False)
+    assert list(folder.iterdir()) == []
+
+
+def test_a_published_snapshot_is_never_discarded(store: SnapshotStore, tmp_path: Path) -> None:
+    make(store, "step-1")
+    assert refused(store.discard, SnapshotId("step-1")).reason is Reason.SNAPSHOT_IN_USE
+    store.begin(SnapshotId("step-2"))
+    store.discard(SnapshotId("step-2"))
+    store.discard(SnapshotId("step-2"))
+    assert [p.name for p in (tmp_path / "root" / "snapshots").iterdir()] == ["step-1"]
+
+
+@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EDQUOT, errno.EIO])
+@pytest.mark.parametrize("call", ["write", "fsync", "link"])
+def test_a_failing_disk_publishes_nothing(
+    store: SnapshotStore, monkeypatch: pytest.MonkeyPatch, code: int, call: str
+) -> None:
+    make(store, "step-0")
+
+    def broken(*_: object, **__: object) -> None:
+        raise OSError(code, os.strerror(code))
+
+    if call == "write":
+        monkeypatch.setattr(Directory, "_write", broken)
+    else:
+        monkeypatch.setattr(os, call, broken)
+    with store.open("step-0") as directory:
+        error = refused(directory.write_new, "new", b"x")
+    assert error.reason is (Reason.STORAGE_FAILED if code == errno.EIO else Reason.STORAGE_FULL)
+    monkeypatch.undo()
+    with store.open("step-0") as directory:
+        assert [name for name in directory.names() if "new" in name] == []
+    store.verify("step-0")
+
+
+def test_publishing_is_forbidden_right_before_the_link(store: SnapshotStore, tmp_path: Path) -> None:
+    manifest = make(store, "step-1")
+    store.begin(SnapshotId("step-2"))
+    manifest.snapshot_id = "step-2"
+
+    def late() -> None:
+        raise SafepointError(refused(store.load, "nothing").problem)
+
+    refused(store.publish, manifest, late)
+    assert list((tmp_path / "root" / "snapshots" / "step-2").iterdir()) == []
+
+
+@pytest.fixture(scope="module")
+def pristine(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("pristine") / "root"
+    make(SnapshotStore(root, "job-1"), "step-1")
+    return root
+
+
+@settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(data=st.data())
+def test_any_damage_is_refused_with_a_reason_and_without_a_change(
+    pristine: Path, tmp_path: Path, data: st.DataObject
+) -> None:
+    """Truncated, edited, removed, swapped, linked, devices: one random damage, and it is never restored."""
+    root = tmp_path / "copy"
+    shutil.rmtree(root, ignore_errors=True)
+    shutil.copytree(pristine, root)
+    folder = root / "snapshots" / "step-1"
+    files = sorted(p for p in folder.rglob("*") if p.is_file())
+    victim = data.draw(st.sampled_from(files))
+    raw = victim.read_bytes()
+    damage = data.draw(
+        st.sampled_from(
+            ["truncate", "flip", "insert", "remove", "empty", "swap", "link", "hardlink", "fifo", "directory"]
+        )
+    )
+    at = data.draw(st.integers(0, len(raw) - 1))
+    if damage == "truncate":
+        victim.write_bytes(raw[:at])
+    elif damage == "flip":
+        victim.write_bytes(raw[:at] + bytes([raw[at] ^ data.draw(st.integers(1, 255))]) + raw[at + 1 :])
+    elif damage == "insert":
+        victim.write_bytes(raw[:at] + data.draw(st.binary(min_size=1, max_size=20)) + raw[at:])
+    elif damage == "swap":
+        other = data.draw(st.sampled_from([f for f in files if f.read_bytes() != raw]))
+        victim.write_bytes(other.read_bytes())
+    elif damage == "hardlink":
+        os.link(victim, tmp_path / f"second-{os.urandom(4).hex()}")
+    else:
+        victim.unlink()
+        if damage == "empty":
+            victim.touch()
+        elif damage == "link":
+            victim.symlink_to("/etc/passwd")
+        elif damage == "fifo":
+            os.mkfifo(victim)
+        elif damage == "directory":
+            victim.mkdir()
+    before = contents(root)
+    damaged = SnapshotStore(root, "job-1")
+    assert refused(damaged.verify, "step-1").reason in REFUSALS
+    assert damaged.published_by(SnapshotId("step-1"), "save-step-1") is None or victim != folder / "manifest.json"
+    damaged.list()
+    damaged.prune(1, (), dry_run=True)
+    assert contents(root) == before
