@@ -7,8 +7,12 @@ network          a small recurrent network with random weights; torch is importe
 policy           the network behind an OpenAI chat endpoint, with a log of every generation
 rows       PURE  the tasks that the trainer dispatches
 fleet            starts and kills the servers: policy, NeMo Gym's, and what Safepoint puts beside them
+hosts            the coordinator as an actor on a Ray of the demo's own
+world            all that one run needs, killed and started again
 drive            the trainer's side: dispatches rollouts, collects results, survives the crash
-compare    PURE  what must be equal between two runs, and what was repeated
+compare    PURE  what must be equal between two runs
+evidence         what the snapshot's files and the policy's log say
+figures    PURE  what was kept, lost and repeated
 story            the demo itself
 
 Nothing here is needed by a user of Safepoint; everything here uses only what a user has.

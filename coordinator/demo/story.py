@@ -6,7 +6,7 @@ they go on for a while, then every process gets SIGKILL, the coordinator and the
 the snapshot on other ports, a trainer that has forgotten everything dispatches the ledger, and the rollouts finish.
 Then the two are compared.
 
-The rule it keeps: every figure is measured, by `evidence` and `compare`, from results, from the policy's logs and from
+The rule it keeps: every figure is measured, by `evidence`, `figures` and `compare`, from results, from the policy's logs and from
 the snapshot's files. The last line printed is the figures as JSON, and the same goes to build/demo.json.
 """
 
@@ -32,6 +32,7 @@ from coordinator.client_results import SaveResult
 from coordinator.demo.compare import Outcome, differences, final_states
 from coordinator.demo.drive import Trainer
 from coordinator.demo.evidence import conversations_of, read_log, recorded_calls
+from coordinator.demo.figures import Figures, Records, measure
 from coordinator.demo.hosts import RayHost
 from coordinator.demo.rows import READER, Task, make_tasks
 from coordinator.demo.world import World
@@ -42,35 +43,6 @@ TOKEN_MS: Final = 20.0
 # A generation takes up to 2 s and a rollout 8 of them; beyond this something hangs.
 FINISH_S: Final = 120.0
 SNAPSHOT: Final = "demo-1"
-
-
-@dataclass(frozen=True, slots=True)
-class Figures:
-    """What the demo measured; the JSON line in this order.
-
-    `in_flight_at_cut`: rollouts of the ledger without a result. `kept`: of those, the ones that continued; `restarted`:
-    the ones that began again from their input. `lost`: rollouts without a result at the end. `finished_redone`: rollouts
-    finished at the cut of which any model call was made again. `model_calls_repeated`: calls whose answer is in the
-    snapshot and that were generated again. `calls_after_cut`: calls that ended between the cut and the kill, and were
-    naturally made again. `pause_s`: as measured at the gates.
-    """
-
-    rollouts: int
-    in_flight_at_cut: int
-    kept: int
-    restarted: int
-    lost: int
-    finished_redone: int
-    model_calls_repeated: int
-    calls_after_cut: int
-    pause_s: float
-    snapshot_bytes: int
-    equal_to_uninterrupted: bool
-
-    @property
-    def good(self) -> bool:
-        """Whether the promise was kept."""
-        return self.equal_to_uninterrupted and not (self.lost or self.finished_redone or self.model_calls_repeated)
 
 
 @dataclass(frozen=True, slots=True)
@@ -187,26 +159,20 @@ class Story:
         trainer.raise_failures()
 
     def _measure(self, done: Interrupted, equal: bool) -> Figures:
-        seed, world, totals = self._seed, self._rough, done.save.totals
-        recorded = recorded_calls(world.root, SNAPSHOT, seed)
-        before, after = read_log(world.policy_log(1)), read_log(world.policy_log(2))
-        in_flight = totals.all - totals.completed
-        return Figures(
-            rollouts=len(self._tasks),
-            in_flight_at_cut=in_flight,
-            kept=in_flight - len(done.restarted),
-            restarted=len(done.restarted),
-            lost=sum(task.rollout_id not in done.outcome.results for task in self._tasks),
-            finished_redone=sum(
-                any(digest in after.begun for digest in conversations_of(done.outcome.results.get(rollout_id), seed))
-                for rollout_id in done.finished
-            ),
-            model_calls_repeated=sum(count for digest, count in after.begun.items() if digest in recorded),
-            calls_after_cut=sum(1 for digest in before.finished if digest not in recorded and digest in after.begun),
-            pause_s=round(done.save.pause_s, 3),
-            snapshot_bytes=done.save.size_bytes,
-            equal_to_uninterrupted=equal,
+        world, totals = self._rough, done.save.totals
+        records = Records(
+            rollouts=[task.rollout_id for task in self._tasks],
+            in_flight=totals.all - totals.completed,
+            restarted=done.restarted,
+            finished=done.finished,
+            recorded=recorded_calls(world.root, SNAPSHOT, self._seed),
+            conversations={
+                rollout_id: conversations_of(result, self._seed) for rollout_id, result in done.outcome.results.items()
+            },
+            before_kill=read_log(world.policy_log(1)),
+            after_kill=read_log(world.policy_log(2)),
         )
+        return measure(records, done.save.pause_s, done.save.size_bytes, equal)
 
     def _show(self, figures: Figures, found: Sequence[str]) -> None:
         table = Table(show_header=False, box=None, padding=(0, 1, 0, 3))
