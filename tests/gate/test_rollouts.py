@@ -28,12 +28,12 @@ async def world(tmp_path: Path) -> AsyncIterator[World]:
 
 
 def close_all(world: World) -> None:
-    for name in ("model", "agent", "counter"):
+    for name in ("model", "agent", "helper", "counter"):
         world.nodes[name].gate.close("op", HOLD, 60)
 
 
 def open_all(world: World) -> None:
-    for name in ("counter", "model", "agent"):
+    for name in ("counter", "model", "helper", "agent"):
         world.nodes[name].gate.open()
 
 
@@ -527,3 +527,52 @@ async def test_a_full_disk_costs_the_rollout_its_place_in_the_cut_and_never_a_re
     world.let_model_go()
     open_all(world)
     assert (await running).status == 200
+
+
+async def test_an_agent_that_calls_in_parallel_repeats_nothing(world: World, tmp_path: Path) -> None:
+    world.agent.routes["/run"] = world.run_in_parallel
+    world.hold_model_at = 1
+    running = asyncio.create_task(world.run(ROW))
+    await until(lambda: world.model.served.count("/v1/responses") == 6)  # the second call of each line
+    close_all(world)
+    new = world.restarted(tmp_path / "second")
+    running.cancel()
+    new.agent.routes["/run"] = new.run_in_parallel
+    assert (await new.run(ROW)).json() == {"said": [[3, 4, 5]] * 3}
+    assert len(world.model_calls) == 3
+    assert len(new.model_calls) == 6
+    assert new.agent.gate.outbound.replayed == 3
+    assert new.agent.gate.status()["diverged"] == 0
+    new.close()
+    await asyncio.gather(running, return_exceptions=True)
+
+
+async def test_calls_of_another_agent_on_behalf_of_a_rollout_are_replayed_too(world: World, tmp_path: Path) -> None:
+    world.agent.routes["/run"] = world.run_with_helper
+    running = await cut_at_model(world, 2)
+    out = tmp_path / "look"
+    out.mkdir()
+    assert calllog_files.export(world.nodes["helper"].log, out).ledger == ()  # the rollout is the other agent's
+    new = world.restarted(tmp_path / "second")
+    running.cancel()
+    new.agent.routes["/run"] = new.run_with_helper
+    assert (await new.run(ROW)).json() == {"said": [3, 4, 5]}
+    assert len(new.model_calls) == 1
+    assert new.nodes["helper"].gate.outbound.replayed == 2
+    new.close()
+    await asyncio.gather(running, return_exceptions=True)
+
+
+async def test_another_agent_that_diverges_restarts_the_whole_rollout(world: World, tmp_path: Path) -> None:
+    world.agent.routes["/run"] = world.run_with_helper
+    world.chance = itertools.count(1)
+    running = await cut_at_model(world, 2)
+    new = world.restarted(tmp_path / "second")
+    running.cancel()
+    new.chance = itertools.count(100)
+    new.agent.routes["/run"] = new.run_with_helper
+    assert (await new.run(ROW)).json() == {"said": [3, 4, 5]}
+    assert len(new.model_calls) == 3
+    assert new.agent.gate.status()["diverged"] == 1
+    new.close()
+    await asyncio.gather(running, return_exceptions=True)

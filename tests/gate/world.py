@@ -157,6 +157,7 @@ class World:
             "agent": Node(self, "agent", "gym.agent", "agent", directory),
             "counter": Node(self, "counter", "gym.resources", "resources", directory),
             "model": Node(self, "model", "gym.model", "policy_model", directory),
+            "helper": Node(self, "helper", "gym.agent", "agent", directory),
         }
         self.counters: dict[str, int] = {}
         self.chance: itertools.count[int] | None = None
@@ -169,6 +170,7 @@ class World:
         self._sessions = itertools.count()
         self.incarnation = "a"
         self.agent.routes = {"/run": self._run, "/v1/responses": self._loop}
+        self.nodes["helper"].routes = {"/v1/responses": self._help}
         self.counter.routes = {"/seed": self._seed, "/add": self._add, "/verify": self._verify}
         self.model.routes = {"/v1/responses": self._generate, "/stream": self._stream}
 
@@ -239,6 +241,33 @@ class World:
             cookies = added.cookies
             said.append([step["n"], await added.json()])
         return 200, {"said": said}, [("set-cookie", f"s={cookies['s'].value}; path=/")]
+
+    async def run_with_helper(self, scope: Any, row: Any, headers: dict[str, str]) -> Any:
+        """An agent that leaves the work to another agent."""
+        helped = await self.agent.post("helper", "/v1/responses", {"input": row["input"]})
+        return helped.status, await helped.json(), []
+
+    async def _help(self, scope: Any, body: Any, headers: dict[str, str]) -> Any:
+        said: list[Any] = []
+        for turn in range(self.turns):
+            ask = {"input": body["input"], "said": said, "turn": turn}
+            if self.chance is not None:
+                ask["chance"] = next(self.chance)
+            answer = await self.nodes["helper"].post("model", "/v1/responses", ask)
+            said.append((await answer.json())["n"])
+        return 200, {"said": said}, []
+
+    async def run_in_parallel(self, scope: Any, row: Any, headers: dict[str, str]) -> Any:
+        """An agent that follows three lines of thought at once."""
+
+        async def think(line: int) -> list[int]:
+            said: list[int] = []
+            for turn in range(self.turns):
+                ask = {"input": row["input"], "line": line, "said": said, "turn": turn}
+                said.append((await (await self.agent.post("model", "/v1/responses", ask)).json())["n"])
+            return said
+
+        return 200, {"said": await asyncio.gather(*(think(line) for line in range(3)))}, []
 
     async def _seed(self, scope: Any, body: Any, headers: dict[str, str]) -> Any:
         session = f"{self.incarnation}{next(self._sessions)}"
