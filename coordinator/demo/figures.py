@@ -37,9 +37,8 @@ class Figures:
 
     @property
     def good(self) -> bool:
-        """Whether the promise was kept."""
-        done_badly = self.lost or self.restarted or self.finished_redone or self.model_calls_repeated
-        return self.equal_to_uninterrupted and not done_badly
+        """Whether the promise was kept. A rollout that the cut excluded and that restarted breaks none: it costs time."""
+        return self.equal_to_uninterrupted and not (self.lost or self.finished_redone or self.model_calls_repeated)
 
 
 @dataclass(frozen=True, slots=True)

@@ -44,7 +44,6 @@ def test_a_run_that_kept_the_promise_is_good_and_calls_after_the_cut_are_counted
         ({"after_kill": Generations({"h1": 2, "h2": 1, "n1": 1}, {})}, "model_calls_repeated", 2),
         ({"after_kill": Generations({"d1": 1, "h2": 1, "n1": 1}, {})}, "finished_redone", 1),
         ({"conversations": {"done": {"d1"}, "half": {"h1", "h2"}}}, "lost", 1),
-        ({"restarted": frozenset({"half"})}, "restarted", 1),
         ({"equal": False}, "equal_to_uninterrupted", False),
     ],
 )
@@ -53,6 +52,11 @@ def test_each_broken_promise_shows_in_its_figure_and_spoils_the_verdict(
 ) -> None:
     assert getattr(figures(**changes), name) == value
     assert not figures(**changes).good
+
+
+def test_a_rollout_that_the_cut_excluded_is_counted_as_restarted_and_not_as_kept() -> None:
+    restarted = figures(restarted=frozenset({"half"}))
+    assert (restarted.kept, restarted.restarted, restarted.good) == (1, 1, True)
 
 
 def test_recorded_calls_are_found_in_any_json_lines_file_of_a_snapshot(tmp_path: Path) -> None:
