@@ -94,7 +94,8 @@ class Operations:
         drive = Drive(operation, Transaction(limits), identity, self, self.feed.publish)
         drive.answers.ask(START, identity.digest)
         self.active = drive
-        deadline = self.clock() + min(budget_s - limits.reserve_s, self._longest(operation))
+        # A little more than the reserve: the end of a hung opening must still reach the caller.
+        deadline = self.clock() + min(budget_s - 1.1 * limits.reserve_s, self._longest(operation))
         drive.checking = asyncio.create_task(self._check_and_start(drive, deadline))
         return drive
 

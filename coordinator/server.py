@@ -71,6 +71,7 @@ class Coordinator:
     _healthy: Any
     _tasks: list[asyncio.Task[None]] = field(default_factory=list[asyncio.Task[None]])
     _lock: int = -1
+    _stopped: bool = False
 
     def announcement(self) -> str:
         """One line of JSON: address, epoch and nonce."""
@@ -78,6 +79,8 @@ class Coordinator:
 
     async def stop(self) -> None:
         """Stop in good order: what is not published is aborted, everybody connected is told. Twice is harmless."""
+        if self._stopped:
+            return
         await self._healthy.set("", _health_pb2.HealthCheckResponse.NOT_SERVING)
         active = self.operations.active
         if active is not None and (not active.started or active.transaction.stage in BEFORE_PUBLISH):
@@ -86,7 +89,10 @@ class Coordinator:
         await self.kill()
 
     async def kill(self) -> None:
-        """Stop as a crash would, but for the handles: nobody is told anything."""
+        """Stop as a crash would, but for the handles: nobody is told anything. Twice is harmless."""
+        if self._stopped:
+            return
+        self._stopped = True
         for task in self._tasks:
             task.cancel()
         await self.operations.stop_drives()
