@@ -146,24 +146,16 @@ async def test_the_agent_stops_before_its_next_call(world: World) -> None:
 
 
 async def test_a_call_of_the_agent_to_itself_is_never_parked(world: World) -> None:
-    seed = asyncio.Event()
-    original = world.counter.routes["/seed"]
+    def on_send(server: str, path: str) -> None:
+        if server == "agent":  # it has left, and meets doors that close while it is on its way
+            world.agent.gate.close("op", HOLD, 60)
 
-    async def slow_seed(*args: Any) -> Any:
-        await seed.wait()
-        return await original(*args)
-
-    world.counter.routes["/seed"] = slow_seed
+    world.on_send = on_send
     running = asyncio.create_task(world.run(ROW))
-    await until(lambda: world.counter.gate.doors.counts().in_flight == 1)
-    # The agent's self-call leaves in the step in which it is opened, and meets doors that have closed again.
-    seed.set()
-    world.agent.gate.close("one", HOLD, 60)
     await until(lambda: world.agent.gate.doors.counts().parked == 1)
-    world.agent.gate.open()
-    await until(lambda: "/v1/responses" in world.agent.served or world.agent.gate.doors.counts().in_flight == 2)
-    world.agent.gate.close("two", HOLD, 60)
-    await until(lambda: "/v1/responses" in world.agent.served)
+    assert world.agent.served == ["/run", "/v1/responses"]
+    assert world.agent.gate.status()["rollouts"][0]["waiting_on"] == "model POST /v1/responses"
+    world.on_send = None
     world.agent.gate.open()
     assert (await running).json() == EXPECTED
 
@@ -224,13 +216,14 @@ async def test_a_second_restart_continues_from_what_the_first_one_added(world: W
     first = await cut_at_model(world, 1)
     new = world.restarted(tmp_path / "second")
     first.cancel()
-    second = await cut_at_model(new, 1)  # replayed up to the second model call, which is live
+    second = await cut_at_model(new, 2)  # replayed up to the second model call; that one and what follows is live
     new.let_model_go()
     await until(lambda: new.model.gate.doors.counts().held == 1)
     third = new.restarted(tmp_path / "third")
     second.cancel()
     assert (await third.run(ROW)).json() == EXPECTED
-    assert (len(world.model_calls), len(new.model_calls), len(third.model_calls)) == (1, 1, 1)
+    assert (len(world.model_calls), len(new.model_calls), len(third.model_calls)) == (1, 2, 0)
+    assert third.agent.gate.status()["diverged"] == 0
     assert third.agent.log.attempt_of("r-1") == 2
     for w in (new, third):
         w.close()

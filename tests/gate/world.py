@@ -167,6 +167,7 @@ class World:
         self.held_model = False
         self._model = asyncio.Event()
         self.lose: set[str] = set()  # paths whose next response is lost on the way
+        self.on_send: Callable[[str, str], None] | None = None
         self._sessions = itertools.count()
         self.incarnation = "a"
         self.agent.routes = {"/run": self._run, "/v1/responses": self._loop}
@@ -202,6 +203,8 @@ class World:
             pairs = [f"{k}={getattr(v, 'value', v)}" for k, v in cookies.items()]
             headers.append(("cookie", "; ".join(pairs)))
         body = json.dumps(kwargs["json"]).encode() if kwargs.get("json") is not None else b""
+        if self.on_send is not None:
+            self.on_send(server, path)
         while True:
             client = await Client().send_request(self.nodes[server].app, method, path, body, headers)
             if path in self.lose:  # the client retries, as Gym's does, with the same headers
