@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import shutil
 import signal
+import tempfile
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -27,9 +29,16 @@ pytestmark = [pytest.mark.ray, pytest.mark.slow]
 def ray_cluster() -> Iterator[Any]:
     os.environ["RAY_AUTH_MODE"] = os.environ.get("RAY_AUTH_MODE", "disabled")
     ray = pytest.importorskip("ray")
-    ray.init(address="local", num_cpus=2, include_dashboard=False, log_to_driver=False, configure_logging=False)
-    yield ray
-    ray.shutdown()
+    folder = tempfile.mkdtemp(prefix="sp-ray-")  # short: Ray's sockets lie deep below it
+    try:
+        ray.init(
+            address="local", num_cpus=2, include_dashboard=False, log_to_driver=False, configure_logging=False,
+            _temp_dir=folder,
+        )  # fmt: skip
+        yield ray
+        ray.shutdown()
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def status(address: str) -> Any:
