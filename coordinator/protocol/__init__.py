@@ -6,6 +6,7 @@ operation    what an operation is asked to do; stages, outcomes, limits
 proofs       what each reply must show
 events       what goes in and what comes out
 transaction  events in, ordered effects out; its parts:
+  course     its stages, from the first phase until everybody is open again
   phase_run  the waves of one phase          opening   telling everybody to open
   proving    whether a reply is a proof      legality  which call of the trainer is legal when
   calls      which calls run, which count    sentences who is waited for and why

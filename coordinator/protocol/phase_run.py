@@ -44,6 +44,10 @@ class Evidence:
     lease_until: dict[ParticipantId, float] = field(default_factory=lambda: dict[ParticipantId, float]())
     progress: dict[ParticipantId, Progress] = field(default_factory=lambda: dict[ParticipantId, Progress]())
 
+    def holds_until(self) -> float:
+        """Until when every confirmed freeze is known to hold."""
+        return min(self.lease_until.values(), default=0.0)
+
 
 class PhaseRun:
     """The waves of one phase. Adds to `evidence`, and clears its progress, which is of one phase only."""
