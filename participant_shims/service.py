@@ -41,6 +41,7 @@ MAX_ATTEMPTS: Final = 1024
 GRACE_SHARE: Final = 0.9
 WATCH_EVERY_S: Final = 1.0
 WATCH_AT_MOST_EVERY_S: Final = 0.05
+MAX_WATCHERS: Final = 64  # each asks the gates for a status at each change; the calls of the owner must get through
 WATCH_INTERVALS: Final = (0.1, 60.0)
 
 
@@ -59,6 +60,7 @@ class ParticipantService(participant_service_pb2_grpc.ParticipantServicer):
         self.exports = Exports(root, participant_id)
         self._fence = self.operations.fence
         self._snapshots: dict[str, str] = {}  # operation -> the snapshot it writes, to be discarded if it is aborted
+        self._watchers = 0
         self.operations.on_abandoned = self._discard
 
     async def start(self) -> None:
@@ -308,16 +310,25 @@ class ParticipantService(participant_service_pb2_grpc.ParticipantServicer):
         time_budget(context)
         low, high = WATCH_INTERVALS
         interval = min(high, max(low, messages.seconds(request.interval) or WATCH_EVERY_S))
+        if self._watchers >= MAX_WATCHERS:
+            raise refuse(
+                Reason.LIMIT_EXCEEDED, f"{MAX_WATCHERS} calls watch this participant already.",
+                metadata={"limit": "watchers"},
+            )  # fmt: skip
         changed = self.operations.changed
-        # Nothing is queued: a slow reader stops this generator at its `yield`, and the next status is the newest.
-        while True:
-            seen = changed.beats
-            yield pb.WatchStatusEvent(status=await self._status(request.max_rollouts))
-            await asyncio.sleep(WATCH_AT_MOST_EVERY_S)
-            remaining = context.time_remaining()
-            if remaining < MIN_BUDGET_S:
-                return
-            await changed.wait(seen, min(interval, remaining))
+        self._watchers += 1
+        try:
+            # Nothing is queued: a slow reader stops this generator at its `yield`, and the next status is the newest.
+            while True:
+                seen = changed.beats
+                yield pb.WatchStatusEvent(status=await self._status(request.max_rollouts))
+                await asyncio.sleep(WATCH_AT_MOST_EVERY_S)
+                remaining = context.time_remaining()
+                if remaining < MIN_BUDGET_S:
+                    return
+                await changed.wait(seen, min(interval, remaining))
+        finally:
+            self._watchers -= 1
 
     async def _status(self, max_rollouts: int) -> capabilities_pb2.ParticipantStatus:
         snapshot, remark = await self.operations.look(min(max_rollouts, messages.MAX_ASKED))

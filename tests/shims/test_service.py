@@ -573,6 +573,29 @@ async def test_watchers_do_not_starve_other_calls(shim: Shim) -> None:  # H16
         watcher.cancel()
 
 
+async def test_watchers_are_bounded_and_give_their_place_back(shim: Shim) -> None:
+    watchers = [shim.stub.WatchStatus(pb.WatchStatusRequest(), timeout=10) for _ in range(64)]
+    for watcher in watchers:
+        await watcher.read()
+    error = await refused(collect(shim.stub.WatchStatus(pb.WatchStatusRequest(), timeout=5)))
+    assert error.reason is Reason.LIMIT_EXCEEDED
+    for watcher in watchers:
+        watcher.cancel()
+    await until(lambda: shim.service._watchers == 0)
+
+
+async def test_cancelled_streams_leave_nothing_waiting(shim: Shim) -> None:  # H15
+    shim.adapter.in_flight = [rollout("r-1")]
+    await refused(collect(shim.prepare(timeout=0.2, straggler_policy=2)))
+    before = len(asyncio.all_tasks())
+    calls = [shim.prepare(straggler_policy=2) for _ in range(10)]
+    for call in calls:
+        await call.read()
+        call.cancel()
+    await until(lambda: len(asyncio.all_tasks()) <= before)
+    assert shim.adapter.calls.count("close") == 1
+
+
 async def test_retire_is_refused_while_an_operation_is_active(shim: Shim) -> None:
     request = pb.RetireAttemptsRequest(coordinator_epoch=1, attempts=[pb.AttemptRef(rollout_id="r-1", attempt=2)])
     assert (await answer(shim.stub.RetireAttempts(request, timeout=5))).retired == 1
