@@ -12,6 +12,7 @@ import os
 import signal
 import time
 from contextlib import suppress
+from pathlib import Path
 from typing import Final
 
 import psutil
@@ -21,6 +22,7 @@ from coordinator.settings import Settings
 from coordinator.wire.errors import SafepointError
 
 REVIVE_S: Final = 60.0
+_RAY_FOLDER: Final = "RAY_TMPDIR"
 _ACTOR: Final = "ray::CoordinatorHost"
 
 
@@ -31,12 +33,22 @@ class RayHost:
         self._started = False
         self._killed_at = 0.0
 
-    async def start(self, settings: Settings) -> None:
-        """Start Ray and the actor; return when the coordinator serves. Raises what `ray_host.start` raises."""
+    async def start(self, settings: Settings, folder: Path) -> None:
+        """Start Ray, with its files in `folder`, and the actor; return when the coordinator serves.
+
+        Raises what `ray_host.start` raises.
+        """
         self._started = True
         # What it has to say of a killed worker is what the demo does on purpose.
         logging.getLogger("ray").setLevel(logging.ERROR)
-        await asyncio.to_thread(ray_host.connect, "local")
+        before = os.environ.get(_RAY_FOLDER)
+        os.environ[_RAY_FOLDER] = str(folder)
+        try:
+            await asyncio.to_thread(ray_host.connect, "local")
+        finally:
+            del os.environ[_RAY_FOLDER]
+            if before is not None:
+                os.environ[_RAY_FOLDER] = before
         await asyncio.to_thread(ray_host.start, settings)
 
     def kill(self) -> int:

@@ -179,8 +179,9 @@ class Story:
         for name, value in dataclasses.asdict(figures).items():
             table.add_row(name.replace("_", " "), str(value))
         self._say(
-            "\n[bold]6. Compared with the run that nobody interrupted:[/] answers, tokens, log-probabilities, ..."
+            "\n[bold]6. Compared with the run that nobody interrupted:[/] every answer, token, log-probability and"
         )
+        self._say("   reward, and the state in which each counter ended.")
         self._console.print(table)
         for difference in found[:10]:
             self._say(f"   [red]different[/] {difference}")

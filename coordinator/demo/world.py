@@ -40,12 +40,16 @@ class World:
     fleet: Fleet = field(init=False)
     client: AsyncClient = field(init=False)
     _run_dir: Path = field(init=False)
+    _temporary: Path = field(init=False)
 
     def __post_init__(self) -> None:
         shutil.rmtree(self.folder, ignore_errors=True)
         self.root.mkdir(parents=True)
         # In the temporary directory and short: Unix socket paths end at 107 characters, and a checkout may lie deep.
         self._run_dir = Path(tempfile.mkdtemp(prefix="sp-"))
+        # What gets SIGKILL leaves its temporary files behind: they go where we can remove them.
+        self._temporary = self._run_dir / "t"
+        self._temporary.mkdir()
         self.client = AsyncClient(f"file:{self.root}/coordinator/address.json")
         self.fleet = self._next_fleet()
 
@@ -64,7 +68,7 @@ class World:
             await self.fleet.start()
             return
         settings = Settings(root=str(self.root), job_id="demo")
-        await asyncio.gather(self.host.start(settings), self.fleet.start())
+        await asyncio.gather(self.host.start(settings, self._temporary), self.fleet.start())
         await self._until_registered()
 
     def kill(self) -> int:
@@ -93,6 +97,7 @@ class World:
         environment = {
             "SAFEPOINT_ROOT": str(self.root),
             "SAFEPOINT_RUN_DIR": str(self._run_dir),
+            "TMPDIR": str(self._temporary),
             "SAFEPOINT_JOB": "demo",
             "SAFEPOINT_ROLES": f"{MODEL}=policy",
             "SAFEPOINT_GYM_RAY": "off",
