@@ -156,6 +156,7 @@ async def test_machinery_that_is_made_again_does_not_count_as_state(tmp_path: Pa
     [session] = ids(1)
     server.seed_session(session, 1)
     server._client = asyncio.Lock()
+    server._cache["locks"] = threading.Lock()
     fresh, wrote, _ = await moved(server, state, [session], tmp_path / "f")
     assert wrote["sessions"] == 1
     assert fresh._client is None

@@ -159,6 +159,39 @@ def test_what_handlers_change_for_all_sessions_is_no_statelessness(tmp_path: Pat
     assert decide(found, "codec").mode == "export_restore"
 
 
+def test_global_containers_that_a_function_changes_are_no_statelessness(tmp_path: Path) -> None:
+    found = facts(
+        tmp_path,
+        """
+        _buffers = {}
+        _constants = {"a": 1}
+        async def note(key, value):
+            _buffers.setdefault(key, []).append(value)
+            _constants = {}
+            _constants["b"] = 2
+        class S(SimpleResourcesServer):
+            async def verify(self, body):
+                await note(body.key, 1)
+        """,
+    )
+    assert list(found.changing_attributes) == ["resources_servers.sample.app:_buffers"]
+    assert decide(found, "codec").mode == "export_restore"
+
+
+def test_what_an_unknown_factory_makes_is_said_to_be_unsure(tmp_path: Path) -> None:
+    found = facts(
+        tmp_path,
+        """
+        class S(SimpleResourcesServer):
+            games: dict[str, Any] = {}
+            async def tool(self, request, body):
+                env = self._env_class()
+                self.games[request.session[SESSION_ID_KEY]] = env
+        """,
+    )
+    assert "self._env_class" in decide(found, "codec").reason
+
+
 def test_a_class_of_another_package_is_said_to_be_unsure(tmp_path: Path) -> None:
     found = facts(
         tmp_path,

@@ -4,7 +4,7 @@ Reading order:
 
 graph      the object graph as a flat table: references, cycles, limits; knows no type
 scope      which classes may be named in a document, and how they are found again
-values     standard-library values        arrays  numpy        frames  pandas
+containers, values  of the standard library   arrays  numpy        frames  pandas
 objects    instances of the server's own classes, pydantic models, functions, locks
 codec      the public face: encode, decode, dumps, loads (`gym-session-v1`)
 layout     where a server keeps its sessions: per-session attributes, global ones, and whether those changed

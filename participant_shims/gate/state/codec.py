@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
-from participant_shims.gate.state import arrays, frames, objects, values
+from participant_shims.gate.state import arrays, containers, frames, objects, values
 from participant_shims.gate.state.graph import (
     Decoder,
     Encode,
@@ -29,14 +29,16 @@ from participant_shims.gate.state.scope import Scope
 SCHEMA: Final = "gym-session-v1"
 MAX_TEXT: Final = 256 * 1024 * 1024  # characters of one document
 
-_HANDLERS: Final[Mapping[str, Handler]] = values.HANDLERS | objects.HANDLERS | arrays.HANDLERS | frames.HANDLERS
+_HANDLERS: Final[Mapping[str, Handler]] = (
+    values.HANDLERS | containers.HANDLERS | objects.HANDLERS | arrays.HANDLERS | frames.HANDLERS
+)
 _exact: dict[tuple[bool, bool], dict[type, Encode]] = {}
 
 
 def _encoders() -> dict[type, Encode]:
     key = (arrays.loaded(), frames.loaded())
     if key not in _exact:
-        _exact[key] = values.EXACT | arrays.exact() | frames.exact()
+        _exact[key] = values.EXACT | containers.EXACT | arrays.exact() | frames.exact()
     return _exact[key]
 
 

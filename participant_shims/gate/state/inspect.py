@@ -2,7 +2,7 @@
 
 The one rule: the source is read first and nothing of the server runs in this process. The live probe (build the server,
 make sessions, export them, load them into a second one, compare) runs in a process of its own, with a deadline, and only
-adds to what the source says.
+adds to what the source says. It reaches no network, but a server may write below its folder what it writes when started.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from participant_shims.gate.state.shapes import a_dict, a_list
 from participant_shims.gate.state.source import SourceFacts, read_source
 
 PROBE_S: Final = 60.0  # importing a server with its dependencies takes up to 20 s on a busy machine
+NOWHERE: Final = "http://127.0.0.1:9"
 CODEC: Final = "codec"
 REEXECUTE: Final = "reexecute"
 # What a session may hold so that doing its calls again still brings it back: things inside this machine.
@@ -202,6 +203,13 @@ def run_probe(app: Path, facts: SourceFacts, python: str, timeout_s: float) -> d
     environment = {
         **os.environ,
         "PYTHONPATH": os.pathsep.join([str(app.parent.parent.parent), ours, os.environ.get("PYTHONPATH", "")]),
+        # What a server fetches when it is set up is not fetched by an inspection: nothing listens on the discard port.
+        **dict.fromkeys(("http_proxy", "https_proxy", "all_proxy", "HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY"), NOWHERE),
+        "no_proxy": "",
+        "NO_PROXY": "",
+        "GIT_TERMINAL_PROMPT": "0",
+        "UV_OFFLINE": "1",
+        "PIP_NO_INDEX": "1",
         "HF_HUB_OFFLINE": "1",
         "HF_DATASETS_OFFLINE": "1",
         "RAY_USAGE_STATS_ENABLED": "0",

@@ -73,7 +73,10 @@ def is_container(value: object) -> bool:
 
 
 def is_runtime(value: object) -> bool:
-    """Whether `value` is machinery that the server makes again, so that losing it loses nothing."""
+    """Whether `value` is machinery that the server makes again, so that losing it loses nothing; also containers of it."""
+    if is_container(value) and len(cast("list[Any]", value)):
+        members = list(value.values()) if a_dict(value) else list(cast("list[Any]", value))
+        return all(not is_container(member) and is_runtime(member) for member in members)
     return type_name(value).startswith(_RUNTIME) or isinstance(value, types.ModuleType | type | types.FunctionType)
 
 

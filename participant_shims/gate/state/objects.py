@@ -17,10 +17,10 @@ from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterable
 from typing import Any, Final, cast
 
+from participant_shims.gate.state.containers import fill_mapping, fill_set
 from participant_shims.gate.state.graph import Decoder, Encode, Encoder, Entry, Handler, Malformed, Unavailable
 from participant_shims.gate.state.scope import BUILTIN_TYPES, Scope
 from participant_shims.gate.state.shapes import a_class, class_of, exact_list
-from participant_shims.gate.state.values import fill_mapping, fill_set
 
 # The built-in types that own classes may derive from. Mutable ones are made empty and filled.
 _MUTABLE: Final[dict[str, type]] = {t.__name__: t for t in (defaultdict, OrderedDict, Counter, dict, list, set, deque)}

@@ -7,16 +7,20 @@ trees, so it can be wrong; where it can't tell, it says "unknown" and never "not
 from __future__ import annotations
 
 import ast
+import sys
+from collections.abc import Container
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
 
 from participant_shims.gate.state.scope import PLAIN_BASES, PLAIN_MODULES
 from participant_shims.gate.state.tree import (
+    MUTATORS,
     SourceClass,
     SourceModule,
     SourceTree,
     category_of,
+    changed_by,
     dotted_name,
     first_link,
     is_session_id,
@@ -41,78 +45,14 @@ _HANDLERS: Final = frozenset(
         "_step_endpoint",
     }
 )
-_MUTATORS: Final = frozenset(
-    [
-        "append",
-        "add",
-        "update",
-        "pop",
-        "popitem",
-        "setdefault",
-        "clear",
-        "extend",
-        "insert",
-        "remove",
-        "discard",
-        "appendleft",
-        "popleft",
-        "extendleft",
-        "__setitem__",
-    ]
-)
+_CONTAINERS: Final = (ast.Dict, ast.List, ast.Set, ast.Call, ast.DictComp, ast.ListComp, ast.SetComp)
 _SESSION_NAMES: Final = frozenset({"session_id", "sid", "sess_id"})
 # A session id may be given to these without leaving the server.
 _HARMLESS: Final = frozenset(
     {"str", "repr", "print", "len", "hash", "isinstance", "bool", "f", "HTTPException", "dict", "format"}
 )
-_PLAIN_MODULES: Final = frozenset(
-    [
-        "typing",
-        "collections",
-        "dataclasses",
-        "random",
-        "math",
-        "json",
-        "re",
-        "datetime",
-        "decimal",
-        "fractions",
-        "uuid",
-        "pathlib",
-        "copy",
-        "enum",
-        "abc",
-        "string",
-        "itertools",
-        "functools",
-        "operator",
-        "time",
-        "types",
-        "numpy",
-        "pandas",
-        "pydantic",
-        "nemo_gym",
-        "os",
-        "io",
-        "textwrap",
-        "statistics",
-        "heapq",
-        "bisect",
-        "contextlib",
-        "logging",
-        "warnings",
-        "base64",
-        "hashlib",
-        "fastapi",
-        "starlette",
-        "sys",
-        "traceback",
-        "inspect",
-        "__future__",
-        "string",
-        "unicodedata",
-    ]
-)
+# Packages, beside the standard library, whose classes the codec saves or which leave nothing in a session.
+_KNOWN_PACKAGES: Final = frozenset({"numpy", "pandas", "pydantic", "nemo_gym", "fastapi", "starlette"})
 
 
 @dataclass(slots=True)
@@ -179,6 +119,7 @@ class _Reader:
             self._judge(attribute, annotations.get(attribute))
         for module in self.modules.values():
             self._calls(module)
+            self._global_changes(module)
         found.complete = self.tree.complete
         return found
 
@@ -268,7 +209,7 @@ class _Reader:
                     if isinstance(target, ast.Subscript) and is_session_id(target.slice, ids):
                         attribute = self_attribute(target.value)
                         if attribute:
-                            self._judge_value(attribute, node.value, cls, method)
+                            self._judge_value(attribute, node.value, cls, method, methods)
             if isinstance(node, ast.Call):
                 self._escape(node, ids, cls, method, methods)
 
@@ -293,7 +234,7 @@ class _Reader:
         if owner and owner in self.found.session_attributes:
             return
         if isinstance(node.func, ast.Attribute) and last in (
-            *_MUTATORS,
+            *MUTATORS,
             "get",
             "debug",
             "info",
@@ -311,22 +252,33 @@ class _Reader:
     def _changes(self, cls: SourceClass, method: ast.FunctionDef | ast.AsyncFunctionDef) -> None:
         file = cls.module.path.name
         for node in ast.walk(method):
-            targets: list[ast.expr] = []
-            if isinstance(node, ast.Assign):
-                targets = node.targets
-            elif isinstance(node, ast.AugAssign | ast.AnnAssign):
-                targets = [node.target]
-            elif isinstance(node, ast.Delete):
-                targets = node.targets
-            elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in _MUTATORS:
-                targets = [node.func.value]
-            for target in targets:
+            for target in changed_by(node):
                 attribute = self_attribute(target) or self_attribute(first_link(target))
                 if attribute:
                     self.found.changing_attributes.setdefault(attribute, f"{file}:{target.lineno}")
             if isinstance(node, ast.Global):
                 for name in node.names:
                     self.found.changing_attributes.setdefault(f"{cls.module.name}:{name}", f"{file}:{node.lineno}")
+
+    def _global_changes(self, module: SourceModule) -> None:
+        """Global containers that a function of the module changes."""
+        containers = {
+            target.id
+            for node in module.tree.body
+            if isinstance(node, ast.Assign | ast.AnnAssign) and isinstance(node.value, _CONTAINERS)
+            for target in (node.targets if isinstance(node, ast.Assign) else [node.target])
+            if isinstance(target, ast.Name)
+        }
+        for function in ast.walk(module.tree):
+            if not isinstance(function, ast.FunctionDef | ast.AsyncFunctionDef) or function.name in _INIT:
+                continue
+            own = {n.id for n in ast.walk(function) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)}
+            for node in ast.walk(function):
+                for target in changed_by(node):
+                    base = first_link(target)
+                    if isinstance(base, ast.Name) and base is not target and base.id in containers - own:
+                        where = f"{module.path.name}:{target.lineno}"
+                        self.found.changing_attributes.setdefault(f"{module.name}:{base.id}", where)
 
     # -- what a session holds ------------------------------------------------------------------------------------------
 
@@ -339,7 +291,12 @@ class _Reader:
                 self._judge_name(attribute, dotted_name(node, cls.module), set())
 
     def _judge_value(
-        self, attribute: str, value: ast.expr, cls: SourceClass, method: ast.FunctionDef | ast.AsyncFunctionDef
+        self,
+        attribute: str,
+        value: ast.expr,
+        cls: SourceClass,
+        method: ast.FunctionDef | ast.AsyncFunctionDef,
+        methods: Container[str],
     ) -> None:
         names = {n.id for n in ast.walk(value) if isinstance(n, ast.Name)}
         sources = [value]
@@ -349,7 +306,11 @@ class _Reader:
         for source in sources:
             for node in ast.walk(source):
                 if isinstance(node, ast.Call):
-                    self._judge_name(attribute, dotted_name(node.func, cls.module), set())
+                    dotted = dotted_name(node.func, cls.module)
+                    self._judge_name(attribute, dotted, set())
+                    made_by = self_attribute(node.func)
+                    if (made_by and made_by not in methods) or self._is_foreign(dotted):
+                        self.found.unsure.setdefault(attribute, f"what {dotted} makes can't be told")
 
     def _judge_name(self, attribute: str, dotted: str, seen: set[str]) -> None:
         category = category_of(dotted)
@@ -363,14 +324,16 @@ class _Reader:
                 return
             seen.add(last)
             self._judge_class(attribute, own, seen)
-        elif "." in dotted and dotted.partition(".")[0] not in (*_PLAIN_MODULES, "self"):
-            known = dotted in PLAIN_BASES or dotted.startswith(tuple(f"{m}." for m in PLAIN_MODULES))
-            is_class = not known and self._is_imported(dotted) and last[:1].isupper()
-            if is_class:
-                self.found.unsure.setdefault(attribute, f"{dotted} is a class of another package")
+        elif self._is_foreign(dotted) and last[:1].isupper():
+            self.found.unsure.setdefault(attribute, f"{dotted} is a class of another package")
 
-    def _is_imported(self, dotted: str) -> bool:
+    def _is_foreign(self, dotted: str) -> bool:
+        """Whether a name belongs to a package of which it can't be told what its objects hold."""
         root = dotted.partition(".")[0]
+        if root in sys.stdlib_module_names or root in _KNOWN_PACKAGES or root == self.tree.app.parent.parent.name:
+            return False
+        if dotted in PLAIN_BASES or dotted.startswith(tuple(f"{m}." for m in PLAIN_MODULES)):
+            return False
         return any(v.partition(".")[0] == root for m in self.modules.values() for v in m.imports.values())
 
     def _judge_class(self, attribute: str, cls: SourceClass, seen: set[str]) -> None:

@@ -43,6 +43,27 @@ CATEGORIES: Final[dict[str, tuple[str, ...]]] = {
 }
 
 
+MUTATORS: Final = frozenset(
+    [
+        "append",
+        "add",
+        "update",
+        "pop",
+        "popitem",
+        "setdefault",
+        "clear",
+        "extend",
+        "insert",
+        "remove",
+        "discard",
+        "appendleft",
+        "popleft",
+        "extendleft",
+        "__setitem__",
+    ]
+)
+
+
 @dataclass(slots=True)
 class SourceModule:
     name: str
@@ -183,6 +204,20 @@ def writes(node: ast.Call) -> bool:
         if isinstance(a, ast.Constant)
     ]
     return not isinstance(node.func, ast.Name) or any(isinstance(m, str) and set(m) & set("wax+") for m in modes)
+
+
+def changed_by(node: ast.AST) -> list[ast.expr]:
+    """What a statement or call changes: targets of assignments and deletions, and what a mutating method is called on.
+
+    In the second case the method itself is given, so that a bare name is told from a change of what it names.
+    """
+    if isinstance(node, ast.Assign | ast.Delete):
+        return node.targets
+    if isinstance(node, ast.AugAssign) or (isinstance(node, ast.AnnAssign) and node.value is not None):
+        return [node.target]
+    if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in MUTATORS:
+        return [node.func]
+    return []
 
 
 def self_attribute(node: ast.AST) -> str:
