@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import hashlib
 import logging
 import os
 import sqlite3
@@ -89,6 +88,7 @@ class Gate:
         self.warnings: dict[str, int] = {}
         self.served = False
         self.started = False
+        self._loaded: tuple[tuple[str, tuple[str, ...]], dict[str, Any]] | None = None
         self._clock = clock
 
     # -- the life of a worker
@@ -234,18 +234,30 @@ class Gate:
             self.log.exclude(line["rollout_id"], int(line["attempt"]), line["reason"])
         if self.doors.generation != generation:
             raise refuse(Reason.ACTIVITY_AFTER_PREPARED, f"Admission of {self.name} changed while it was exporting.")
-        files = [_written(path)] if path.exists() else []
+        file = wrote["file"]
         return {
-            "files": files, "sessions": wrote.get("sessions", 0), "bytes": wrote.get("bytes", 0),
+            "files": [{"path": file["path"], "size_bytes": file["size"], "sha256": file["sha256"]}], "sessions": wrote.get("sessions", 0), "bytes": wrote.get("bytes", 0),
             "excluded": wrote.get("excluded", []),
         }  # fmt: skip
 
     async def load(self, directory: str, files: Sequence[str]) -> dict[str, Any]:
-        """Load this worker's session files. Raises NOT_FRESH when it has served work since it started."""
+        """Load this worker's session files. Raises NOT_FRESH when it has served work since it started.
+
+        A repeat of the same load, before anything was served, has the same reply: a restore that failed elsewhere is
+        repeated at everybody.
+        """
         if not self.doors.closed:
             raise refuse(Reason.WRONG_PHASE, f"Admission of {self.name} is open: nothing can be loaded.")
         if self.served:
             raise refuse(Reason.NOT_FRESH, f"{self.name} has served work since it started.")
+        what = (directory, tuple(files))
+        if self._loaded is None or self._loaded[0] != what:
+            self._loaded = (what, await self._load_sessions(directory, files))
+        for line in self._loaded[1]["diverged"]:  # again at a repeat: the log has been loaded anew as well
+            self.log.mark(line["rollout_id"], 0, int(line.get("attempt", 0)) + 1)
+        return self._loaded[1]
+
+    async def _load_sessions(self, directory: str, files: Sequence[str]) -> dict[str, Any]:
         sessions, diverged = 0, list[Any]()
         for name in files:
             if self.sessions is None:
@@ -253,8 +265,6 @@ class Gate:
             done = await self.sessions.load(Path(directory) / name)
             sessions += int(done.get("sessions", 0))
             diverged += done.get("diverged", [])
-        for line in diverged:
-            self.log.mark(line["rollout_id"], 0, int(line.get("attempt", 0)) + 1)
         return {"sessions": sessions, "diverged": diverged}
 
     def retire(self, attempts: Sequence[Sequence[Any]]) -> dict[str, Any]:
@@ -361,13 +371,3 @@ def _standing(s: Standing) -> dict[str, Any]:
         "rollout_id": s.rollout_id, "attempt": s.attempt, "turn": s.turn, "activity": s.activity.name.lower(),
         "age_s": round(s.age_s, 3), "waiting_on": s.waiting_on[:256],
     }  # fmt: skip
-
-
-def _written(path: Path) -> dict[str, Any]:
-    digest = hashlib.sha256()
-    size = 0
-    with path.open("rb") as f:
-        while chunk := f.read(1 << 20):
-            digest.update(chunk)
-            size += len(chunk)
-    return {"path": path.name, "size_bytes": size, "sha256": digest.hexdigest()}

@@ -16,12 +16,14 @@ import psutil
 import pytest
 
 from coordinator.wire.errors import Reason, Refused
+from coordinator.wire.terms import QuiesceMode
 from participant_shims.gate import bootstrap_path, life
-from participant_shims.gate.calllog import CallLog
+from participant_shims.gate.calllog import CallLog, Stale
 from participant_shims.gate.control import Control
 from participant_shims.gate.core import Gate
 from participant_shims.gate.describe import Server, describe_server, state_mode
 from participant_shims.gate.shim_process import ShimProcess, command, shim_environment
+from participant_shims.identity import CallIdentity
 from tests.gym.shim_line import ShimLine
 
 
@@ -271,3 +273,57 @@ def test_life_records_are_what_the_shim_reads(tmp_path: Path) -> None:
     assert record["server_name"] == "my server"
     assert record["configured_workers"] == 3
     assert made.name.startswith("my_server-")
+
+
+class OneSession:
+    """A session state with one session, which cannot be brought back, of rollout r-1."""
+
+    wants_requests = False
+    loads = 0
+
+    def describe(self) -> dict[str, object]:
+        return {"checkpoint_mode": "export_restore", "state_schema": "gym-session-v1"}
+
+    def before_first_request(self) -> None: ...
+
+    def record(self, session_id: str, exchange: object) -> None: ...
+
+    def forget(self, session_id: str) -> None: ...
+
+    def freshness(self) -> bool:
+        return True
+
+    async def export(self, path: Path, sessions: object, skip: set[str]) -> dict[str, object]:
+        lost = {"rollout_id": "r-2", "attempt": 3, "reason": "it holds a socket"}
+        return {"sessions": 1, "bytes": 2, "excluded": [lost], "file": {"path": path.name, "size": 2, "sha256": "0"}}
+
+    async def load(self, path: Path) -> dict[str, object]:
+        self.loads += 1
+        return {"sessions": 1, "diverged": [{"rollout_id": "r-1", "attempt": 4, "reason": "it answered differently"}]}
+
+
+async def test_what_sessions_lose_is_excluded_at_export_and_refused_after_a_load(tmp_path: Path) -> None:
+    log = CallLog(tmp_path / "calls.db")
+    sessions = OneSession()
+    gate = Gate(Server("counter", "gym.resources", "resources", 1), log, sessions)
+    with pytest.raises(Refused, match="open"):
+        await gate.export(str(tmp_path), "w.")
+    with pytest.raises(Refused, match="open"):
+        await gate.load(str(tmp_path), ["w.sessions.jsonl"])
+    gate.close("op", QuiesceMode.HOLD, 60)
+    done = await gate.export(str(tmp_path), "w.")
+    assert [f["path"] for f in done["files"]] == ["w.sessions.jsonl"]
+    assert log.excluded() == [("r-2", 3, "it holds a socket")]
+    first = await gate.load(str(tmp_path), ["w.sessions.jsonl"])
+    assert await gate.load(str(tmp_path), ["w.sessions.jsonl"]) == first
+    assert sessions.loads == 1
+    # The agent continues attempt 5 of base 0, and is told that what it builds on is not there.
+    assert log.stale(CallIdentity("r-1", 5, "0.3")) is Stale.STATE_LOST
+    assert log.stale(CallIdentity("r-1", 6, "6.1")) is None
+    gate.served = True
+    with pytest.raises(Refused) as refused:
+        await gate.load(str(tmp_path), ["w.sessions.jsonl"])
+    assert refused.value.reason is Reason.NOT_FRESH
+    gate.open()
+    assert log.excluded() == []
+    log.close()
