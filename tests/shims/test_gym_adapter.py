@@ -214,3 +214,10 @@ async def test_rollouts_that_another_server_lost_restart(short_path: Path) -> No
     with pytest.raises(SafepointError) as raised:
         excluded_in(snapshot)
     assert raised.value.reason is Reason.SNAPSHOT_CORRUPT
+
+
+async def test_a_worker_that_was_replaced_while_closed_voids_the_cut(bench: GymBench) -> None:
+    await close(bench)
+    pid, generation = bench.adapter._pause.workers["worker-0"]
+    bench.adapter._pause.workers["worker-0"] = (pid + 1, generation)  # another process had closed than is there now
+    assert f"worker-0 was restarted: pid {pid}" in (await bench.adapter.still()).activity
