@@ -120,7 +120,7 @@ class Fleet:
             "SAFEPOINT_RUN_DIR": str(self.run_dir), "SAFEPOINT_ROLES": "policy_model=policy",
             "SAFEPOINT_SHIM": "manual", "SAFEPOINT_GYM_RAY": "off", "SAFEPOINT_DEBUG": "1",
             "RAY_USAGE_STATS_ENABLED": "0", "HF_HUB_OFFLINE": "1", "WANDB_MODE": "disabled", "DO_NOT_TRACK": "1",
-            "PYTHONDONTWRITEBYTECODE": "1",
+            "PYTHONDONTWRITEBYTECODE": "1", "TMPDIR": str(self.directory),  # a killed server does not tidy up
         } | self.environment  # fmt: skip
         # Without the gate the hook that keeps Ray away is still needed: the same bootstrap, shut off by a kind it
         # does not find would be another program. So ungated fleets get a folder of their own.
