@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import random
+import subprocess
+import sys
 import threading
 import uuid
 from pathlib import Path
@@ -16,6 +19,7 @@ from coordinator.wire.errors import Reason, Refused
 from participant_shims.gate.state.file import read
 from participant_shims.gate.state.reexecute import Exchange, Request, Response, Send
 from participant_shims.gate.state.sessions import SessionState
+from tests.conftest import REPOSITORY
 from tests.state import samples
 from tests.state.samples import Board, HookedServer, Server, StatelessServer
 
@@ -325,6 +329,50 @@ async def test_an_export_that_fails_leaves_no_file(tmp_path: Path) -> None:
         await state.export(tmp_path / "f", {})
     with pytest.raises(FileNotFoundError):
         await state.export(tmp_path / "missing" / "f", {})
+
+
+APP = """
+import asyncio, sys
+from pydantic import BaseModel
+
+class Hand:
+    def __init__(self, cards):
+        self.cards = cards
+
+class Table(BaseModel):
+    hands: dict = {}
+    async def step(self, session_id):
+        self.hands[session_id].cards.append(1)
+
+def main(verb, path):
+    from participant_shims.gate.state.sessions import SessionState
+    table = Table()
+    state = SessionState(table)
+    if verb == "export":
+        table.hands["11111111-2222-4333-8444-555555555555"] = Hand([7])
+        assert asyncio.run(state.export(path, {s: ("r", 0) for s in table.hands}))["sessions"] == 1
+    else:
+        assert asyncio.run(state.load(path)) == {"sessions": 1, "diverged": []}
+        [hand] = table.hands.values()
+        assert type(hand) is Hand and hand.cards == [7]
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
+"""
+
+
+def test_a_server_run_as_a_script_and_one_imported_by_a_worker_read_each_others_files(tmp_path: Path) -> None:
+    folder = tmp_path / "resources_servers" / "sample"
+    folder.mkdir(parents=True)
+    (folder / "app.py").write_text(APP)
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(tmp_path), str(REPOSITORY)])}
+    script = [str(folder / "app.py")]
+    worker = ["-c", "import sys; from resources_servers.sample import app; app.main(*sys.argv[1:])"]
+    for number, (first, second) in enumerate([(script, worker), (worker, script)]):
+        for verb, way in (("export", first), ("load", second)):
+            command = [sys.executable, *way, verb, str(tmp_path / f"f{number}")]
+            ended = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60, check=False)
+            assert ended.returncode == 0, ended.stderr[-2000:]
 
 
 # -- modes -------------------------------------------------------------------------------------------------------------

@@ -30,7 +30,7 @@ INLINE_INT: Final = 2**53
 INLINE_TEXT: Final = 96  # longer texts get a number, so that a shared one is written once
 COMPRESS_FROM: Final = 512  # bytes
 _INLINE_TYPES: Final = frozenset({type(None), bool, int, float, str})
-_NUMBERS: Final = frozenset({type(None), bool, int})
+_TEXTS: Final = frozenset({str})
 
 Entry = list[Any]
 
@@ -106,7 +106,7 @@ def inline_values(values: Sequence[Any]) -> bool:
     kinds = set(map(type, values))
     if not kinds <= _INLINE_TYPES:
         return False
-    if str in kinds and not inline_text("".join(v for v in values if type(v) is str)):
+    if str in kinds and not inline_text("".join(values if kinds <= _TEXTS else (v for v in values if type(v) is str))):
         return False
     if int in kinds and any(type(v) is int and not -INLINE_INT <= v <= INLINE_INT for v in values):
         return False
