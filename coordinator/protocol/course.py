@@ -213,7 +213,7 @@ class Course:
         self.stage, self.primary, self._unheld = Stage.FAILED_PAUSED, held, problem
         if self.evidence.attempted <= self.lost.keys():
             return self.abort(held, now)  # nobody is left to stay paused
-        return [records.failing(RecordKind.FAILED_PAUSED, self.operation, held), Await(Stage.FAILED_PAUSED, held)]
+        return [records.failing(RecordKind.FAILED_PAUSED, self.operation, problem), Await(Stage.FAILED_PAUSED, held)]
 
     def abort(self, problem: Problem, now: float) -> list[Effect]:
         """Open everybody without success; the first problem stays the primary one."""

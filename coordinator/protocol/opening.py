@@ -90,14 +90,13 @@ class Opening:
 
     def next_at(self, now: float) -> float | None:
         """When `advance` has something to do, or `finished` changes, by time alone."""
-        if now >= self._linger_until:
-            return None
-        times = [at for at in (self._calls.next_retry(),) if at is not None]
+        retry = self._calls.next_retry()
+        times = [retry] if retry is not None and now < self._linger_until else []
         if self._waves:
             times.append(self._wave_until)
         elif now < self._until and self._awaited(self.told):
             times.append(self._until)
-        return min((at for at in times if at < self._linger_until), default=None)
+        return min(times, default=None)
 
     def _awaited(self, whom: Collection[ParticipantId]) -> bool:
         return any(p not in self._settled and p not in self._gone for p in whom)

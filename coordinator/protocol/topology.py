@@ -41,11 +41,24 @@ class Participant:
 
 
 @dataclass(frozen=True, slots=True)
+class Missing:
+    """A participant that took part, is gone and has not come back. `since_s`: seconds ago; `why`: a sentence."""
+
+    participant: Participant
+    since_s: float
+    why: str
+
+
+@dataclass(frozen=True, slots=True)
 class Topology:
-    """All participants. `policy_endpoints`: where the trainer serves its policy; empty when not configured."""
+    """All participants. `policy_endpoints`: where the trainer serves its policy; empty when not configured.
+
+    `missing`: who was part of it and is gone; a save without them would lose what they hold.
+    """
 
     participants: tuple[Participant, ...]
     policy_endpoints: tuple[str, ...] = ()
+    missing: tuple[Missing, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,6 +91,7 @@ def validate(topology: Topology, quiesce_mode: QuiesceMode = QuiesceMode.UNSPECI
     found = [
         *_whole(topology),
         *_names(topology.participants),
+        *_gone(topology.missing),
         *(finding for p in topology.participants for finding in _one(p, quiesce_mode)),
         *_dependencies(topology.participants),
         *_policy_endpoints(topology),
@@ -194,6 +208,18 @@ def _names(participants: tuple[Participant, ...]) -> Iterator[Finding]:
                 f"{', '.join(f'`{n}`' for n in sorted(names))} have one address, {address}.",
                 "Give each shim an address of its own (bind port 0).",
             )  # fmt: skip
+
+
+def _gone(missing: tuple[Missing, ...]) -> Iterator[Finding]:
+    for gone in missing:
+        p = gone.participant
+        yield _finding(
+            Reason.TOPOLOGY_INVALID, p.participant_id,
+            f"`{p.participant_id}` ({p.role.name.lower()}, {p.address}) took part and is gone for {gone.since_s:.0f} s: "
+            f"{gone.why.rstrip('.')}. What it holds would be missing in the snapshot.",
+            f"Start `{p.participant_id}` again; its shim's log says why it ended. If it was removed on purpose, save once "
+            "with the fingerprint that `safepoint topology` prints as expected_fingerprint.",
+        )  # fmt: skip
 
 
 def _one(p: Participant, quiesce_mode: QuiesceMode) -> Iterator[Finding]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from coordinator.protocol.events import Await, Call, Effect, Finish, Publish, RecordKind
+from coordinator.protocol.events import AbortRequested, Await, Call, Effect, Finish, Publish, RecordKind
 from coordinator.protocol.operation import Operation, Options, Outcome, Stage
 from coordinator.protocol.topology import Topology
 from coordinator.wire.ids import OperationId, SnapshotId
@@ -33,7 +33,7 @@ LARGE = Topology(
     )
 )
 FAULTS = st.lists(st.integers(0, 10_000), min_size=20, max_size=90)
-CHECKED = settings(max_examples=250, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+CHECKED = settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 
 
 def play(operation: Operation, topology: Topology, faults: list[int]) -> World:
@@ -206,6 +206,16 @@ def test_what_is_recorded_is_what_a_new_coordinator_finds(faults: list[int]) -> 
     world.crash()
     assert world.finish == finish
     assert world.log[-2:] == [None, finish], "a new coordinator does again what was done"
+
+
+def test_a_coordinator_that_slept_through_everything_still_tells_everybody() -> None:
+    world = World(save(), LARGE, deadline=20.0)
+    world.step(AbortRequested(world.now))
+    world.requests.clear()  # whatever was under way is lost with the connection
+    world.wait(3600.0)
+    world.settle()
+    assert world.core.stage == Stage.ENDED
+    everybody_was_told_to_open(world)
 
 
 def test_without_faults_a_save_publishes_and_everybody_is_called_once_per_phase() -> None:
