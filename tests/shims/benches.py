@@ -14,8 +14,6 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import aiohttp
-from proxy_server import Reached, running_server
-from shim_fakes import FakeAdapter, rollout, until
 
 from coordinator.wire.terms import Role
 from participant_shims.adapter import Adapter
@@ -27,6 +25,8 @@ from participant_shims.gate.control import Control
 from participant_shims.gate.core import Gate
 from participant_shims.gate.describe import Server
 from participant_shims.identity import CallIdentity
+from tests.shims.proxy_server import Reached, running_server
+from tests.shims.shim_fakes import FakeAdapter, rollout, until
 
 
 class Bench(Protocol):

@@ -7,7 +7,8 @@ from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
 import pytest
-from shim_fakes import FakeAdapter, Shim, serve
+
+from tests.shims.shim_fakes import FakeAdapter, Shim, serve
 
 
 @pytest.fixture

@@ -10,12 +10,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from benches import BENCHES, Bench
-from shim_fakes import until
 
 from coordinator.wire.ids import is_wire_id
 from coordinator.wire.terms import CheckpointMode, QuiesceMode, Role
 from participant_shims.adapter import Drain, Exported, Loaded, Progress
+from tests.shims.benches import BENCHES, Bench
+from tests.shims.shim_fakes import until
 
 
 @pytest.fixture(params=sorted(BENCHES))

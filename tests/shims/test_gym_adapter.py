@@ -13,9 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from benches import GymBench, gym_bench
 from safepoint.v1 import manifest_pb2
-from shim_fakes import until
 
 from coordinator.wire.beneath import Directory
 from coordinator.wire.errors import Reason, SafepointError
@@ -25,6 +23,8 @@ from participant_shims.adapters.gate_link import read_status
 from participant_shims.adapters.gym_files import excluded_in
 from participant_shims.adapters.gym_terms import role_named
 from participant_shims.gate.control import Control
+from tests.shims.benches import GymBench, gym_bench
+from tests.shims.shim_fakes import until
 
 
 @pytest.fixture

@@ -18,7 +18,6 @@ import psutil
 import pytest
 from safepoint.v1 import manifest_pb2, participant_service_pb2_grpc
 from safepoint.v1 import participant_service_pb2 as pb
-from shim_fakes import answer, collect, refused
 
 from coordinator.wire.beneath import Directory
 from coordinator.wire.errors import Reason
@@ -28,6 +27,7 @@ from coordinator.wire.terms import CheckpointMode, ParticipantState, Role
 from tests.gym.endpoint import ScriptedEndpoint
 from tests.gym.fleet import Fleet, counter_config, row
 from tests.gym.test_gate import Trainer, until
+from tests.shims.shim_fakes import answer, collect, refused
 
 pytestmark = [pytest.mark.gym, pytest.mark.slow]
 PREPARE = ("policy_model", "counter_agent", "counter")

@@ -12,8 +12,6 @@ from typing import Any
 
 import aiohttp
 import pytest
-from proxy_server import Reached, running_server
-from shim_fakes import until
 
 from coordinator.wire.errors import Reason, SafepointError
 from coordinator.wire.terms import Activity, QuiesceMode
@@ -21,6 +19,8 @@ from participant_shims.admission import Doors
 from participant_shims.identity import CallIdentity
 from participant_shims.proxy import Proxy
 from participant_shims.proxy_http import load_httptools
+from tests.shims.proxy_server import Reached, running_server
+from tests.shims.shim_fakes import until
 
 IDENTITY = CallIdentity("r-7", 0, "0.3").headers()
 

@@ -12,11 +12,11 @@ import pytest
 from grpc import aio
 from safepoint.v1 import capabilities_pb2, coordinator_service_pb2_grpc
 from safepoint.v1 import coordinator_service_pb2 as pb
-from shim_fakes import until
 
 from coordinator.wire.errors import Reason, SafepointError, Unanswered, refuse
 from coordinator.wire.rpc import SERVER_OPTIONS, ErrorInterceptor
 from participant_shims.registration import AnotherJob, Registration, resolve
+from tests.shims.shim_fakes import until
 
 
 class FakeCoordinator(coordinator_service_pb2_grpc.CoordinatorServicer):

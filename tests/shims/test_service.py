@@ -12,11 +12,11 @@ from pathlib import Path
 import pytest
 from grpc import aio
 from safepoint.v1 import participant_service_pb2 as pb
-from shim_fakes import FakeAdapter, Shim, answer, collect, refused, rollout, serve, until
 
 from coordinator.wire.errors import Reason, refuse
 from coordinator.wire.rpc import error_from_rpc
 from coordinator.wire.terms import CheckpointMode, ParticipantState, QuiesceMode, Role
+from tests.shims.shim_fakes import FakeAdapter, Shim, answer, collect, refused, rollout, serve, until
 
 
 async def saved(shim: Shim, operation_id: str = "op-1", snapshot_id: str = "snap-1") -> pb.Committed:

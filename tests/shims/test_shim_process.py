@@ -16,10 +16,8 @@ from typing import Any
 
 import psutil
 import pytest
-from proxy_server import running_server
 from safepoint.v1 import participant_service_pb2 as pb
 from safepoint.v1 import participant_service_pb2_grpc
-from shim_fakes import answer, collect, refused
 
 from coordinator.wire.errors import Reason, SafepointError
 from coordinator.wire.rpc import channel
@@ -28,6 +26,8 @@ from participant_shims.adapters.gym import GymAdapter
 from participant_shims.cli import EXIT_ANOTHER, EXIT_USAGE, main
 from participant_shims.serve import BOOTSTRAP, ServeOptions, run_serve, serve_environment
 from participant_shims.shim import Shim, ShimOptions, only_shim_of
+from tests.shims.proxy_server import running_server
+from tests.shims.shim_fakes import answer, collect, refused
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 

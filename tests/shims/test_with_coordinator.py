@@ -11,10 +11,8 @@ from typing import Any
 
 import aiohttp
 import pytest
-from proxy_server import Reached, running_server
 from safepoint.v1 import coordinator_service_pb2 as pb
 from safepoint.v1 import coordinator_service_pb2_grpc
-from shim_fakes import answer, collect, until
 
 from coordinator.server import Coordinator, serve
 from coordinator.settings import Settings
@@ -23,6 +21,8 @@ from coordinator.wire.terms import Role
 from participant_shims.adapters.proxy import ProxyAdapter, ProxyOptions
 from participant_shims.identity import CallIdentity
 from participant_shims.shim import Shim, ShimOptions
+from tests.shims.proxy_server import Reached, running_server
+from tests.shims.shim_fakes import answer, collect, until
 
 SERVERS = {"policy": (Role.POLICY_MODEL, "stateless"), "agent": (Role.AGENT, "restart_only"),
            "sandbox": (Role.RESOURCES, "restart_only")}  # fmt: skip
