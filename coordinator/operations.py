@@ -28,7 +28,7 @@ from coordinator.participants import Participants
 from coordinator.preflight import Discovery, check_restorable
 from coordinator.protocol import events as core
 from coordinator.protocol.operation import Limits, Operation, Stage
-from coordinator.protocol.topology import Participant
+from coordinator.protocol.topology import Participant, Topology, fingerprint
 from coordinator.protocol.transaction import Transaction
 from coordinator.publication import Cut, Publisher
 from coordinator.reporting import snapshot_info
@@ -103,12 +103,15 @@ class Operations:
         try:
             drive.reporter.announce(core.PhaseStarted(Phase.DISCOVER, ()))
             begun = self.clock()
+            await self.discovery.until_back((deadline - begun) / 2)
             problems = await self.discovery.ask_static()
             if problems:
                 raise Refused(problems[0])
-            topology = self.discovery.topology()
+            topology = self._accepted(drive)
             async with self.storage_lock:
                 if drive.operation.kind is OperationKind.SAVE:
+                    if absent := self.discovery.never_came():
+                        drive.reporter.warn(f"Part of the newest snapshot and not here: {', '.join(absent[:5])}.")
                     await self._in_thread(self.store.begin, drive.operation.snapshot_id)
                     drive.reserved = True
                 else:
@@ -116,7 +119,7 @@ class Operations:
                     drive.operation, drive.manifest = checked
             drive.reporter.announce(core.PhaseFinished(Phase.DISCOVER, self.clock() - begun))
             # Whoever came or went while we checked is seen now: membership is fixed by Begin.
-            drive.start(core.Begin(self.clock(), deadline, drive.operation, self.discovery.topology()))
+            drive.start(core.Begin(self.clock(), deadline, drive.operation, self._accepted(drive)))
         except asyncio.CancelledError:
             cause = drive.abort_cause or "the coordinator stops"
             drive.fail_early(Problem(Reason.ABORTED, f"Aborted: {cause}", operation_id=drive.operation.operation_id))
@@ -125,6 +128,16 @@ class Operations:
         except Exception as error:
             log.exception("checking %s failed", drive.operation.operation_id)
             drive.fail_early(Problem(Reason.INTERNAL, f"The coordinator failed: {type(error).__name__}."))
+
+    def _accepted(self, drive: Drive) -> Topology:
+        """The topology now. Who is missing is no finding for one whose caller has named the fingerprint without them."""
+        topology, operation = self.discovery.topology(), drive.operation
+        if operation.kind is OperationKind.RESTORE:  # the snapshot says who is needed
+            return replace(topology, missing=())
+        if topology.missing and operation.options.expected_fingerprint == fingerprint(topology.participants):
+            self.discovery.registry.dismiss_missing()
+            return replace(topology, missing=())
+        return topology
 
     def _longest(self, operation: Operation) -> float:
         settings = self.settings

@@ -7,8 +7,9 @@ participant.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
 from typing import Final
 
 from safepoint.v1 import manifest_pb2
@@ -21,9 +22,12 @@ from coordinator.registry import Registry
 from coordinator.snapshots import SnapshotStore
 from coordinator.wire.errors import Problem, Reason, Refused, SafepointError
 from coordinator.wire.ids import IncarnationId, ParticipantId
-from coordinator.wire.terms import Phase
+from coordinator.wire.terms import Phase, Role
 
 DESCRIBE_TIMEOUT_S: Final = 2.0
+RETURN_WITHIN_S: Final = 10.0  # a shim that was killed is started again by its server within a few seconds
+REDIAL_S: Final = 5.0
+LOOK_EVERY_S: Final = 0.05
 _SHOWN: Final = 5
 
 
@@ -35,10 +39,46 @@ class Discovery:
     participants: Participants
     static: Sequence[str]
     policy_endpoints: tuple[str, ...]
+    _expected: frozenset[ParticipantId] = frozenset()
+    _looked: asyncio.Event = field(default_factory=asyncio.Event)
+    _began: float = 0.0
+
+    def __post_init__(self) -> None:
+        self._began = self.registry.clock()
+
+    @property
+    def _come_within_s(self) -> float:
+        # A shim notices the end of its stream at the latest after three silent beats, and tries again every 5 s.
+        return self.registry.silence_s + REDIAL_S
 
     def topology(self) -> Topology:
-        """Everybody that is known."""
-        return Topology(self.registry.participants(), self.policy_endpoints)
+        """Everybody that is known, and who is missing."""
+        return Topology(self.registry.participants(), self.policy_endpoints, self.registry.missing())
+
+    def expect(self, names: Iterable[ParticipantId]) -> None:
+        """Who was part of the newest snapshot: after a restart of the coordinator they come back one by one."""
+        self._expected = frozenset(names)
+        self._looked.set()
+
+    def awaited(self) -> list[ParticipantId]:
+        """Who is likely to be back soon: lost a moment ago, or expected after the start of this coordinator."""
+        now = self.registry.clock()
+        back = {m.participant.participant_id for m in self.registry.missing() if m.since_s < RETURN_WITHIN_S}
+        if now - self._began < self._come_within_s:
+            back |= {name for name in self._expected if self.registry.get(name) is None}
+        return sorted(back)
+
+    def never_came(self) -> list[ParticipantId]:
+        """Who was expected after the start and is not here."""
+        return sorted(name for name in self._expected if self.registry.get(name) is None)
+
+    async def until_back(self, longest_s: float) -> None:
+        """Wait for those who are likely to be back soon; nobody is paused meanwhile."""
+        until = self.registry.clock() + longest_s
+        with suppress(TimeoutError):
+            await asyncio.wait_for(self._looked.wait(), min(longest_s, self._come_within_s))
+        while self.awaited() and self.registry.clock() < until:  # noqa: ASYNC110 - several things can end it
+            await asyncio.sleep(LOOK_EVERY_S)
 
     async def ask_static(self) -> list[Problem]:
         """Ask everybody of the static list what it is; the problems of those that do not answer in 2 s."""
@@ -72,6 +112,15 @@ class Discovery:
             )
             return replace(error.problem, message=message, participant_id=found.participant_id, phase=Phase.DISCOVER)
         return None
+
+
+def members(manifest: manifest_pb2.SnapshotManifest) -> list[ParticipantId]:
+    """Who has to be here for a cut like that one."""
+    return [
+        ParticipantId(reference.participant_id)
+        for reference in manifest.participants
+        if reference.capabilities.role != int(Role.AUXILIARY_MODEL)
+    ]
 
 
 def check_restorable(

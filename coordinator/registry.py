@@ -2,7 +2,8 @@
 
 The rule: a name belongs to one living incarnation. A newcomer of that name with another incarnation is refused while
 the old one lives, and replaces it once it is dead; whoever follows the registry hears of a loss or a replacement at
-once, so that an operation never waits for somebody who is gone.
+once, so that an operation never waits for somebody who is gone. Who is gone and has not come back is remembered: a
+snapshot without it would look whole and lack what it holds.
 
 No IO: the clock (seconds, monotonic) is given, streams call `beat` and `leave`.
 """
@@ -13,9 +14,10 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Final
 
-from coordinator.protocol.topology import Participant
+from coordinator.protocol.topology import Missing, Participant
 from coordinator.wire.errors import Problem, Reason, refuse
 from coordinator.wire.ids import IncarnationId, ParticipantId
+from coordinator.wire.terms import Role
 
 Lost = Callable[[Participant, Problem], None]
 Joined = Callable[[Participant], None]
@@ -40,6 +42,9 @@ class Registry:
     silence_s: float
     _sessions: dict[ParticipantId, Session] = field(default_factory=dict[ParticipantId, Session])
     _static: dict[ParticipantId, Participant] = field(default_factory=dict[ParticipantId, Participant])
+    _gone: dict[ParticipantId, tuple[Participant, float, str]] = field(
+        default_factory=dict[ParticipantId, tuple[Participant, float, str]]
+    )
     _on_lost: list[Lost] = field(default_factory=list[Lost])
     _on_joined: list[Joined] = field(default_factory=list[Joined])
 
@@ -78,6 +83,7 @@ class Registry:
             old.alive = False
         session = Session(participant, self.clock())
         self._sessions[name] = session
+        self._gone.pop(name, None)
         for joined in self._on_joined:
             joined(participant)
         return session
@@ -115,6 +121,7 @@ class Registry:
                 f"Both {old.address} and {participant.address} of the static list are called {name}.",
                 participant_id=name,
             )
+        self._gone.pop(name, None)
         if old == participant:
             return
         self._static[name] = participant
@@ -131,8 +138,18 @@ class Registry:
             gone = self._static.pop(name)
             if name not in self._sessions:
                 problem = Problem(Reason.UNREACHABLE, f"{name} does not answer at {address}.", participant_id=name)
+                self._remember(gone, problem)
                 for lost in self._on_lost:
                     lost(gone, problem)
+
+    def missing(self) -> tuple[Missing, ...]:
+        """Who took part, is gone and has not come back, sorted by name. Auxiliary models do not count."""
+        now = self.clock()
+        return tuple(Missing(who, now - at, why) for _, (who, at, why) in sorted(self._gone.items()))
+
+    def dismiss_missing(self) -> None:
+        """Somebody has said that it is as it should be without them."""
+        self._gone.clear()
 
     def participants(self) -> tuple[Participant, ...]:
         """Everybody now, sorted by name."""
@@ -154,5 +171,11 @@ class Registry:
         if self._sessions.get(name) is session:
             del self._sessions[name]
         problem = Problem(reason, message, participant_id=name)
+        if name not in self._static:
+            self._remember(session.participant, problem)
         for lost in self._on_lost:
             lost(session.participant, problem)
+
+    def _remember(self, gone: Participant, problem: Problem) -> None:
+        if gone.role is not Role.AUXILIARY_MODEL:  # never paused, never saved: nothing of it can be missing
+            self._gone[gone.participant_id] = (gone, self.clock(), problem.message)

@@ -32,7 +32,7 @@ from coordinator.feed import Feed
 from coordinator.journal import Journal
 from coordinator.operations import BEFORE_PUBLISH, Operations
 from coordinator.participants import Participants
-from coordinator.preflight import Discovery
+from coordinator.preflight import Discovery, members
 from coordinator.protocol.topology import Participant
 from coordinator.recovery import recover, settle
 from coordinator.registration import Registration
@@ -179,7 +179,7 @@ async def run(settings: Settings, announce: bool = True) -> None:
 
 
 async def _look_around(operations: Operations) -> None:
-    """Once, after the start: who of the static list is there, and which snapshot is the newest."""
+    """Once, after the start: who of the static list is there, which snapshot is the newest, and who was in it."""
     for problem in await operations.discovery.ask_static():
         log.warning("%s", problem)
     static = set(operations.settings.participants)
@@ -190,9 +190,12 @@ async def _look_around(operations: Operations) -> None:
         listing = await asyncio.to_thread(operations.store.list)
     except SafepointError as error:
         log.warning("the snapshots cannot be listed: %s", error)
+        operations.discovery.expect(())
         return
-    if listing.snapshots and not operations.latest_snapshot_id:
-        operations.latest_snapshot_id = listing.snapshots[0].snapshot_id
+    newest = listing.snapshots[0] if listing.snapshots else None
+    operations.discovery.expect(members(newest) if newest is not None else ())
+    if newest is not None and not operations.latest_snapshot_id:
+        operations.latest_snapshot_id = newest.snapshot_id
 
 
 async def _bind(server: aio.Server, settings: Settings) -> str:
