@@ -42,6 +42,12 @@ def save(
     grace: Annotated[float | None, typer.Option("--grace", min=0, metavar="S", help="Seconds for stragglers.")] = None,
     lease: Annotated[float | None, typer.Option("--lease", min=1, metavar="S", help="Seconds of lease.")] = None,
     meta: Annotated[list[str] | None, typer.Option("--meta", metavar="KEY=VALUE", help="Kept in the manifest.")] = None,
+    expect: Annotated[
+        str,
+        typer.Option(
+            "--expect", metavar="FINGERPRINT", help="Refuse any topology but this one, of `safepoint topology`."
+        ),
+    ] = "",
     operation_id: OperationId = "",
     timeout: Timeout = None,
     target: Target = "",
@@ -69,6 +75,7 @@ def save(
                 lease=lease,
                 timeout=timeout,
                 metadata=metadata,
+                expected_fingerprint=expect,
                 operation_id=operation_id or None,
                 on_progress=on_progress,
             )

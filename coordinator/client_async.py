@@ -37,7 +37,7 @@ from coordinator.client_results import (
     summary_from,
 )
 from coordinator.wire.auth import read_token
-from coordinator.wire.errors import SafepointError
+from coordinator.wire.errors import Reason, SafepointError
 from coordinator.wire.terms import QuiesceMode, StragglerPolicy
 
 log = logging.getLogger("safepoint.client")
@@ -110,7 +110,7 @@ class AsyncClient:
         """Load a snapshot everywhere. Everybody stays paused until `resume()`, unless `resume` is set.
 
         "latest" is the newest published snapshot that verifies; the result says which one it was and what was skipped.
-        Raises Refused(SNAPSHOT_NOT_FOUND) when there is none. After a failure everybody stays paused: `abort()` opens
+        Raises Refused(SNAPSHOT_NOT_FOUND) when there was never one. After a failure everybody stays paused: `abort()` opens
         admission without the snapshot.
         """
         skipped: Mapping[str, str] = {}
@@ -124,12 +124,23 @@ class AsyncClient:
         return AsyncRestoreResult(**values, read_ledger=lambda: self.ledger(snapshot_id))
 
     async def latest(self) -> tuple[str, dict[str, str]]:
-        """The newest published snapshot that verifies, and the newer ones that do not, with why.
+        """The newest published snapshot that verifies, and those that were passed over, with why.
 
-        Reads every byte of it. Raises Refused(SNAPSHOT_NOT_FOUND) when there is none.
+        Reads every byte of it. Raises Refused: SNAPSHOT_NOT_FOUND when none was ever published, and SNAPSHOT_CORRUPT when
+        there are some and none verifies, which is no reason to start from scratch.
         """
         skipped: dict[str, str] = {}
-        for summary in (await self.snapshots()).published:
+        found = await self.snapshots()
+        for name in requests.may_be_spoilt(found.invalid):
+            try:
+                await self.verify(name)
+            except SafepointError as error:
+                if error.reason in requests.SPOILT:
+                    log.warning("snapshot %s is passed over: %s", name, error)
+                    skipped[name] = str(error)
+                elif error.reason is not Reason.SNAPSHOT_NOT_FOUND:  # what a failed save left is no snapshot
+                    raise
+        for summary in found.published:
             try:
                 await self.verify(summary.snapshot_id)
             except SafepointError as error:

@@ -150,13 +150,28 @@ def waits_for_resume(status: pb.GetCoordinatorStatusResponse) -> str:
 DAMAGED: Final = frozenset(
     {Reason.SNAPSHOT_CORRUPT, Reason.SNAPSHOT_TOO_NEW, Reason.SNAPSHOT_UNSAFE, Reason.SNAPSHOT_NOT_FOUND}
 )
+# What makes a directory without a valid manifest more than a leaving of a save that did not finish.
+SPOILT: Final = frozenset(
+    {Reason.SNAPSHOT_CORRUPT, Reason.SNAPSHOT_TOO_NEW, Reason.SNAPSHOT_UNSAFE, Reason.SNAPSHOT_FOREIGN,
+     Reason.LIMIT_EXCEEDED}
+)  # fmt: skip
+
+
+def may_be_spoilt(invalid: Mapping[str, str]) -> list[str]:
+    """Names of directories without a valid manifest, to be asked for why: other names were never those of a snapshot."""
+    return [name for name in invalid if is_wire_id(name) and name != LATEST]
 
 
 def no_snapshot(skipped: Mapping[str, str]) -> Refused:
-    """There is nothing that "latest" could mean."""
+    """There is nothing that "latest" could mean. Only a root that never had a snapshot is a reason to start anew."""
     text = "No snapshot is published."
     if skipped:
-        text = f"None of the {len(skipped)} published snapshots verifies: {', '.join(list(skipped)[:5])}."
+        name, why = next(iter(skipped.items()))
+        return refuse(
+            Reason.SNAPSHOT_CORRUPT,
+            f"There are {len(skipped)} snapshots, and none of them verifies: {', '.join(list(skipped)[:5])}. {name}: {why}"[:900],
+            next_step="Repair one, or move them all out of the root to start from scratch; nothing was changed.",
+        )  # fmt: skip
     return refuse(Reason.SNAPSHOT_NOT_FOUND, text, next_step="Start from scratch, or look at `safepoint snapshots ls`.")
 
 

@@ -26,6 +26,8 @@ from typing import Final, cast
 
 from safepoint.v1 import manifest_pb2
 
+from coordinator import ledger_lines
+from coordinator.protocol import ledger
 from coordinator.wire.beneath import Directory, FileDigest, storage_error
 from coordinator.wire.errors import Reason, SafepointError, refuse
 from coordinator.wire.ids import SnapshotId, is_wire_id
@@ -38,7 +40,7 @@ from coordinator.wire.manifest_file import (
     verify_files,
     write_snapshot_manifest,
 )
-from coordinator.wire.terms import Phase
+from coordinator.wire.terms import Phase, RolloutState
 
 LEDGER_NAME: Final = "ledger.jsonl"
 MAX_LEDGER_LINE: Final = 64 << 10
@@ -166,6 +168,7 @@ class SnapshotStore:
                 size += verified.size_bytes + stored.size_bytes
                 unlisted += [f"{reference.participant_id}/{path}" for path in verified.unlisted]
             size += self._check_ledger(directory, manifest).size_bytes
+            _check_balance(directory, manifest)
             known = {MANIFEST_NAME, LEDGER_NAME} | {
                 r.participant_id for r in manifest.participants if r.manifest_sha256
             }
@@ -308,6 +311,19 @@ def participant_files(
     except BaseException:
         part.close()
         raise
+
+
+def _check_balance(directory: Directory, manifest: manifest_pb2.SnapshotManifest) -> None:
+    # Digests say that nothing was changed, not that it was right: a rollout in no state, or in two, would be lost.
+    where = str(directory.path / LEDGER_NAME)
+    lines = (ledger_lines.decode(raw, where) for raw in directory.lines(LEDGER_NAME, MAX_LEDGER_LINE))
+    totals = {state: getattr(manifest.totals, state.name.lower()) for state in RolloutState if state}
+    try:
+        ledger.balance(lines, totals)
+    except SafepointError as error:
+        if error.reason is not Reason.LEDGER_UNBALANCED:
+            raise
+        raise refuse(Reason.SNAPSHOT_CORRUPT, f"{where}: {error.problem.message}") from error
 
 
 def _participant_directory(directory: Directory, participant_id: str) -> Directory:

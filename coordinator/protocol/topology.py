@@ -218,7 +218,7 @@ def _gone(missing: tuple[Missing, ...]) -> Iterator[Finding]:
             f"`{p.participant_id}` ({p.role.name.lower()}, {p.address}) took part and is gone for {gone.since_s:.0f} s: "
             f"{gone.why.rstrip('.')}. What it holds would be missing in the snapshot.",
             f"Start `{p.participant_id}` again; its shim's log says why it ended. If it was removed on purpose, save once "
-            "with the fingerprint that `safepoint topology` prints as expected_fingerprint.",
+            "with `--expect` and the fingerprint that `safepoint topology` prints.",
         )  # fmt: skip
 
 

@@ -140,8 +140,9 @@ async def test_latest_with_nothing_that_verifies_restores_nothing(driver: Driver
         await driver.do("restore")
     assert caught.value.reason is Reason.SNAPSHOT_NOT_FOUND
     fake.published, fake.damaged = ["step-42"], {"step-42": Reason.SNAPSHOT_UNSAFE}
-    with pytest.raises(Refused, match="None of the 1 published snapshots verifies: step-42"):
+    with pytest.raises(Refused, match="1 snapshots, and none of them verifies: step-42") as caught:
         await driver.do("restore")
+    assert caught.value.reason is Reason.SNAPSHOT_CORRUPT, "a trainer must not take it for a fresh job"
     assert "Restore" not in fake.names()
 
 
