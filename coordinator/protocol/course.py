@@ -236,6 +236,9 @@ class Course:
         problem = self.mine(problem, participant_id)
         if participant.role == Role.AUXILIARY_MODEL:
             return [warned(f"It is gone: {problem.message}", participant_id)]
+        problem = sentences.went_with(
+            problem, self.evidence.progress.get(participant_id), self.evidence.prepared.get(participant_id)
+        )
         self.lost[participant_id] = problem
         if self.stage in BEFORE_PUBLISH:
             return self.fail(problem, now)

@@ -6,9 +6,10 @@ PURE. The one rule: a "not yet" names phase, participant, rollouts and time. Dur
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 from coordinator.protocol.operation import Operation, Stage
-from coordinator.protocol.proofs import Progress
+from coordinator.protocol.proofs import Prepared, Progress
 from coordinator.wire.errors import Blocked, Problem, Reason
 from coordinator.wire.ids import ParticipantId
 from coordinator.wire.terms import Phase
@@ -83,6 +84,21 @@ def deadline_passed(
         rollout_count=count,
         waited_s=waited_s,
     )
+
+
+def went_with(problem: Problem, progress: Progress | None, prepared: Prepared | None) -> Problem:
+    """The Problem of a participant that is gone, with the work that went with it, as far as it had said."""
+    counts = prepared or progress
+    if counts is None:
+        return problem
+    held = {"in flight": progress.in_flight if progress else 0, "parked": counts.parked, "held": counts.held}
+    said = ", ".join(f"{count} {where}" for where, count in held.items() if count)
+    if not said:
+        return problem
+    rollouts = problem.rollouts or (progress.waiting_for[:_MAX_ROLLOUTS] if progress else ())
+    count = max(problem.rollout_count, len(rollouts), progress.waiting_for_count if progress else 0)
+    message = f"{problem.message.rstrip('.')}. It had {said} when it was last heard."
+    return replace(problem, message=message, rollouts=rollouts, rollout_count=count)
 
 
 def blocked(
