@@ -151,7 +151,8 @@ async def test_a_call_without_deadline_is_refused(tmp_path: Path, streaming: boo
 async def test_a_handler_gets_less_time_than_its_caller_has(tmp_path: Path) -> None:
     async with serving(tmp_path) as (servicer, channel):
         await services.ParticipantStub(channel).GetStatus(pb.GetStatusRequest(), timeout=5)
-    assert 3.5 < servicer.budgets[0] <= 4.5
+    # gRPC rounds the deadline up on the wire, so that 5 s arrive as a little more: the margin has to cover that, too.
+    assert 3.5 < servicer.budgets[0] < 4.75
 
 
 @pytest.mark.parametrize("streaming", [False, True])
