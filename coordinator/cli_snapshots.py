@@ -169,7 +169,7 @@ def prune(
         if root:
             store = _store(root, as_json)
             _refuse_beside_a_coordinator(folder(root), token_file)
-            pruned = store.prune(keep, (), dry_run)
+            pruned = store.prune(keep, store.spared(keep), dry_run)
             deleted, size = list(pruned.deleted), pruned.size_bytes
         else:
             with make_client(target, os.environ.get(ROOT_VARIABLE, ""), token_file, wait, as_json) as client:

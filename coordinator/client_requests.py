@@ -146,15 +146,18 @@ def waits_for_resume(status: pb.GetCoordinatorStatusResponse) -> str:
     return "" if status.operation.outcome in ended else status.operation.operation_id
 
 
-# What makes "latest" pass over a snapshot: it can never be restored, whatever is done about the servers.
-DAMAGED: Final = frozenset(
-    {Reason.SNAPSHOT_CORRUPT, Reason.SNAPSHOT_TOO_NEW, Reason.SNAPSHOT_UNSAFE, Reason.SNAPSHOT_NOT_FOUND}
-)
-# What makes a directory without a valid manifest more than a leaving of a save that did not finish.
+# What is more than a leaving of a save that did not finish: somebody has to look at it.
 SPOILT: Final = frozenset(
-    {Reason.SNAPSHOT_CORRUPT, Reason.SNAPSHOT_TOO_NEW, Reason.SNAPSHOT_UNSAFE, Reason.SNAPSHOT_FOREIGN,
-     Reason.LIMIT_EXCEEDED}
-)  # fmt: skip
+    {
+        Reason.SNAPSHOT_CORRUPT,
+        Reason.SNAPSHOT_TOO_NEW,
+        Reason.SNAPSHOT_UNSAFE,
+        Reason.SNAPSHOT_FOREIGN,
+        Reason.LIMIT_EXCEEDED,
+    }
+)
+# What makes "latest" pass over a snapshot: it can never be restored, whatever is done about the servers.
+DAMAGED: Final = SPOILT | {Reason.SNAPSHOT_NOT_FOUND}
 
 
 def may_be_spoilt(invalid: Mapping[str, str]) -> list[str]:

@@ -261,9 +261,10 @@ class CoordinatorService(coordinator_service_pb2_grpc.CoordinatorServicer):
     async def PruneSnapshots(self, request: pb.PruneSnapshotsRequest, context: Context) -> pb.PruneSnapshotsResponse:
         time_budget(context)
         operations = self._operations
+        spared = await asyncio.to_thread(operations.store.spared, request.keep_last)  # reads: before the lock
         async with operations.storage_lock:
             pruned = await asyncio.to_thread(
-                operations.store.prune, request.keep_last, operations.in_use(), request.dry_run
+                operations.store.prune, request.keep_last, operations.in_use() | spared, request.dry_run
             )
         return pb.PruneSnapshotsResponse(deleted=pruned.deleted, size_bytes=pruned.size_bytes)
 

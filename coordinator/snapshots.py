@@ -217,11 +217,27 @@ class SnapshotStore:
             except FileNotFoundError:
                 pass
 
+    def spared(self, keep_last: int) -> set[str]:
+        """The newest snapshot of which every byte is right, when pruning to `keep_last` would delete it. Reads a lot.
+
+        Newer ones may be damaged where no list can see it; whoever asks for a deletion must pass this to `prune`.
+        """
+        names = [manifest.snapshot_id for manifest in self.list().snapshots]
+        for position, name in enumerate(names if len(names) > keep_last else ()):
+            try:
+                self.verify(name)
+            except SafepointError as error:
+                if error.reason in (Reason.STORAGE_FAILED, Reason.STORAGE_FULL):
+                    raise
+            else:
+                return {name} if position >= keep_last else set()
+        return set()
+
     def prune(self, keep_last: int, in_use: Collection[str], dry_run: bool) -> Pruned:
         """Delete all but the newest `keep_last` snapshots, and leavings: unpublished directories that nobody writes.
 
         The newest one stays whatever is asked, and so does everything of `in_use` (what an operation saves or restores
-        now), and every directory with a manifest that is damaged, foreign or newer: people look at those.
+        now, and what is `spared`), and every directory with a manifest that is damaged, foreign or newer: people look at those.
         """
         if keep_last < 1:
             raise refuse(Reason.INVALID_ARGUMENT, "keep_last must be at least 1: the newest snapshot is never deleted.")
