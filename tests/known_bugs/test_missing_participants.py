@@ -1,0 +1,114 @@
+"""A server that died before the save: its shim is gone, and a snapshot without it would look whole (B11, C7, F8)."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from typing import Any
+
+import pytest
+from safepoint.v1 import coordinator_service_pb2 as pb
+
+from coordinator.wire.errors import Reason, SafepointError
+from coordinator.wire.terms import CheckpointMode, Role
+from tests.coordinator.conftest import Bench, unary, until
+from tests.fakes import NEVER, Knobs
+
+
+async def topology(bench: Bench) -> pb.GetTopologyResponse:
+    return await unary(bench.stub().GetTopology(pb.GetTopologyRequest(), timeout=5))
+
+
+async def die(bench: Bench, name: str) -> None:
+    await bench.shims[name].stop()
+    await until(lambda: bench.running.operations.discovery.registry.get(name) is None)
+
+
+async def test_a_save_without_somebody_who_was_here_is_refused_and_names_it(bench: Bench) -> None:
+    await bench.start(agent_0=Knobs(rollouts=2))
+    await die(bench, "resources-0")
+    with pytest.raises(SafepointError) as caught:
+        await bench.save(timeout=2)
+    problem = caught.value.problem
+    assert problem.reason is Reason.TOPOLOGY_INVALID
+    assert problem.participant_id == "resources-0"
+    assert "resources-0" in problem.message
+    assert "--expect" in problem.advice
+    assert all(shim.count("Prepare") == 0 for shim in bench.shims.values())
+    assert not (bench.root / "snapshots" / "step-1").exists()
+    assert [f.participant_id for f in (await topology(bench)).findings if f.blocking] == ["resources-0"]
+    await bench.add("resources-0", Role.RESOURCES)
+    saved = (await bench.save("save-2"))[-1].saved
+    assert sorted(saved.snapshot.participant_ids) == ["agent-0", "model-0", "resources-0"]
+
+
+async def test_one_that_is_back_within_seconds_is_waited_for_and_nobody_is_paused_meanwhile(bench: Bench) -> None:
+    await bench.start()
+    await die(bench, "model-0")
+    saving: asyncio.Task[Any] = asyncio.create_task(bench.save(timeout=10))
+    await until(lambda: bench.running.operations.active is not None)
+    assert bench.all_open()
+    await bench.add("model-0", Role.POLICY_MODEL)
+    assert sorted((await saving)[-1].saved.snapshot.participant_ids) == ["agent-0", "model-0", "resources-0"]
+
+
+async def test_whoever_removed_a_server_on_purpose_says_so_once(bench: Bench) -> None:
+    await bench.start(resources=2)
+    await die(bench, "resources-1")
+    now = (await topology(bench)).fingerprint
+    saved = (await bench.save(timeout=1, expected_fingerprint=now))[-1].saved
+    assert sorted(saved.snapshot.participant_ids) == ["agent-0", "model-0", "resources-0"]
+    assert not [f for f in (await topology(bench)).findings if f.blocking]
+    await bench.save("save-2", "step-2", timeout=2)
+
+
+async def test_a_restarted_coordinator_waits_for_those_who_were_in_the_newest_snapshot(bench: Bench) -> None:
+    await bench.start()
+    await bench.save()
+    await bench.crash()
+    await bench.start_coordinator()
+    for name in ("agent-0", "model-0"):
+        await bench.shims[name].register(bench.running.address)
+    saving: asyncio.Task[Any] = asyncio.create_task(bench.save("save-2", "step-2", timeout=10))
+    await until(lambda: bench.running.operations.active is not None)
+    await asyncio.sleep(0)
+    await bench.shims["resources-0"].register(bench.running.address)
+    assert sorted((await saving)[-1].saved.snapshot.participant_ids) == ["agent-0", "model-0", "resources-0"]
+
+
+async def test_one_of_the_newest_snapshot_that_never_comes_is_warned_of(bench: Bench) -> None:
+    await bench.start(resources=2)
+    await bench.save()
+    await bench.crash()
+    await bench.start_coordinator()
+    for name in ("agent-0", "model-0", "resources-0"):
+        await bench.shims[name].register(bench.running.address)
+    began = time.monotonic()
+    events = await bench.save("save-2", "step-2", timeout=3)  # half of it is waited
+    assert time.monotonic() - began < 3
+    assert any("resources-1" in e.warning.message for e in events if e.WhichOneof("event") == "warning")
+
+
+async def test_a_judge_that_is_gone_prevents_nothing(bench: Bench) -> None:
+    await bench.start()
+    await bench.add("judge", Role.AUXILIARY_MODEL, mode=CheckpointMode.STATELESS)
+    await die(bench, "judge")
+    assert (await bench.save(timeout=2))[-1].saved.snapshot.snapshot_id == "step-1"
+
+
+async def test_an_agent_that_dies_while_it_is_waited_for_is_told_with_its_rollouts(bench: Bench) -> None:  # B11, E9
+    await bench.start(agent_0=Knobs(inflight=2, drain_after_s=NEVER))
+    saving: asyncio.Task[Any] = asyncio.create_task(bench.save(timeout=20))
+    await until(lambda: bench.shims["agent-0"].count("Prepare") == 1 and not bench.shims["agent-0"].open)
+    active = bench.running.operations.active
+    assert active is not None
+    await until(lambda: "2 in flight" in active.transaction.why_waiting(0))
+    await bench.shims["agent-0"].stop()
+    with pytest.raises(SafepointError) as caught:
+        await saving
+    problem = caught.value.problem
+    assert problem.participant_id == "agent-0"
+    assert problem.phase.name == "PREPARE"
+    assert [r.rollout_id for r in problem.rollouts] == ["r1", "r2"]
+    assert problem.rollout_count == 2
+    assert bench.all_open()
