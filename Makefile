@@ -7,6 +7,7 @@ PYTHON ?= python3
 VENV := .venv
 GYM := .venv-gym
 PROTOENV := .venv-proto
+VLLM := .venv-vllm
 PY := $(VENV)/bin/python
 
 MESSAGES = $(sort $(shell find proto -name '*.proto'))
@@ -24,10 +25,11 @@ endef
 help: ## show this help
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sort | awk -F':.*## ' '{printf "  %-14s %s\n", $$1, $$2}'
 
-.PHONY: setup setup-gym setup-proto
+.PHONY: setup setup-gym setup-proto setup-vllm
 setup: $(VENV)/.ready ## make .venv: the coordinator, the shims, the tests
 setup-gym: $(GYM)/.ready ## make .venv-gym: NeMo Gym from PyPI, with Safepoint beside it
 setup-proto: $(PROTOENV)/.ready
+setup-vllm: $(VLLM)/.ready ## make .venv-vllm: a real vLLM for CPUs, with Safepoint beside it
 
 # The script has a stamp of its own, over what an environment depends on: when a file here was only touched, it says "up
 # to date" and ends.
@@ -41,6 +43,10 @@ $(GYM)/.ready: pyproject.toml scripts/setup_env.py
 
 $(PROTOENV)/.ready: pyproject.toml scripts/setup_env.py
 	$(PYTHON) scripts/setup_env.py proto $(PROTOENV)
+	touch $@
+
+$(VLLM)/.ready: pyproject.toml scripts/setup_env.py
+	$(PYTHON) scripts/setup_env.py vllm $(VLLM)
 	touch $@
 
 .PHONY: proto check-proto released-proto
@@ -58,7 +64,7 @@ check-proto: setup-proto ## fail if gen/ is stale, or proto/ is unformatted, unc
 released-proto: setup-proto ## record proto/ as the released contract that check-proto compares with
 	$(PROTOENV)/bin/buf build proto --exclude-source-info -o proto/safepoint/v1/released.binpb
 
-.PHONY: lint format types test check demo clean
+.PHONY: lint format types test test-vllm check demo clean
 lint: setup ## ruff
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
@@ -74,6 +80,9 @@ types: setup ## mypy strict and pyright strict
 test: setup setup-gym ## all tests, with real NeMo Gym servers and a real Ray
 	$(PY) -m pytest
 
+test-vllm: setup setup-vllm ## the engine's tests, against a real vLLM on CPUs
+	$(PY) -m pytest tests/vllm -m vllm
+
 demo: setup setup-gym ## save, kill and restore 32 live rollouts on real NeMo Gym servers
 	$(PY) -m coordinator.cli demo
 
@@ -84,4 +93,4 @@ check: ## what CI runs: check-proto, lint, types, test
 	$(MAKE) --no-print-directory test
 
 clean: ## remove what the targets made
-	rm -rf $(VENV) $(GYM) $(PROTOENV) .gen.fresh build
+	rm -rf $(VENV) $(GYM) $(PROTOENV) $(VLLM) .gen.fresh build

