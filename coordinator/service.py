@@ -333,11 +333,15 @@ class CoordinatorService(coordinator_service_pb2_grpc.CoordinatorServicer):
 
 
 def _digest(request: Message) -> str:
-    """SHA-256 of what was asked. A message field that is there and empty says the same as one that is not there."""
+    """SHA-256 of what was asked, and of which call: a Save and a Restore of the same ids have the same bytes.
+
+    A message field that is there and empty says the same as one that is not there.
+    """
     for field, value in request.ListFields():
         if isinstance(value, Message) and value.ByteSize() == 0:
             request.ClearField(field.name)
-    return hashlib.sha256(request.SerializeToString(deterministic=True)).hexdigest()
+    kind = request.DESCRIPTOR.full_name.encode()
+    return hashlib.sha256(kind + b"\0" + request.SerializeToString(deterministic=True)).hexdigest()
 
 
 def _operation_id(text: str) -> OperationId:
