@@ -509,6 +509,7 @@ def _ledger_line(entry: manifest_pb2.LedgerEntry) -> bytes:
         "reason": entry.reason,
         "participant_id": entry.participant_id,
         "recorded_calls": str(entry.recorded_calls),
+        "waiting_on": entry.waiting_on,
     }
     return json.dumps({k: v for k, v in fields.items() if v}).encode() + b"\n"
 
