@@ -235,6 +235,12 @@ class ParticipantService(participant_service_pb2_grpc.ParticipantServicer):
                     loaded = step
                 else:
                     running.progress(pb.RestoreEvent(load_progress=messages.export_progress(step)))
+            absent = part.manifest.sessions - loaded.sessions - len(loaded.diverged)
+            if absent > 0:  # neither loaded nor said to be lost: a rollout would go on without its state
+                raise refuse(
+                    Reason.SNAPSHOT_CORRUPT,
+                    f"{absent} of the {part.manifest.sessions} sessions that were saved are in no file that was loaded.",
+                )
         generation = loaded.generation or closed.generation
         return pb.RestoreEvent(
             restored=messages.restored(loaded, request.snapshot_id, operations.incarnation_id, generation)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import tempfile
 from http.cookies import SimpleCookie
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,8 @@ from tests.coordinator.conftest import Bench, collect, until
 from tests.fakes import Knobs
 from tests.gate import world as gym
 from tests.gate.world import Node, World
+from tests.shims.shim_fakes import FakeAdapter, refused, serve
+from tests.shims.shim_fakes import collect as take
 
 HOLD = QuiesceMode.HOLD
 ROW: dict[str, Any] = {"_ng_rollout_id": "r-1", "input": "abc", "start": 5}
@@ -208,3 +211,64 @@ async def test_the_status_lists_every_live_rollout_with_turn_age_and_what_it_wai
     for node in world.nodes.values():
         node.gate.open()
     await asyncio.gather(*running)
+
+
+async def test_what_was_restored_and_not_yet_dispatched_is_in_the_next_snapshot(world: World, tmp_path: Path) -> None:
+    """Hazard 99: two restarts in a row, and nobody came for the rollouts in between."""
+    done = await world.run({**ROW, "_ng_rollout_id": "r-done"})
+    before = len(world.model_calls)
+    cut = asyncio.create_task(world.run(ROW))
+    world.hold_model_at = 1
+    await gym.until(lambda: world.held_model and len(world.model_calls) == before + 1)
+    close_all(world)
+    second = world.restarted(tmp_path / "second")
+    third = second.restarted(tmp_path / "third")
+    cut.cancel()
+    assert (await third.run(ROW)).json()["count"] == 17
+    assert len(third.model_calls) == 2
+    assert third.agent.log.attempt_of("r-1") == 2
+    assert (await third.run({**ROW, "_ng_rollout_id": "r-done"})).body == done.body
+    for other in (second, third):
+        other.close()
+    await asyncio.gather(cut, return_exceptions=True)
+
+
+async def test_a_restored_rollout_that_is_dispatched_twice_runs_once(world: World, tmp_path: Path) -> None:  # hazard 33
+    world.hold_model_at = 1
+    cut = asyncio.create_task(world.run(ROW))
+    await gym.until(lambda: world.held_model)
+    close_all(world)
+    new = world.restarted(tmp_path / "second")
+    cut.cancel()
+    both = await asyncio.gather(new.run(ROW), new.run(ROW))
+    assert both[0].body == both[1].body
+    assert len(new.model_calls) == 2
+    assert new.agent.log.attempt_of("r-1") == 1
+    new.close()
+    await asyncio.gather(cut, return_exceptions=True)
+
+
+async def test_a_session_that_no_file_holds_fails_the_restore_and_stays_paused(tmp_path: Path) -> None:  # hazard 66
+    """What was saved and is neither loaded nor said to be lost would let its rollout go on without its state."""
+    with tempfile.TemporaryDirectory(prefix="sp-") as short:
+        async with serve(
+            FakeAdapter(files={"worker-0.sessions": b"a\n", "worker-7.sessions": b"b\n"}), Path(short)
+        ) as shim:
+            shim.reserve("snap-1")
+            await shim.prepared("op-1")
+            committed = (await take(shim.commit("op-1", "snap-1")))[-1].committed
+            shim.publish("snap-1")
+            await shim.resume("op-1")
+            real = shim.adapter.load
+
+            async def of_one_worker(directory: Path, files: Any) -> Any:
+                async for step in real(directory, [f for f in files if f.path.startswith("worker-0.")]):
+                    yield step
+
+            shim.adapter.load = of_one_worker  # type: ignore[method-assign]
+            error = await refused(take(shim.restore(committed.manifest_sha256)))
+            assert error.reason is Reason.SNAPSHOT_CORRUPT
+            assert "1 of the 2 sessions" in error.problem.message
+            assert not shim.adapter.open_now
+            await shim.abort("op-2")
+            assert shim.adapter.open_now
