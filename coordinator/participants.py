@@ -40,10 +40,14 @@ MAX_CAUSE_BYTES: Final = 1000  # limit of AbortRequest
 
 
 class Participants:
-    """Calls to participants, under the epoch of this coordinator. Belongs to the event loop it is used on."""
+    """Calls to participants, under the epoch of this coordinator. Belongs to the event loop it is used on.
 
-    def __init__(self, epoch: int, token: Token | None) -> None:
+    `dial` makes the channel to an address; a simulated network has its own.
+    """
+
+    def __init__(self, epoch: int, token: Token | None, dial: Callable[[str], aio.Channel] = channel) -> None:
         self._epoch = epoch
+        self._dial = dial
         self._metadata = token.metadata() if token is not None else None
         self._channels: dict[
             str, aio.Channel
@@ -188,7 +192,7 @@ class Participants:
     def _stub(self, address: str) -> participant_service_pb2_grpc.ParticipantAsyncStub:
         found = self._channels.get(address)
         if found is None:
-            found = self._channels[address] = channel(address)
+            found = self._channels[address] = self._dial(address)
         return participant_service_pb2_grpc.ParticipantStub(found)
 
 

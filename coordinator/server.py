@@ -21,6 +21,7 @@ import os
 import secrets
 import signal
 import socket
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, Final
@@ -42,7 +43,7 @@ from coordinator.settings import Settings
 from coordinator.snapshots import SnapshotStore
 from coordinator.wire.auth import Token, read_token
 from coordinator.wire.errors import Reason, SafepointError, refuse
-from coordinator.wire.rpc import SERVER_OPTIONS, ErrorInterceptor
+from coordinator.wire.rpc import SERVER_OPTIONS, ErrorInterceptor, channel
 
 log = logging.getLogger(__name__)
 
@@ -108,8 +109,15 @@ class Coordinator:
         await self._server.wait_for_termination()
 
 
-async def serve(settings: Settings) -> Coordinator:
+async def serve(
+    settings: Settings,
+    *,
+    make_server: Callable[..., aio.Server] = aio.server,
+    dial: Callable[[str], aio.Channel] = channel,
+) -> Coordinator:
     """Start a coordinator on the running event loop. It serves when this returns.
+
+    `make_server` and `dial` are the two ends of the network; a simulated one has its own.
 
     Raises SNAPSHOT_FOREIGN (another job's root), UNAUTHENTICATED (token file), INVALID_ARGUMENT (an open bind without a
     token), UNAVAILABLE (the port is taken), STORAGE_FULL, STORAGE_FAILED, SNAPSHOT_CORRUPT (a damaged journal).
@@ -122,7 +130,7 @@ async def serve(settings: Settings) -> Coordinator:
     journal = await asyncio.to_thread(lambda: Journal(store.directory("coordinator")))
     registry = Registry(loop.time, settings.heartbeat_s * settings.missed_heartbeats)
     discovery = Discovery(
-        registry, Participants(journal.epoch, token), settings.participants, settings.policy_endpoints
+        registry, Participants(journal.epoch, token, dial), settings.participants, settings.policy_endpoints
     )
     operations = Operations(settings, store, journal, discovery, Feed())
 
@@ -130,7 +138,7 @@ async def serve(settings: Settings) -> Coordinator:
         operations.spawn(settle(operations, who))
 
     registration = Registration(registry, journal.epoch, settings.job_id, settings.heartbeat_s, joined)
-    server = aio.server(
+    server = make_server(
         interceptors=[ErrorInterceptor(token)],
         options=[*SERVER_OPTIONS, ("grpc.max_receive_message_length", _MAX_MESSAGE)],
     )

@@ -87,7 +87,7 @@ class SnapshotStore:
         self.root = Path(root)
         self.job_id = job_id
         try:
-            self.root.mkdir(parents=True, exist_ok=True)
+            os.makedirs(self.root, exist_ok=True)
         except OSError as error:
             raise storage_error(error, f"making {self.root}") from error
         with Directory.open(self.root) as top:

@@ -72,7 +72,9 @@ class Registration:
         job_id: str,
         token: Token | None = None,
         wait_s: tuple[float, float] = (FIRST_WAIT_S, MAX_WAIT_S),
+        dial: Callable[[str], aio.Channel] = channel,
     ) -> None:
+        self._dial = dial
         self._target = target
         self._describe = describe
         self._incarnation_id = incarnation_id
@@ -113,7 +115,7 @@ class Registration:
             while True:
                 yield await outgoing.get()
 
-        async with channel(resolve(self._target)) as link:
+        async with self._dial(resolve(self._target)) as link:
             stub = coordinator_service_pb2_grpc.CoordinatorStub(link)
             metadata = self._token.metadata() if self._token else ()
             call = stub.Register(requests(), timeout=STREAM_DEADLINE_S, metadata=metadata)

@@ -7,7 +7,6 @@ cancelled or repeated call changes nothing (BUGS A8), and a slow reader gets the
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import AsyncIterator, Callable
 from typing import Any, Final, Generic, TypeVar
 
@@ -57,7 +56,6 @@ class Running(Generic[EventT]):
     def __init__(self, rpc: Rpc, operation_id: str) -> None:
         self.rpc = rpc
         self.operation_id = operation_id
-        self.began = time.monotonic()
         self.task: asyncio.Task[None] | None = None
         self.drain: Drain | None = None  # for the caller who has to be told who is waited for
         self.problem: Problem | None = None
@@ -103,7 +101,8 @@ class Running(Generic[EventT]):
         Raises Refused: the phase's own problem, or `out_of_time(seconds waited)` when `budget_s` is used up; the phase
         goes on then.
         """
-        begun = time.monotonic()
+        clock = asyncio.get_running_loop().time
+        begun = clock()
         sent = 0
         shown: Any = None
         last_sent = begun
@@ -112,18 +111,18 @@ class Running(Generic[EventT]):
             while sent < len(self._firsts):
                 yield self._firsts[sent]
                 sent += 1
-                last_sent = time.monotonic()
+                last_sent = clock()
             if self._final is not None:
                 yield self._final
                 return
             if self.problem is not None:
                 raise Refused(self.problem)
-            now = time.monotonic()
+            now = clock()
             if self._progress is not None and (self._progress is not shown or now - last_sent >= PROGRESS_EVERY_S):
                 shown = self._progress
                 last_sent = now
                 yield self._progress
-            left = budget_s - (time.monotonic() - begun)
+            left = budget_s - (clock() - begun)
             if left <= 0:
-                raise Refused(out_of_time(time.monotonic() - begun))
+                raise Refused(out_of_time(clock() - begun))
             await self._pulse.wait(seen, min(PROGRESS_EVERY_S, left))

@@ -17,7 +17,7 @@ import os
 import signal
 import socket
 import sys
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, cast
@@ -28,9 +28,11 @@ from safepoint.v1 import capabilities_pb2, participant_service_pb2_grpc
 from coordinator.wire.auth import Token, read_token
 from coordinator.wire.errors import Reason, SafepointError, refuse
 from coordinator.wire.ids import is_wire_id, new_incarnation_id
-from coordinator.wire.rpc import SERVER_OPTIONS, ErrorInterceptor
+from coordinator.wire.rpc import SERVER_OPTIONS, ErrorInterceptor, channel
 from participant_shims import messages
 from participant_shims.adapter import Adapter
+from participant_shims.gate.life import bury
+from participant_shims.operations import Clock
 from participant_shims.registration import Registration
 from participant_shims.service import ParticipantService
 
@@ -92,9 +94,20 @@ def only_shim_of(life: Path) -> Generator[None]:
 
 
 class Shim:
-    """A participant that can be called. Use in `async with`; leaving it opens admission."""
+    """A participant that can be called. Use in `async with`; leaving it opens admission.
 
-    def __init__(self, options: ShimOptions, adapter: Adapter) -> None:
+    `make_server`, `dial` and `clock` are the network and the time; simulated ones are given by tests.
+    """
+
+    def __init__(
+        self,
+        options: ShimOptions,
+        adapter: Adapter,
+        *,
+        make_server: Callable[..., aio.Server] = aio.server,
+        dial: Callable[[str], aio.Channel] = channel,
+        clock: Clock | None = None,
+    ) -> None:
         if not is_wire_id(options.participant_id):
             raise refuse(
                 Reason.MALFORMED_ID, f"{options.participant_id[:60]!r} can't name a participant.",
@@ -104,7 +117,8 @@ class Shim:
         self._token = read_token(options.token_file or None)
         self.incarnation_id = new_incarnation_id()
         self.address = ""
-        self.service = ParticipantService(adapter, options.participant_id, self.incarnation_id, options.root)
+        self.service = ParticipantService(adapter, options.participant_id, self.incarnation_id, options.root, clock)
+        self._make_server, self._dial = make_server, dial
         self.registration: Registration | None = None
         self._server: aio.Server | None = None
         self._health: Any = None
@@ -124,7 +138,7 @@ class Shim:
     async def _start(self) -> None:
         options = self._options
         await self.service.start()
-        server = aio.server(
+        server = self._make_server(
             interceptors=[ErrorInterceptor(self._token, OPEN_METHODS)],
             options=[*SERVER_OPTIONS, ("grpc.max_metadata_size", 16_384)],
         )
@@ -138,8 +152,9 @@ class Shim:
             await self._health.set(name, _health_pb2.HealthCheckResponse.SERVING)
         if options.coordinator:
             self.registration = Registration(
-                options.coordinator, self._capabilities, self.incarnation_id, self.address, options.job_id, self._token
-            )
+                options.coordinator, self._capabilities, self.incarnation_id, self.address, options.job_id, self._token,
+                dial=self._dial,
+            )  # fmt: skip
             self._registering = asyncio.create_task(self.registration.run())
 
     async def stop(self) -> None:
@@ -194,6 +209,7 @@ async def serve_shim(options: ShimOptions, adapter: Adapter) -> None:
                 await shim.until_told_to_go()
             finally:
                 (options.life / "shim.json").unlink(missing_ok=True)
+    await asyncio.to_thread(bury, options.life)
 
 
 def _write_announcement(life: Path, line: str) -> None:

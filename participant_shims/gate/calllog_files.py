@@ -283,7 +283,7 @@ def read(files: Sequence[Path]) -> Iterator[dict[str, Any]]:
     """The records of `files`, bodies decoded. Raises SNAPSHOT_CORRUPT or SNAPSHOT_TOO_NEW at the first bad line."""
     for path in files:
         at = 0
-        with path.open("rb") as lines:
+        with open(path, "rb") as lines:
             for number in range(1, MAX_LINES + 2):
                 raw = lines.readline(MAX_LINE_BYTES + 1)
                 if not raw:
