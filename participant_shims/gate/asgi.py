@@ -39,6 +39,9 @@ class GateMiddleware:
         kind = scope["type"]
         if kind == "lifespan":
             await self._gate.start()
+            await self._app(scope, receive, send)
+            self._gate.end()
+            return
         if kind != "http" or scope["method"] in _UNGATED_METHODS:
             await self._app(scope, receive, send)
             return

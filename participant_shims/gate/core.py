@@ -57,7 +57,7 @@ class Sessions(Protocol):
 
 
 class Gate:
-    """See the module. `on_change`, `on_opened` and `on_start` are the control line's; all of them run on the loop."""
+    """See the module. `on_change`, `on_opened` and `on_start` are the control line's, `on_end` is the life's; all run on the loop."""
 
     def __init__(
         self,
@@ -79,6 +79,7 @@ class Gate:
         self.on_change: Callable[[], None] | None = None
         self.on_opened: Callable[[str], None] | None = None
         self.on_start: Callable[[asyncio.AbstractEventLoop], None] | None = None
+        self.on_end: Callable[[], None] | None = None
         self.doors = Doors(clock=clock, on_change=self._changed, on_lapse=self._lapsed)
         self.outbound = Outbound(self.doors, calls, server.name, is_agent=self.is_agent, patience_s=patience_s)
         self.dispatches = Dispatches(calls, self.outbound)
@@ -106,6 +107,11 @@ class Gate:
             self.sessions.before_first_request()
         if self.on_start is not None:
             self.on_start(asyncio.get_running_loop())
+
+    def end(self) -> None:
+        """The server has shut down in good order; its process ends at any moment."""
+        if self.on_end is not None:
+            self.on_end()
 
     def hear(self, ended: Sequence[tuple[str, int]]) -> None:
         """What a call says of other rollouts: that they have ended at its caller."""

@@ -156,7 +156,7 @@ def build_gate(server: Any, life: Path, app: Any) -> Gate:
     from participant_shims.gate.control import Control
     from participant_shims.gate.core import Gate
     from participant_shims.gate.describe import describe_server, state_mode
-    from participant_shims.gate.life import CALLS, SOCKET, claim_worker
+    from participant_shims.gate.life import CALLS, SOCKET, claim_worker, mark_ended
 
     facts = describe_server(server)
     if not facts.kind:
@@ -175,6 +175,7 @@ def build_gate(server: Any, life: Path, app: Any) -> Gate:
     gate = Gate(facts, CallLog(life / CALLS, tolerant=True), sessions, worker_id=worker_id)
     control = Control(gate, life / SOCKET)
     gate.on_start = control.start
+    gate.on_end = functools.partial(mark_ended, life)
     return gate
 
 

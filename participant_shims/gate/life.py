@@ -1,7 +1,8 @@
 """One life of a server: a directory of its own, closed to others, and names for its worker processes.
 
 The rule kept here: a restarted server never meets the files of its former life. Its main process makes the directory,
-workers find it through SAFEPOINT_LIFE, and the directories of lives that have ended are swept by the next one.
+workers find it through SAFEPOINT_LIFE. A life that ended in good order takes its directory with it; one that was killed
+leaves it for people to look at, until the server's next life sweeps it.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import re
 import secrets
 import shutil
 import stat
+import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Final
@@ -23,6 +25,7 @@ LIFE_VARIABLE: Final = "SAFEPOINT_LIFE"
 SOCKET: Final = "gate.sock"
 CALLS: Final = "calls.db"
 _RECORD: Final = "life.json"
+_ENDED: Final = "ended"
 _MAX_SOCKET_PATH: Final = 107  # bytes; the kernel's sun_path without its terminator
 
 
@@ -82,6 +85,37 @@ def sweep(safe_name: str, parent: Path) -> int:
             shutil.rmtree(life, ignore_errors=True)
             removed += 1
     return removed
+
+
+def mark_ended(life: Path) -> None:
+    """Note that the server of this life is ending in good order. Only its main process is heard; a lost note is harmless."""
+    try:
+        if json.loads((life / _RECORD).read_text())["pid"] == os.getpid():
+            (life / _ENDED).touch(mode=0o600)
+    except (OSError, ValueError, KeyError, TypeError):
+        pass
+
+
+def bury(life: Path, within_s: float = 2.0) -> bool:
+    """Remove the directory of a life that ended in good order; whether it did.
+
+    For the shim, which outlives its server by a moment: a server that SIGTERM ends runs nothing of its own at the end,
+    since uvicorn delivers the signal again when it is done. Waits up to `within_s` seconds for a process that has said
+    that it ends, and leaves everything alone when it lives on, or never said so.
+    """
+    until = time.monotonic() + within_s
+    try:
+        record = json.loads((life / _RECORD).read_text())
+        if not (life / _ENDED).exists():
+            return False
+        while _started(int(record["pid"])) == record["started"]:
+            if time.monotonic() >= until:
+                return False
+            time.sleep(0.02)
+    except (OSError, ValueError, KeyError, TypeError):
+        return False
+    shutil.rmtree(life, ignore_errors=True)
+    return True
 
 
 def claim_worker(life: Path, configured: int) -> tuple[str, int]:

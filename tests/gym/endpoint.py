@@ -22,6 +22,7 @@ class ScriptedEndpoint:
     def __init__(self) -> None:
         self.asked: dict[str, int] = {}
         self.begun = 0
+        self.aborted = 0  # generations whose client left before they ended
         self.url = ""
         self._loop = asyncio.new_event_loop()
         self._open: asyncio.Event | None = None
@@ -72,7 +73,8 @@ class ScriptedEndpoint:
         self._open = asyncio.Event()
         app = web.Application(client_max_size=64 << 20)
         app.add_routes([web.post("/v1/chat/completions", self._chat), web.post("/tokenize", self._tokenize)])
-        self._runner = web.AppRunner(app, access_log=None, shutdown_timeout=0.1)
+        # As a real engine does: a generation ends when its client leaves.
+        self._runner = web.AppRunner(app, access_log=None, shutdown_timeout=0.1, handler_cancellation=True)
         await self._runner.setup()
         site = web.TCPSite(self._runner, "127.0.0.1", 0)
         await site.start()
@@ -83,6 +85,13 @@ class ScriptedEndpoint:
         await self._runner.cleanup()
 
     async def _chat(self, request: web.Request) -> web.Response:
+        try:
+            return await self._generate(request)
+        except asyncio.CancelledError:
+            self.aborted += 1
+            raise
+
+    async def _generate(self, request: web.Request) -> web.Response:
         asked = await request.json()
         messages = asked["messages"]
         self.begun += 1

@@ -75,6 +75,17 @@ def counter_config(openai_url: str, *, model_workers: int = 1, steps: int | None
     }  # fmt: skip
 
 
+def with_second_counter(config: dict[str, Any]) -> dict[str, Any]:
+    """The same with another counter, `other`, and an agent of its own beside the first."""
+    resources, agent = free_ports(2)
+    out: dict[str, Any] = json.loads(json.dumps(config))
+    for name, like, port in (("other", "counter", resources), ("other_agent", "counter_agent", agent)):
+        out[name] = json.loads(json.dumps(out[like]))
+        next(iter(next(iter(out[name].values())).values()))["port"] = port
+    out["other_agent"]["responses_api_agents"]["simple_agent"]["resources_server"]["name"] = "other"
+    return out
+
+
 @dataclass
 class Fleet:
     """Servers of one configuration. `directory` gets logs and lives."""
@@ -84,6 +95,8 @@ class Fleet:
     gated: bool = True
     environment: dict[str, str] = field(default_factory=dict)
     processes: dict[str, subprocess.Popen[bytes]] = field(default_factory=dict)
+    # Servers behind a proxy: the port that they bind instead of the one of the configuration. They have no gate.
+    proxied: dict[str, int] = field(default_factory=dict)
 
     @property
     def run_dir(self) -> Path:
@@ -102,8 +115,8 @@ class Fleet:
         return f"http://{values['host']}:{values['port']}"
 
     def start(self, *names: str) -> None:
-        """Start and wait until they answer."""
-        chosen = names or tuple(self.names())
+        """Start those that do not run and wait until they answer."""
+        chosen = names or tuple(n for n in self.names() if n not in self.processes)
         for name in chosen:
             self._spawn(name)
         for name in chosen:
@@ -124,7 +137,12 @@ class Fleet:
         } | self.environment  # fmt: skip
         # Without the gate the hook that keeps Ray away is still needed: the same bootstrap, shut off by a kind it
         # does not find would be another program. So ungated fleets get a folder of their own.
-        path.insert(0, bootstrap_path() if self.gated else str(Path(__file__).parent / "no_ray"))
+        gated = self.gated and name not in self.proxied
+        path.insert(0, bootstrap_path() if gated else str(Path(__file__).parent / "no_ray"))
+        if name in self.proxied:
+            own = json.loads(env["NEMO_GYM_CONFIG_DICT"])
+            own[name][kind][implementation]["port"] = self.proxied[name]
+            env["NEMO_GYM_CONFIG_DICT"] = json.dumps(own)
         env["PYTHONPATH"] = os.pathsep.join(path)
         log = (self.directory / f"{name}.log").open("ab")
         with log:
@@ -134,12 +152,13 @@ class Fleet:
             )  # fmt: skip
 
     def _wait(self, name: str) -> None:
+        url = f"http://127.0.0.1:{self.proxied[name]}" if name in self.proxied else self.url(name)
         deadline = time.monotonic() + READY_S
         while time.monotonic() < deadline:
             if self.processes[name].poll() is not None:
                 raise AssertionError(f"{name} ended with {self.processes[name].returncode}:\n{self.log(name)}")
             try:
-                with urllib.request.urlopen(self.url(name), timeout=2):
+                with urllib.request.urlopen(url, timeout=2):
                     return
             except urllib.error.HTTPError:
                 return
@@ -167,6 +186,13 @@ class Fleet:
             except ProcessLookupError:
                 pass
             process.wait()
+
+    def terminate(self, *names: str) -> None:
+        """SIGTERM to the first process of each, and wait until it has ended."""
+        for name in names:
+            process = self.processes.pop(name)
+            process.terminate()
+            process.wait(20)
 
     def close(self) -> None:
         self.kill()
