@@ -288,7 +288,12 @@ def project() -> dict:  # type: ignore[type-arg]
     return tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]  # type: ignore[no-any-return]
 
 
-STEPS: dict[str, Callable[[Path], None]] = {"main": setup_main, "gym": setup_gym, "proto": setup_proto, "vllm": setup_vllm}
+STEPS: dict[str, Callable[[Path], None]] = {
+    "main": setup_main,
+    "gym": setup_gym,
+    "proto": setup_proto,
+    "vllm": setup_vllm,
+}
 
 
 def fingerprint() -> str:
