@@ -131,8 +131,9 @@ async def test_one_refusal_opens_everybody_who_may_have_heard(bench: Bench) -> N
     error = await failure(bench)
     assert error.problem.participant_id == "model-1"
     assert bench.all_open()
-    assert bench.shims["model-0"].aborted == ["save-1"]
-    assert bench.shims["model-1"].count("Abort") == 1
+    # At least once: on a busy machine an abort that is not answered at once is repeated.
+    assert set(bench.shims["model-0"].aborted) == {"save-1"}
+    assert bench.shims["model-1"].count("Abort") >= 1
     bench.shims["model-1"].knobs.fail_on.clear()
     assert (await bench.save("save-2", "step-2"))[-1].saved.snapshot.snapshot_id == "step-2"
     assert not (bench.root / "snapshots" / "step-1").exists()
