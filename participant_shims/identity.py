@@ -38,6 +38,7 @@ DONE_HEADER: Final = "x-safepoint-done"
 HEADERS: Final = frozenset({ROLLOUT_HEADER, ATTEMPT_HEADER, CALL_HEADER, RECORDED_HEADER, DONE_HEADER})
 
 _CALL_ID: Final = re.compile(r"[0-9]{1,10}(\.[0-9]{1,10}){0,32}")
+MAX_ATTEMPT: Final = 999_999_999  # nine digits travel; whoever names a higher one means every attempt that there was
 MAX_RECORDED: Final = 64  # ids in one RECORDED header; more travel with later calls
 
 

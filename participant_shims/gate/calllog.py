@@ -18,7 +18,7 @@ from typing import Final, cast
 
 from participant_shims.gate.dispatch_log import Claim, DispatchLog, Verdict
 from participant_shims.gate.logfile import FORMAT, Answer, Header, answer_of, dump_headers, tolerated
-from participant_shims.identity import CallIdentity
+from participant_shims.identity import MAX_ATTEMPT, CallIdentity
 
 __all__ = ["FORMAT", "Answer", "CallLog", "CallRecord", "Claim", "Header", "Stale", "Verdict"]
 
@@ -202,11 +202,16 @@ class CallLog(DispatchLog):
         )
 
     def retire(self, attempts: Sequence[tuple[str, int]]) -> int:
-        """Forget rollouts up to the given attempts and refuse those from now on; how many were known here."""
+        """Forget rollouts up to the given attempts and refuse those from now on; how many were known here.
+
+        An attempt above MAX_ATTEMPT stands for every one that was seen here: the id may come again, in the next epoch, and
+        its attempts are counted on from there.
+        """
         known = 0
         with self.together():
-            for rollout_id, attempt in attempts:
+            for rollout_id, named in attempts:
                 seen = 0
+                attempt = named if named <= MAX_ATTEMPT else self._highest(rollout_id)
                 seen += self.db.execute(
                     "DELETE FROM rollouts WHERE rollout_id=? AND attempt<=?", (rollout_id, attempt)
                 ).rowcount
@@ -217,8 +222,18 @@ class CallLog(DispatchLog):
                         f"DELETE FROM {table} WHERE rollout_id=? AND attempt<=?", (rollout_id, attempt)
                     ).rowcount
                 known += seen > 0
-                self.mark(rollout_id, attempt + 1)
+                if attempt >= 0:
+                    self.mark(rollout_id, attempt + 1)
         return known
+
+    def _highest(self, rollout_id: str) -> int:
+        """The highest attempt of a rollout that is known to have been here; -1 when none is. The same when asked again."""
+        row = self.db.execute(
+            "SELECT max(attempt) FROM (SELECT attempt FROM rollouts WHERE rollout_id=?1 UNION ALL"
+            " SELECT attempt FROM executed WHERE rollout_id=?1 UNION ALL SELECT attempt FROM sessions WHERE rollout_id=?1"
+            " UNION ALL SELECT min_attempt - 1 FROM marks WHERE rollout_id=?1)", (rollout_id,),
+        ).fetchone()  # fmt: skip
+        return -1 if row[0] is None else int(row[0])
 
     # -- rollouts that the present cut cannot hold; and notes
 

@@ -15,8 +15,10 @@ from safepoint.v1 import manifest_pb2
 from coordinator.client import AsyncClient
 from coordinator.wire.errors import Reason, SafepointError
 from coordinator.wire.terms import CheckpointMode, QuiesceMode, Role, RolloutState
+from participant_shims.adapters.proxy import ProxyAdapter, ProxyOptions
 from participant_shims.gate import calllog_files
 from participant_shims.gate.calllog import CallLog
+from participant_shims.identity import CallIdentity
 from tests.coordinator.conftest import Bench, collect, until
 from tests.fakes import Knobs
 from tests.gate import world as gym
@@ -272,3 +274,52 @@ async def test_a_session_that_no_file_holds_fails_the_restore_and_stays_paused(t
             assert not shim.adapter.open_now
             await shim.abort("op-2")
             assert shim.adapter.open_now
+
+
+EVERY = 2**32 - 1  # what a coordinator names when a trainer retires a rollout: every attempt that there was
+
+
+async def test_an_index_id_that_was_retired_runs_again_in_the_next_epoch(world: World, tmp_path: Path) -> None:
+    """The next epoch gives the same ids to other prompts: they must be identified, logged and saved like the first."""
+    row = {"_ng_task_index": 7, "_ng_rollout_index": 1, "input": "abc", "start": 5}
+    assert (await world.run(row)).status == 200
+    for node in world.nodes.values():
+        for _ in range(
+            2
+        ):  # a repeat, as after a lost reply, changes nothing: all servers go on counting from one number
+            node.gate.retire([["7-1", EVERY], ["never-seen", EVERY]])
+        assert node.log.db.execute("SELECT 1 FROM marks WHERE rollout_id='never-seen'").fetchone() is None
+    stale = [
+        ("x-safepoint-rollout", "7-1"),
+        ("x-safepoint-attempt", "0"),
+        ("x-safepoint-call", "0.9"),
+        ("cookie", "s=a0"),
+    ]
+    late = await gym.Client().send_request(world.counter.app, "POST", "/add", b'{"n": 4}', stale)
+    assert late.status == 409, "what was retired is refused"
+    world.hold_model_at = 1
+    again = asyncio.create_task(world.run(row))
+    await gym.until(lambda: world.held_model)
+    close_all(world)
+    out = tmp_path / "look"
+    out.mkdir()
+    (line,) = calllog_files.export(world.agent.log, out).ledger
+    assert (line.rollout_id, line.attempt, line.recorded_calls) == ("7-1", 1, 3)
+    new = world.restarted(tmp_path / "second")
+    again.cancel()
+    assert (await new.run(row)).json()["count"] == 17
+    assert len(new.model_calls) == 2, "it went on from its records"
+    new.close()
+    await asyncio.gather(again, return_exceptions=True)
+
+
+async def test_behind_a_proxy_too_an_id_that_was_retired_may_come_again() -> None:
+    adapter = ProxyAdapter(ProxyOptions("tool", Role.RESOURCES, "127.0.0.1:0", "127.0.0.1:1"))
+    adapter._remember(CallIdentity("7-1", 0, "0.1"))
+    for _ in range(2):
+        await adapter.retire([("7-1", EVERY), ("never-seen", EVERY)])
+    assert adapter._is_stale(CallIdentity("7-1", 0, "0.2"))
+    assert not adapter._is_stale(CallIdentity("7-1", 1, "1.1"))
+    assert not adapter._is_stale(CallIdentity("never-seen", 0, "0.1"))
+    assert await adapter.retire([("7-1", 4)]) == 0
+    assert adapter._is_stale(CallIdentity("7-1", 4, "4.1"))
