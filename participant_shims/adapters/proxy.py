@@ -35,7 +35,7 @@ from participant_shims.adapter import (
 )
 from participant_shims.adapters.ledger_file import LEDGER, read_ledger, write_ledger
 from participant_shims.admission import ANONYMOUS, Doors, Standing
-from participant_shims.identity import CallIdentity
+from participant_shims.identity import MAX_ATTEMPT, CallIdentity
 from participant_shims.proxy import Proxy
 from participant_shims.running import Pulse
 
@@ -162,11 +162,14 @@ class ProxyAdapter:
 
     async def retire(self, attempts: Sequence[tuple[str, int]]) -> int:
         known = 0
-        for rollout_id, attempt in attempts:
-            if self._seen.get(rollout_id, attempt + 1) <= attempt:
+        for rollout_id, named in attempts:
+            # Above MAX_ATTEMPT: every one that was seen. The id may come again, and goes on counting from there.
+            attempt = named if named <= MAX_ATTEMPT else self._seen.get(rollout_id, -1)
+            if 0 <= self._seen.get(rollout_id, attempt + 1) <= attempt:
                 del self._seen[rollout_id]
                 known += 1
-            self._replace(rollout_id, attempt + 1)
+            if attempt >= 0:
+                self._replace(rollout_id, attempt + 1)
         return known
 
     async def status(self, max_rollouts: int) -> Snapshot:
