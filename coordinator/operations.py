@@ -36,7 +36,7 @@ from coordinator.settings import Settings
 from coordinator.snapshots import SnapshotStore
 from coordinator.wire.errors import Problem, Reason, Refused, SafepointError, refuse
 from coordinator.wire.ids import OperationId, SnapshotId
-from coordinator.wire.terms import OperationKind, Phase, Role
+from coordinator.wire.terms import OperationKind, Phase, Role, RolloutState
 
 log = logging.getLogger(__name__)
 
@@ -224,29 +224,33 @@ class Operations:
             done.snapshot.CopyFrom(snapshot_info(drive.manifest))
             done.totals.CopyFrom(drive.manifest.totals)
         diverged: dict[str, manifest_pb2.LedgerEntry] = {}
-        unnamed = 0
         for reply in drive.replies.values():
             done.sessions += reply.sessions
             diverged |= {entry.rollout_id: entry for entry in reply.diverged}
-            unnamed += reply.diverged_count - len(reply.diverged)
-        done.diverged_count = len(diverged) + unnamed
-        done.diverged.extend(list(diverged.values())[:MAX_DIVERGED])
         if diverged and drive.manifest is not None:
             try:
-                await self._in_thread(self._move_to_excluded, drive.operation.snapshot_id, set(diverged), done.totals)
+                await self._in_thread(self._move_to_excluded, drive.operation.snapshot_id, diverged, done)
             except SafepointError as error:
-                log.warning("the totals of %s are those of the snapshot: %s", drive.operation.operation_id, error)
+                drive.reporter.warn(f"The totals are those of the snapshot, {len(diverged)} rollouts restart: {error}")
         return done
 
     def _move_to_excluded(
-        self, snapshot_id: SnapshotId, rollout_ids: set[str], totals: manifest_pb2.LedgerTotals
+        self,
+        snapshot_id: SnapshotId,
+        diverged: dict[str, manifest_pb2.LedgerEntry],
+        done: coordinator_service_pb2.RestoreDone,
     ) -> None:
+        """Count as excluded what restarts although the snapshot had it; not what had finished or was excluded anyway."""
         for raw in self.store.ledger(snapshot_id):
             line = ledger_lines.decode(raw, snapshot_id)
+            if line.rollout_id not in diverged or line.state not in (RolloutState.PARKED, RolloutState.PENDING):
+                continue
             field = line.state.name.lower()
-            if line.rollout_id in rollout_ids and field != "excluded" and getattr(totals, field) > 0:
-                setattr(totals, field, getattr(totals, field) - 1)
-                totals.excluded += 1
+            setattr(done.totals, field, getattr(done.totals, field) - 1)
+            done.totals.excluded += 1
+            done.diverged_count += 1
+            if len(done.diverged) < MAX_DIVERGED:
+                done.diverged.append(diverged[line.rollout_id])
 
     def ended(self, drive: Drive) -> None:
         ended = outcomes.ended(drive)

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Final, TypeVar, cast
 
 import grpc
 from grpc import aio
-from safepoint.v1 import capabilities_pb2, participant_service_pb2, participant_service_pb2_grpc
+from safepoint.v1 import capabilities_pb2, manifest_pb2, participant_service_pb2, participant_service_pb2_grpc
 
 from coordinator import convert
 from coordinator.protocol import events as core
@@ -230,14 +230,26 @@ async def _until_committed(call: CommitCall, on_progress: OnProgress) -> tuple[P
 
 
 async def _until_restored(call: RestoreCall, on_progress: OnProgress, on_closed: OnClosed) -> tuple[Proof, Any] | None:
+    """The message that is returned lists everything that diverged, however many there are."""
+    diverged: dict[str, manifest_pb2.LedgerEntry] = {}
     async for event in call:
         match event.WhichOneof("event"):
             case "admission_closed":
                 on_closed()
             case "load_progress":
                 on_progress(convert.export_progress(event.load_progress))
+            case "diverged":
+                diverged |= {entry.rollout_id: entry for entry in event.diverged.entries}
             case "restored":
-                return convert.restored(event.restored), event.restored
+                restored = event.restored
+                diverged |= {entry.rollout_id: entry for entry in restored.diverged}
+                if len(diverged) < restored.diverged_count:
+                    # Totals without their names would be a guess: which of them had finished, or were lost before?
+                    text = f"It says that {restored.diverged_count} rollouts restart, and names {len(diverged)}."
+                    raise Misanswered(Problem(Reason.PROTOCOL_VIOLATION, text))
+                del restored.diverged[:]
+                restored.diverged.extend(diverged.values())
+                return convert.restored(restored), restored
             case _:
                 pass
     return None

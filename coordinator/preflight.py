@@ -143,7 +143,9 @@ def check_restorable(
             )
         )  # fmt: skip
     parts = {
-        ParticipantId(reference.participant_id): RestorePart(reference.manifest_sha256)
+        ParticipantId(reference.participant_id): RestorePart(
+            reference.manifest_sha256, totals=store.part_totals(reference, operation.snapshot_id)
+        )
         for reference in manifest.participants
         if reference.manifest_sha256
     }

@@ -175,6 +175,12 @@ class SnapshotStore:
             unlisted += [name for name in directory.names() if name not in known]
             return Verification(manifest, files, size, tuple(unlisted[:MAX_UNLISTED]))
 
+    def part_totals(self, reference: manifest_pb2.ParticipantRef, snapshot_id: str) -> dict[str, int]:
+        """The rollouts of one participant's own ledger, by the lower-case name of their state. Raises as `load`."""
+        with self.open(snapshot_id) as directory, _participant_directory(directory, reference.participant_id) as part:
+            totals = _participant_manifest(part, reference)[0].totals
+        return {state.name.lower(): getattr(totals, state.name.lower()) for state in RolloutState if state}
+
     def ledger(self, snapshot_id: str) -> Generator[bytes]:
         """The lines of a snapshot's ledger, after its digest was compared. Raises as `load`."""
         with self.open(snapshot_id) as directory:

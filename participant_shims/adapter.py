@@ -24,6 +24,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
 
+from coordinator.wire.errors import Reason
 from coordinator.wire.terms import Activity, CheckpointMode, QuiesceMode, Role, RolloutState
 
 
@@ -97,10 +98,14 @@ class Drain:
 
 @dataclass(frozen=True, slots=True)
 class Stillness:
-    """Whether the freeze held: `generation` counts each opening and closing, `activity` names what moved since."""
+    """Whether the freeze held: `generation` counts each opening and closing, `activity` names what moved since.
+
+    `reason`: why the cut is void when there is `activity`; WORKERS_MISSING when a process is gone.
+    """
 
     generation: int
     activity: str = ""
+    reason: Reason = Reason.ACTIVITY_AFTER_PREPARED
 
 
 @dataclass(frozen=True, slots=True)

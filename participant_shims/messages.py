@@ -36,6 +36,7 @@ SHIM_VERSION: Final = "0.1.0"
 MIN_LEASE_S: Final = 1.0
 MAX_LEASE_S: Final = 3600.0
 MAX_LISTED: Final = 20  # rollouts in a reply; the rest is counted, and read with GetStatus
+MAX_DIVERGED_ONCE: Final = 1000
 MAX_ASKED: Final = 1000  # rollouts that one status may hold
 MANIFEST_FORMAT: Final = 1
 
@@ -248,6 +249,19 @@ def restored(loaded: Loaded, snapshot_id: str, incarnation_id: str, generation: 
         diverged_count=len(loaded.diverged),
         admission_generation=generation,
     )
+
+
+def diverged(loaded: Loaded) -> list[pb.RestoreEvent]:
+    """What comes before `restored`: everything that restarts, when that cannot list all of it."""
+    lines = loaded.diverged if len(loaded.diverged) > MAX_LISTED else ()
+    return [
+        pb.RestoreEvent(
+            diverged=pb.RestoreDiverged(
+                entries=[ledger_entry(line, "") for line in lines[start : start + MAX_DIVERGED_ONCE]]
+            )
+        )
+        for start in range(0, len(lines), MAX_DIVERGED_ONCE)
+    ]
 
 
 def status(snapshot: Snapshot) -> capabilities_pb2.ParticipantStatus:

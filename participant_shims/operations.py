@@ -231,7 +231,7 @@ class Operations:
         still = await self.adapter.still()
         if still.generation != generation or still.activity:
             raise refuse(
-                Reason.ACTIVITY_AFTER_PREPARED,
+                still.reason,
                 still.activity or f"Admission moved from generation {generation} to {still.generation}.",
                 participant_id=self.participant_id,
             )

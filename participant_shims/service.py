@@ -241,6 +241,8 @@ class ParticipantService(participant_service_pb2_grpc.ParticipantServicer):
                     Reason.SNAPSHOT_CORRUPT,
                     f"{absent} of the {part.manifest.sessions} sessions that were saved are in no file that was loaded.",
                 )
+        for event in messages.diverged(loaded):
+            running.first(event)
         generation = loaded.generation or closed.generation
         return pb.RestoreEvent(
             restored=messages.restored(loaded, request.snapshot_id, operations.incarnation_id, generation)

@@ -53,6 +53,9 @@ class Knobs:
     slow_s: dict[str, float] = field(default_factory=dict)  # waits first
     rollouts: int = 0  # parked rollouts in its ledger
     ledger: list[manifest_pb2.LedgerEntry] | None = None  # exactly these instead
+    diverged: list[manifest_pb2.LedgerEntry] = field(default_factory=list)  # what it says of a restore
+    restored_totals: manifest_pb2.LedgerTotals | None = None  # instead of those of its manifest
+    names_all: bool = True  # of the diverged ones, when there are more than Restored lists
 
 
 class FakeShim(participant_service_pb2_grpc.ParticipantServicer):
@@ -438,9 +441,15 @@ class FakeShim(participant_service_pb2_grpc.ParticipantServicer):
             self.state = S.PARTICIPANT_STATE_RESTORE_FAILED
             raise Refused(self.knobs.fail_on["RestoreLoad"])
         self.state = S.PARTICIPANT_STATE_RESTORED
+        diverged = self.knobs.diverged
+        if len(diverged) > 20 and self.knobs.names_all:
+            for start in range(0, len(diverged), 1000):
+                batch = participant_service_pb2.RestoreDiverged(entries=diverged[start : start + 1000])
+                yield participant_service_pb2.RestoreEvent(diverged=batch)
         yield participant_service_pb2.RestoreEvent(
             restored=participant_service_pb2.Restored(
-                snapshot_id=request.snapshot_id, incarnation_id=self.incarnation_id, sessions=1, totals=totals,
+                snapshot_id=request.snapshot_id, incarnation_id=self.incarnation_id, sessions=1,
+                totals=self.knobs.restored_totals or totals, diverged=diverged[:20], diverged_count=len(diverged),
                 admission_generation=self.generation,
             )
         )  # fmt: skip

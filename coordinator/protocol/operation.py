@@ -57,10 +57,14 @@ class Options:
 
 @dataclass(frozen=True, slots=True)
 class RestorePart:
-    """What one participant loads. An empty digest: it did not commit, and only closes."""
+    """What one participant loads. An empty digest: it did not commit, and only closes.
+
+    `totals`: the rollouts of its own ledger by the lower-case name of their state, which it must account for.
+    """
 
     manifest_sha256: str = ""
     source_participant_id: str = ""  # empty: its own name
+    totals: Mapping[str, int] = field(default_factory=dict[str, int])
 
 
 NO_PARTS: Mapping[ParticipantId, RestorePart] = MappingProxyType({})

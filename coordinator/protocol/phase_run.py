@@ -141,7 +141,7 @@ class PhaseRun:
             case RestoredProof():
                 evidence.restored[participant_id] = proof
                 if proof.diverged_count:
-                    text = f"{proof.diverged_count} rollouts could not be brought back: they restart."
+                    text = f"{proof.diverged_count} of the rollouts that it knows restart from their input."
                     out.append(Announce(Warned(text, participant_id)))
             case Opened():
                 evidence.opened[participant_id] = proof

@@ -16,7 +16,7 @@ from coordinator.protocol.proofs import Committed, Confirmed, Opened, Prepared, 
 from coordinator.protocol.topology import Participant
 from coordinator.wire.errors import Problem, Reason
 from coordinator.wire.ids import IncarnationId, ParticipantId
-from coordinator.wire.terms import Phase, StragglerPolicy
+from coordinator.wire.terms import Phase, RolloutState, StragglerPolicy
 
 _DIGEST: Final = re.compile(r"[0-9a-f]{64}")
 
@@ -118,12 +118,31 @@ def _confirmed(proof: Confirmed, participant: Participant, before: Prepared | No
 
 
 def _restored(proof: RestoredProof, participant: Participant, operation: Operation) -> Problem | None:
-    if proof.snapshot_id == operation.snapshot_id:
-        return None
-    return _problem(
-        Reason.PROTOCOL_VIOLATION, Phase.RESTORE, participant,
-        f"It loaded snapshot {proof.snapshot_id!r} instead of {operation.snapshot_id!r}.",
-    )  # fmt: skip
+    if proof.snapshot_id != operation.snapshot_id:
+        return _problem(
+            Reason.PROTOCOL_VIOLATION, Phase.RESTORE, participant,
+            f"It loaded snapshot {proof.snapshot_id!r} instead of {operation.snapshot_id!r}.",
+        )  # fmt: skip
+    part = operation.parts.get(participant.participant_id)
+    wrong = _unaccounted(proof, part.totals) if part is not None and part.manifest_sha256 else ""
+    return _problem(Reason.LEDGER_UNBALANCED, Phase.RESTORE, participant, wrong) if wrong else None
+
+
+def _unaccounted(proof: RestoredProof, saved: Mapping[str, int]) -> str:
+    """Which rollouts of its manifest a participant has lost, invented or moved without a word; empty when none."""
+    now = {state.name.lower(): proof.totals.get(state, 0) for state in RolloutState if state}
+    before = {name: saved.get(name, 0) for name in now}
+    if sum(now.values()) != sum(before.values()):
+        return f"It accounts for {sum(now.values())} rollouts, and its manifest has {sum(before.values())}."
+    if now["completed"] != before["completed"]:
+        return f"It has {now['completed']} finished rollouts, and its manifest has {before['completed']}."
+    for name in ("parked", "pending"):
+        if now[name] > before[name]:
+            return f"It has {now[name]} {name} rollouts, and its manifest has {before[name]}."
+    restart = now["excluded"] - before["excluded"]
+    if restart > proof.diverged_count:
+        return f"{restart} rollouts restart that its manifest has, and it names {proof.diverged_count}."
+    return ""
 
 
 def _problem(reason: Reason, phase: Phase, participant: Participant, message: str) -> Problem:

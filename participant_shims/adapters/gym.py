@@ -179,7 +179,7 @@ class GymAdapter:
             statuses = await self._statuses(0)
             self._check_whole(pause)
         except SafepointError as error:
-            return Stillness(self._generation, error.problem.message)
+            return Stillness(self._generation, error.problem.message, error.reason)
         if not self._is_quiet_when_closed(pause.mode):
             moving = sorted({r.rollout_id for s in statuses for r in s.waiting_for} - pause.excluded)
             more = sum(s.waiting_for_count for s in statuses) > len(pause.excluded)

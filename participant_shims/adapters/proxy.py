@@ -149,7 +149,6 @@ class ProxyAdapter:
             self._replace(line.rollout_id, line.attempt + 1)
         yield Loaded(
             totals={RolloutState.EXCLUDED: len(lines)} if lines else {},
-            diverged=tuple(lines),
             generation=self.doors.generation,
         )
 

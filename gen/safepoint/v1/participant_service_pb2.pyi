@@ -574,6 +574,7 @@ class RestoreEvent(_message.Message):
     ADMISSION_CLOSED_FIELD_NUMBER: _builtins.int
     LOAD_PROGRESS_FIELD_NUMBER: _builtins.int
     RESTORED_FIELD_NUMBER: _builtins.int
+    DIVERGED_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def admission_closed(self) -> Global___AdmissionClosed:
         """First: admission is closed at every worker."""
@@ -586,22 +587,51 @@ class RestoreEvent(_message.Message):
     def restored(self) -> Global___Restored:
         """Last: loaded, still paused."""
 
+    @_builtins.property
+    def diverged(self) -> Global___RestoreDiverged:
+        """Before `restored`, when more rollouts restart than that lists: all of them, in as many of these as it takes."""
+
     def __init__(
         self,
         *,
         admission_closed: Global___AdmissionClosed | None = ...,
         load_progress: Global___ExportProgress | None = ...,
         restored: Global___Restored | None = ...,
+        diverged: Global___RestoreDiverged | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["admission_closed", b"admission_closed", "event", b"event", "load_progress", b"load_progress", "restored", b"restored"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["admission_closed", b"admission_closed", "diverged", b"diverged", "event", b"event", "load_progress", b"load_progress", "restored", b"restored"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["admission_closed", b"admission_closed", "event", b"event", "load_progress", b"load_progress", "restored", b"restored"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["admission_closed", b"admission_closed", "diverged", b"diverged", "event", b"event", "load_progress", b"load_progress", "restored", b"restored"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_event: _TypeAlias = _typing.Literal["admission_closed", "load_progress", "restored"]  # noqa: Y015
+    _WhichOneofReturnType_event: _TypeAlias = _typing.Literal["admission_closed", "load_progress", "restored", "diverged"]  # noqa: Y015
     _WhichOneofArgType_event: _TypeAlias = _typing.Literal["event", b"event"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_event) -> _WhichOneofReturnType_event | None: ...
 
 Global___RestoreEvent: _TypeAlias = RestoreEvent  # noqa: Y015
+
+@_typing.final
+class RestoreDiverged(_message.Message):
+    """RestoreDiverged names rollouts that restart, where there are too many for Restored."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ENTRIES_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def entries(self) -> _containers.RepeatedCompositeFieldContainer[_manifest_pb2.LedgerEntry]:
+        """REQUIRED. At most 1,000."""
+
+    def __init__(
+        self,
+        *,
+        entries: _abc.Iterable[_manifest_pb2.LedgerEntry] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["entries", b"entries"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RestoreDiverged: _TypeAlias = RestoreDiverged  # noqa: Y015
 
 @_typing.final
 class Restored(_message.Message):
@@ -623,16 +653,21 @@ class Restored(_message.Message):
     sessions: _builtins.int
     """REQUIRED. Sessions that are loaded."""
     diverged_count: _builtins.int
-    """REQUIRED. How many of those there are in all."""
+    """REQUIRED. How many of those there are in all. When there are more than 20, all were named in RestoreDiverged before."""
     admission_generation: _builtins.int
     """REQUIRED. As in Prepared."""
     @_builtins.property
     def totals(self) -> _manifest_pb2.LedgerTotals:
-        """REQUIRED. Rollouts that can continue, by state, as in the ledger."""
+        """REQUIRED. The rollouts of its own ledger file, each by the state in which it continues now; what restarts is excluded.
+        The coordinator compares them with the totals of its manifest: the sum and what is completed are the same, and what
+        has become excluded since is among `diverged`. Anything else is LEDGER_UNBALANCED.
+        """
 
     @_builtins.property
     def diverged(self) -> _containers.RepeatedCompositeFieldContainer[_manifest_pb2.LedgerEntry]:
-        """OPTIONAL. Rollouts that could not be brought back after all and restart, at most 20."""
+        """OPTIONAL. Rollouts that restart although this participant's files had them, at most 20: those that could not be
+        brought back after all, and those that the snapshot as a whole excludes.
+        """
 
     def __init__(
         self,
