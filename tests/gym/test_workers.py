@@ -1,0 +1,89 @@
+"""A model server with two uvicorn workers: each acknowledges, a missing one is an error with its name, never a zero."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from coordinator.wire.errors import Reason, Refused
+from tests.gym.endpoint import ScriptedEndpoint
+from tests.gym.fleet import counter_config, row
+from tests.gym.whole import Trainer, Whole, until, whole
+
+pytestmark = [pytest.mark.gym, pytest.mark.slow]
+
+
+async def workers(job: Whole) -> dict[str, int]:
+    """Pids of the model's workers, once both are there."""
+    async with asyncio.timeout(60):
+        while len(found := {w.worker_id: w.pid for w in (await job.status("policy_model")).workers}) < 2:
+            await asyncio.sleep(0.1)
+    return found
+
+
+async def all_open(job: Whole) -> bool:
+    statuses = [await job.status(name) for name in job.fleet.names()]
+    return not any(s.HasField("closed_for") for s in statuses)
+
+
+async def rollouts(job: Whole, first: int, count: int = 6) -> list[dict[str, Any]]:
+    async with Trainer(job.fleet) as trainer:
+        return await asyncio.gather(*(trainer.run(row(first + i, 2)) for i in range(count)))
+
+
+async def test_two_workers_one_of_which_is_silent_or_dead_at_the_worst_moment(directory: Path) -> None:
+    with ScriptedEndpoint() as endpoint:
+        async with whole(directory, counter_config(endpoint.url, model_workers=2)) as job:
+            pids = await workers(job)
+            assert sorted(pids) == ["worker-0", "worker-1"]
+
+            # Both acknowledge, with calls in flight at both.
+            endpoint.hold()
+            async with Trainer(job.fleet) as trainer:
+                runs = [asyncio.create_task(trainer.run(row(i, 2))) for i in range(12)]
+                await until(lambda: endpoint.begun == 12)
+                saved = await job.client.save("both")
+                assert (saved.totals.pending, saved.totals.excluded) == (12, 0)
+                endpoint.release()
+                assert [r["reward"] for r in await asyncio.gather(*runs)] == [1.0] * 12
+            assert endpoint.repeated == 0
+
+            # One does not acknowledge: it is stopped.
+            os.kill(pids["worker-1"], signal.SIGSTOP)
+            try:
+                with pytest.raises(Refused) as caught:
+                    await job.client.save("silent", timeout=30)
+            finally:
+                os.kill(pids["worker-1"], signal.SIGCONT)
+            print(f"silent: {caught.value}")
+            assert caught.value.reason is Reason.WORKERS_MISSING
+            assert caught.value.participant_id == "policy_model"
+            assert "worker-1" in str(caught.value)
+            pids = await workers(job)
+            async with asyncio.timeout(20):
+                while not await all_open(job):
+                    await asyncio.sleep(0.1)
+            assert [r["reward"] for r in await rollouts(job, 100)] == [1.0] * 6
+
+            # One is killed while everybody is paused: uvicorn replaces it, and the cut is void all the same.
+            await job.client.prepare("void", "op-void")
+            os.kill(pids["worker-0"], signal.SIGKILL)
+            with pytest.raises(Refused) as caught:
+                await job.client.commit("op-void", timeout=30)
+            print(f"killed: {caught.value}")
+            assert caught.value.reason is Reason.WORKERS_MISSING
+            assert caught.value.participant_id == "policy_model"
+            assert "worker-0" in str(caught.value)
+            assert "void" not in [s.snapshot_id for s in (await job.client.snapshots()).published]
+            new = await workers(job)
+            assert new["worker-0"] != pids["worker-0"]
+            async with asyncio.timeout(20):
+                while not await all_open(job):
+                    await asyncio.sleep(0.1)
+            assert [r["reward"] for r in await rollouts(job, 200)] == [1.0] * 6
+            assert (await job.client.save("after")).totals.excluded == 0
