@@ -2,8 +2,8 @@
 
 Runs in the shim, on the same `calls.db` as the workers, while every one of them has admission closed. The rule kept
 here: a file is read strictly and as a whole before anything is installed. JSON lines only; a body that is JSON or other
-UTF-8 text stays readable, anything else is base64. Only what a restore needs is in it: rollouts that live, completed
-ones that nobody retired, remembered answers, sessions, marks.
+UTF-8 text stays readable, anything else is base64. Only what a restore needs is in it: rollouts that live or must
+restart, completed ones that nobody retired, remembered answers, sessions, marks.
 
     exported = export(log, directory, prefix="")     # files are fsynced; ledger lines are for the manifest
     loaded = load(log, [directory / "calls.jsonl"], excluded={})
@@ -105,17 +105,18 @@ def _ledger(db: sqlite3.Connection, excluded: Mapping[str, tuple[int, str]]) -> 
     }
     recorded = dict(db.execute("SELECT rollout_id, count(*) FROM calls WHERE done=1 GROUP BY rollout_id"))
     seen: set[str] = set()
-    for rollout_id, attempt, state, sha256, turns, status in db.execute(
-        "SELECT rollout_id, attempt, state, input_sha256, turns, status FROM rollouts WHERE guest=0 ORDER BY rollout_id"
+    for rollout_id, attempt, state, sha256, turns, status, noted in db.execute(
+        "SELECT rollout_id, attempt, state, input_sha256, turns, status, reason FROM rollouts WHERE guest=0"
+        " ORDER BY rollout_id"
     ):
         seen.add(rollout_id)
         calls, waiting_on, reason = int(recorded.get(rollout_id, 0)), "", ""
         if state == "completed":
             to, calls = RolloutState.COMPLETED, int(turns)
-        elif rollout_id in excluded or state == "failed":
-            to = RolloutState.EXCLUDED
-            reason = excluded[rollout_id][1] if rollout_id in excluded else _FAILED.format(status)
-            calls = 0
+        elif rollout_id in excluded or state in ("failed", "excluded"):
+            to, calls = RolloutState.EXCLUDED, 0
+            reason = noted if state == "excluded" else _FAILED.format(status)
+            reason = excluded[rollout_id][1] if rollout_id in excluded else reason
         elif rollout_id in pending:
             to, waiting_on = RolloutState.PENDING, str(pending[rollout_id])[:256]
         else:
@@ -136,12 +137,15 @@ def _records(db: sqlite3.Connection, ledger: Sequence[LedgerLine], skip: set[str
         "SELECT rollout_id, attempt, base, explicit, input_sha256, input, cookie, state, turns, status, headers, body, guest"
         " FROM rollouts ORDER BY rollout_id"
     ):
+        fields = {
+            "t": "rollout", "rollout_id": r[0], "attempt": r[1], "base": r[2], "explicit": r[3],
+            "input_sha256": r[4], "input": _text(r[5]), "cookie": r[6], "state": states.get(r[0], int(RolloutState.PARKED)),
+            "guest": r[12], "turns": r[8], "status": r[9], "headers": json.loads(r[10]), "body": _text(r[11]),
+        }  # fmt: skip
         if r[0] not in skip:
-            yield {
-                "t": "rollout", "rollout_id": r[0], "attempt": r[1], "base": r[2], "explicit": r[3],
-                "input_sha256": r[4], "input": _text(r[5]), "cookie": r[6], "state": states.get(r[0], int(RolloutState.PARKED)),
-                "guest": r[12], "turns": r[8], "status": r[9], "headers": json.loads(r[10]), "body": _text(r[11]),
-            }  # fmt: skip
+            yield fields
+        elif not r[12]:  # its agent accounts for it until it is dispatched again, also in the next snapshot
+            yield fields | {"input": "", "cookie": "", "turns": 0, "headers": [], "body": ""}
     for r in db.execute(
         "SELECT rollout_id, scope, number, call_id, attempt, server, own, method, path, digest, done, status, phrase,"
         " url, headers, body FROM calls ORDER BY rollout_id, scope, number"
@@ -178,6 +182,7 @@ def load(log: CallLog, files: Sequence[Path], excluded: Mapping[str, str] | None
     totals: dict[RolloutState, int] = {}
     restarted: list[LedgerLine] = []
     known: set[str] = set()
+    counted: set[str] = set()
     recorded = sessions = 0
     with log.together():
         if not log.is_fresh():
@@ -190,12 +195,17 @@ def load(log: CallLog, files: Sequence[Path], excluded: Mapping[str, str] | None
                 kind == "rollout" and rollout_id in lost and r["state"] != RolloutState.COMPLETED
             ):
                 reason = lost.get(rollout_id) or r.get("reason", "")
-                line = LedgerLine(rollout_id, r["attempt"], RolloutState.EXCLUDED, reason)
-                restarted.append(line)
                 lost[rollout_id] = reason
-                totals[RolloutState.EXCLUDED] = totals.get(RolloutState.EXCLUDED, 0) + 1
+                if rollout_id not in counted:
+                    counted.add(rollout_id)
+                    restarted.append(LedgerLine(rollout_id, r["attempt"], RolloutState.EXCLUDED, reason))
+                    totals[RolloutState.EXCLUDED] = totals.get(RolloutState.EXCLUDED, 0) + 1
                 # Calls of the old base are told that the state is lost; the agent then restarts with a new one.
                 log.mark(rollout_id, r["attempt"] + 1, r["attempt"] + 1)
+                if kind == "rollout" and not r["guest"]:
+                    _install_excluded(log, r, reason)
+            elif kind == "rollout" and r["state"] == RolloutState.EXCLUDED:
+                raise refuse(Reason.SNAPSHOT_CORRUPT, f"Rollout {rollout_id} is excluded, and no line says why.")
             elif kind == "rollout":
                 _install_rollout(log, r)
                 known.add(rollout_id)
@@ -254,6 +264,15 @@ def _install_rollout(log: CallLog, r: Mapping[str, Any]) -> None:
         log.mark(r["rollout_id"], r["attempt"] + 1)
 
 
+def _install_excluded(log: CallLog, r: Mapping[str, Any], reason: str) -> None:
+    # Whoever dispatches it begins from the input; a snapshot that is made before that must not have forgotten it.
+    log.db.execute(
+        "INSERT INTO rollouts(rollout_id, attempt, base, explicit, input_sha256, input, cookie, state, restored, claimed,"
+        " reason) VALUES(?,?,?,?,?,x'','','excluded',1,0,?)",
+        (r["rollout_id"], r["attempt"], r["base"], r["explicit"], r["input_sha256"], reason[:1000]),
+    )
+
+
 # -- the strict reader: exactly these fields of exactly these types
 
 _S, _I, _H, _B = "string", "integer", "headers", "body"
@@ -276,7 +295,7 @@ _FIELDS: Final[Mapping[str, Mapping[str, str]]] = {
     "mark": {"rollout_id": _S, "min_attempt": _I, "min_base": _I},
 }  # fmt: skip
 _ORDER: Final = ("excluded", "rollout", "call", "executed", "session", "mark")
-_LIVE: Final = (RolloutState.COMPLETED, RolloutState.PARKED, RolloutState.PENDING)
+_STATES: Final = (RolloutState.COMPLETED, RolloutState.PARKED, RolloutState.PENDING, RolloutState.EXCLUDED)
 
 
 def read(files: Sequence[Path]) -> Iterator[dict[str, Any]]:
@@ -343,7 +362,7 @@ def _checked_fields(record: dict[str, Any]) -> dict[str, Any]:
             raise ValueError(f"{name} is not of type {kind}")
     if not is_rollout_id(record["rollout_id"]):
         raise ValueError("malformed rollout_id")
-    if record["t"] == "rollout" and record["state"] not in _LIVE:
+    if record["t"] == "rollout" and record["state"] not in _STATES:
         raise ValueError("unknown state")
     return record
 

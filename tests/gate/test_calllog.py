@@ -103,6 +103,37 @@ def test_the_ledger_has_each_rollout_in_one_state(log: CallLog, tmp_path: Path) 
     new.close()
 
 
+def test_a_rollout_that_must_restart_stays_in_the_ledger_until_it_is_dispatched(log: CallLog, tmp_path: Path) -> None:
+    failed = dispatched(log, "failed")
+    log.finish("failed", failed.attempt, Answer(500, (), b"no"))
+    dispatched(log, "slow")
+    log.exclude("slow", 0, "too slow")
+    dispatched(log, "lost")  # by another server, which only the whole ledger says
+    file = written(log, tmp_path / "out-0")
+    elsewhere = {"lost": "its session was lost"}
+    for n in (1, 2, 3):  # saved again and again before anybody has dispatched them
+        new = CallLog(tmp_path / f"{n}.db")
+        loaded = calllog_files.load(new, [file], elsewhere)
+        assert loaded.totals == {RolloutState.EXCLUDED: 3}
+        out = tmp_path / f"out-{n}"
+        out.mkdir()
+        ledger = calllog_files.export(new, out).ledger
+        assert {line.rollout_id: (line.state, line.reason) for line in ledger} == {
+            "failed": (RolloutState.EXCLUDED, "its last dispatch failed with status 500"),
+            "slow": (RolloutState.EXCLUDED, "too slow"),
+            "lost": (RolloutState.EXCLUDED, "its session was lost"),
+        }
+        file, elsewhere = out / calllog_files.FILE, {}
+        new.close()
+    last = CallLog(tmp_path / "last.db")
+    calllog_files.load(last, [file])
+    for rollout_id in ("failed", "slow", "lost"):
+        claim = last.claim(rollout_id, True, "sha", b"{}", "")
+        assert (claim.verdict, claim.attempt, claim.base) == (Verdict.RUN, 1, 1)
+    assert {line.state for line in calllog_files.export(last, tmp_path).ledger} == {RolloutState.PARKED}
+    last.close()
+
+
 def test_a_self_call_that_waits_does_not_make_a_rollout_pending(log: CallLog, tmp_path: Path) -> None:
     here = dispatched(log, calls=0)
     log.issue(here.child(1), here.call_id, 1, "agent", True, "POST", "/v1/responses", "d")
