@@ -1,0 +1,280 @@
+"""What must hold: invariants by their numbers in the design's list of failures, looked at where they could break.
+
+The rule: a check reads and never changes; it reports what it saw in one sentence, once. Each is asked at the moment at
+which it could become false: when a door moves, when a participant answers, when a manifest gets its name.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from coordinator.snapshots import SnapshotStore
+from coordinator.wire.errors import Reason, SafepointError
+from coordinator.wire.terms import RolloutState
+from tests.simulation.cut import check_cut
+from tests.simulation.disk import Node
+from tests.simulation.loop import Process
+
+if TYPE_CHECKING:
+    from coordinator.server import Coordinator
+    from participant_shims.shim import Shim
+    from tests.simulation.network import ServerCall
+    from tests.simulation.servers import GymServer
+    from tests.simulation.world import World
+
+ROOT = "/root"
+LONGEST_PAUSE_S = 75.0  # every timeout of an operation and a lease
+LATE_S = 0.6
+WAVES = {"policy_model": 0, "agent": 1, "resources": 2}
+CHANGING = ("Prepare", "Commit", "Confirm", "Restore", "Resume", "Abort", "RenewLease")
+
+
+class Checks:
+    """See the module."""
+
+    def __init__(self, world: World) -> None:
+        self.world = world
+        self.processes: list[Process] = []
+        self.servers: list[GymServer] = []
+        self.shims: dict[str, tuple[str, Shim]] = {}  # by incarnation
+        self.incarnation_of: dict[Process, str] = {}
+        self.prepared: dict[tuple[str, str], tuple[float, str, GymServer]] = {}
+        self.committed: dict[tuple[str, str], tuple[float, str]] = {}
+        self.confirmed: dict[tuple[str, str], tuple[float, str]] = {}
+        self.restored: set[tuple[str, str]] = set()
+        self.arrived: dict[int, float] = {}
+        self.epochs: dict[str, int] = {}
+        self.ended: set[tuple[str, str]] = set()  # (incarnation, operation)
+        self.closed_once: set[tuple[str, str]] = set()
+        self.doors: dict[GymServer, list[tuple[float, bool, int, str]]] = {}
+        self.replies: dict[tuple[str, str, str], str] = {}
+        self.linked_by: dict[str, str] = {}  # snapshot -> operation
+        self.members: dict[str, set[str]] = {}
+        self.published: dict[str, str] = {}  # what a client was told: snapshot -> operation
+        self.aborted: dict[str, str] = {}  # operation -> snapshot
+        self.pruned = False
+        self.decisions: list[str] = []
+
+    # ---- who comes ----------------------------------------------------------------------------------------------------------
+
+    def shim_started(self, process: Process, name: str, shim: Shim) -> None:
+        self.shims[shim.incarnation_id] = (name, shim)
+        self.incarnation_of[process] = shim.incarnation_id
+
+    def coordinator_started(self, process: Process, running: Coordinator) -> None: ...
+
+    def cannot_start(self, error: SafepointError) -> None:
+        if error.reason not in (Reason.STORAGE_FAILED, Reason.STORAGE_FULL, Reason.FENCED):
+            self.world.violation(f"a coordinator cannot start: {error}")
+
+    # ---- participants answer --------------------------------------------------------------------------------------------------
+
+    def called(self, call: ServerCall, request: Any) -> None:
+        self.arrived[id(call)] = self.world.loop.now
+        incarnation = self.incarnation_of.get(call.process)
+        if call.name in CHANGING and incarnation is not None:
+            context = request.context
+            self.world.trace(call.process.name, f"{call.name} {context.operation_id} e{context.coordinator_epoch}")
+
+    def replied(self, call: ServerCall, reply: Any) -> None:
+        incarnation = self.incarnation_of.get(call.process)
+        if incarnation is None or call.name not in CHANGING:
+            return
+        context = call.request.context
+        operation, name = context.operation_id, self.shims[incarnation][0]
+        kind = reply.WhichOneof("event") if call.name in ("Prepare", "Commit", "Restore") else ""
+        if kind not in ("prepared", "committed", "restored", ""):
+            return
+        self.world.trace(call.process.name, f"answers {call.name} {operation} {kind}".rstrip())
+        highest = self.epochs.get(incarnation, 0)
+        if context.coordinator_epoch < highest:
+            self.world.violation(
+                f"I6: {name} serves {call.name} {operation} of epoch {context.coordinator_epoch} after {highest}"
+            )
+        self.epochs[incarnation] = max(highest, context.coordinator_epoch)
+        key, now = (operation, name), self.world.loop.now
+        if kind == "prepared":
+            self._same(incarnation, "Prepare", operation, f"generation {reply.prepared.admission_generation}")
+            self.prepared.setdefault((operation, incarnation), (now, incarnation, self.world.http.servers[name]))
+        elif kind == "committed":
+            self._same(incarnation, "Commit", operation, reply.committed.manifest_sha256)
+            self.committed.setdefault(key, (now, incarnation))
+        elif kind == "restored":
+            self.restored.add(key)
+        elif call.name == "Confirm":
+            self.confirmed[key] = (self.arrived[id(call)], incarnation)
+        elif call.name == "Resume":
+            self._resumed(operation, name)
+        if call.name in ("Resume", "Abort"):
+            self.ended.add((incarnation, operation))
+        elif (incarnation, operation) in self.ended:
+            self.world.violation(f"I8: {name} answers {call.name} {operation} with OK after it was ended there")
+
+    def _same(self, incarnation: str, method: str, operation: str, what: str) -> None:
+        known = self.replies.setdefault((incarnation, method, operation), what)
+        if known != what:
+            self.world.violation(f"I9: {method} {operation} is answered with {known}, then with {what}")
+
+    def _resumed(self, operation: str, name: str) -> None:
+        if operation.startswith("restore"):
+            missing = [n for n in self.world.plan.servers if (operation, n) not in self.restored]
+            if missing:
+                self.world.violation(f"I5: {name} is resumed by {operation}, and {missing} never loaded")
+        elif operation not in self.linked_by.values():
+            self.world.violation(f"I11: {name} is resumed by {operation}, which has published nothing")
+
+    # ---- doors move -------------------------------------------------------------------------------------------------------------
+
+    def doors_changed(self, server: GymServer) -> None:
+        doors = server.gate.doors
+        now = (self.world.loop.now, doors.closed, doors.generation, doors.operation_id)
+        history = self.doors.setdefault(server, [(0.0, False, 0, "")])
+        if now[1:] == history[-1][1:]:
+            return
+        history.append(now)
+        self.world.trace(server.process.name, f"{'closes for ' + now[3] if now[1] else 'opens: ' + doors.opened_by}")
+        if not doors.closed:
+            return
+        operation = doors.operation_id
+        self.closed_once.add((server.name, operation))
+        shim = self.world.shims.get(server.name)
+        if shim is not None and (shim.incarnation_id, operation) in self.ended:
+            self.world.violation(f"I8: {server.name} closes for {operation}, which was ended there")
+        wave = WAVES[server.gate.server.role]
+        for other, (_, role) in self.world.plan.servers.items():
+            if WAVES[role] < wave and (other, operation) not in self.closed_once:
+                self.world.violation(f"I18: {server.name} closes for {operation} before {other}")
+
+    def watch(self) -> None:
+        """Asked now and then: nobody stays closed beyond the lease."""
+        for name, server in self.world.http.servers.items():
+            process, doors = server.process, server.gate.doors
+            if not process.alive or process.paused or not doors.closed:
+                continue
+            history = self.doors[server]
+            clock = self.world.loop.now + process.offset_s
+            if clock > doors._deadline + LATE_S:
+                self.world.violation(f"L1: {name} is closed {clock - doors._deadline:.1f} s beyond its lease")
+            since = next((entry[0] for entry in reversed(history) if not entry[1]), 0.0)
+            begun = next((entry[0] for entry in history if entry[0] >= since and entry[1]), self.world.loop.now)
+            if self.world.loop.now - begun > LONGEST_PAUSE_S and doors.operation_id[:3] != "res":
+                self.world.violation(f"L1: {name} is closed for {self.world.loop.now - begun:.0f} s")
+        for incarnation, (name, shim) in self.shims.items():
+            highest = shim.service.operations.fence.highest_epoch
+            if highest < self.epochs.get(incarnation, 0):
+                self.world.violation(f"I6: the highest epoch of {name} went down")
+
+    # ---- a manifest gets its name -------------------------------------------------------------------------------------------------
+
+    def linked(self, path: str, name: str, node: Node) -> None:
+        prefix = f"{ROOT}/snapshots/"
+        if name != "manifest.json" or not path.startswith(prefix) or path.count("/") != 3:
+            return
+        manifest = self._manifest(node)
+        if manifest is None:
+            return
+        snapshot, operation = path.removeprefix(prefix), manifest["operation_id"]
+        epoch = int(manifest["coordinator_epoch"])
+        self.world.trace("disk", f"{snapshot} is published by {operation} of epoch {epoch}")
+        self.linked_by[snapshot] = operation
+        if operation in self.aborted:
+            self.world.violation(f"I1: {operation} is published after it was told aborted")
+        newest = max((int(n[6:]) for n in self.world.disk.listing(f"{ROOT}/coordinator") if n.startswith("epoch-")), default=0)
+        if newest > epoch:
+            self.world.violation(f"I7: {operation} of epoch {epoch} is published after epoch {newest} began")
+        for reference in manifest["participants"]:
+            self._froze(operation, reference["participant_id"])
+        names = {reference["participant_id"] for reference in manifest["participants"]}
+        if names != set(self.world.plan.servers):
+            self.world.violation(f"I17: {operation} is published without {set(self.world.plan.servers) - names}")
+        check_cut(self.world, snapshot)
+
+    def _manifest(self, node: Node) -> dict[str, Any] | None:
+        head, _, body = bytes(node.data).partition(b"\n")
+        found: dict[str, Any] = json.loads(body)
+        return found if json.loads(head).get("safepoint") == "snapshot-manifest" else None
+
+    def _froze(self, operation: str, name: str) -> None:
+        confirmed = self.confirmed.get((operation, name))
+        if confirmed is None:
+            self.world.violation(f"I2: {operation} is published, and {name} has not confirmed")
+            return
+        until, incarnation = confirmed
+        found = self.prepared.get((operation, incarnation))
+        if found is None:
+            self.world.violation(f"I2: {operation} is published with {name} of an incarnation that has not prepared")
+            return
+        since, _, server = found
+        committed = self.committed.get((operation, name))
+        if committed is None or committed[1] != incarnation:
+            self.world.violation(f"I2: {operation} is published, and this {name} has not committed")
+        last = max(at for (op, _), (at, _) in self.committed.items() if op == operation)
+        if until < last:
+            self.world.violation(f"I3: {name} has confirmed {operation} before the last export of it ended")
+        standing = [entry for entry in self.doors[server] if entry[0] <= since][-1]
+        between = [entry for entry in self.doors[server] if since < entry[0] <= until]
+        if not standing[1] or standing[3] != operation or between:
+            self.world.violation(f"I3: {name} did not stay closed for {operation}: {standing} {between}")
+
+    # ---- what clients were told ------------------------------------------------------------------------------------------------------
+
+    def told_published(self, snapshot: str, operation: str) -> None:
+        self.published[snapshot] = operation
+        self.decisions.append(f"{operation} published")
+        if operation in self.aborted:
+            self.world.violation(f"I1: {operation} is told published after it was told aborted")
+        self._is_whole(snapshot)
+
+    def told_aborted(self, snapshot: str, operation: str, reason: str) -> None:
+        self.aborted[operation] = snapshot
+        self.decisions.append(f"{operation} {reason}")
+        if operation in self.published.values():
+            self.world.violation(f"I1: {operation} is told aborted after it was told published")
+        if self.linked_by.get(snapshot) == operation and self._exists(snapshot):
+            self.world.violation(f"I1: {operation} is told aborted ({reason}), and its snapshot is published")
+
+    def store(self) -> SnapshotStore:
+        """The store as anybody would open it now."""
+        store = SnapshotStore.__new__(SnapshotStore)
+        store.root, store.job_id = Path(ROOT), "default"
+        return store
+
+    def _exists(self, snapshot: str) -> bool:
+        return "manifest.json" in self.world.disk.listing(f"{ROOT}/snapshots/{snapshot}")
+
+    def _is_whole(self, snapshot: str) -> None:
+        disk = self.world.disk
+        before, disk.fail_read = disk.fail_read, 0
+        try:
+            self.store().verify(snapshot)
+        except SafepointError as error:
+            newer = [s for s in self.linked_by if self._exists(s) and s != snapshot]
+            if not (error.reason is Reason.SNAPSHOT_NOT_FOUND and self.pruned and newer):
+                self.world.violation(f"I10: {snapshot} was told published, and now: {error.problem.message}")
+        finally:
+            disk.fail_read = before
+
+    def all_whole(self) -> None:
+        """After a loss of power, and at the end: what was told is there."""
+        for snapshot in self.published:
+            self._is_whole(snapshot)
+        for operation, snapshot in self.aborted.items():
+            if self._exists(snapshot) and self.linked_by.get(snapshot) == operation:
+                self.world.violation(f"I1: {operation} was told aborted, and {snapshot} is there")
+
+    def nothing_left(self) -> None:
+        """After everything and a prune: published snapshots and nothing else (I13)."""
+        disk = self.world.disk
+        for name in disk.listing(f"{ROOT}/snapshots"):
+            if not self._exists(name):
+                self.world.violation(f"I13: {name} is left, and no snapshot")
+        for server in self.servers:
+            if server.process.alive and not server.gate.doors.closed:
+                counts = server.gate.doors.counts()
+                if counts.parked or counts.held:
+                    self.world.violation(f"L1: {server.name} is open, and {counts} waits")
+
+
+__all__ = ["Checks", "RolloutState"]

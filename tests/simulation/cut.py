@@ -1,0 +1,60 @@
+"""Whether a snapshot is a consistent cut (I4), read from its files as they lie on the disk.
+
+The rule: for a rollout that goes on after a restore, each call that its agent has recorded is executed in the saved
+session, and each call that is executed in the saved session is recorded by the agent or remembered by the server.
+"""
+
+from __future__ import annotations
+
+import json
+from http.cookies import SimpleCookie
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from tests.simulation.world import World
+
+LIVE = ("ROLLOUT_STATE_PARKED", "ROLLOUT_STATE_PENDING")
+
+
+def _lines(world: World, path: str) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (world.disk.read_text(path) or "").splitlines() if line]
+
+
+def check_cut(world: World, snapshot: str) -> None:
+    """Report what is lost or doubled in a snapshot that has just been published."""
+    top = f"/root/snapshots/{snapshot}"
+    ledger = {line["rollout_id"]: line for line in _lines(world, f"{top}/ledger.jsonl")}
+    live = {name for name, line in ledger.items() if line["state"] in LIVE}
+    tools = [name for name, (kind, _) in world.plan.servers.items() if kind == "gym.resources"]
+    history: dict[tuple[str, str], tuple[str, str]] = {}  # (rollout, call) -> (server, session)
+    remembered: set[tuple[str, str]] = set()
+    for name in tools:
+        for session in _lines(world, f"{top}/{name}/worker-0.sessions.jsonl"):
+            for rollout, call, _ in session["history"]:
+                history[rollout, call] = (name, session["session_id"])
+        for line in _lines(world, f"{top}/{name}/calls.jsonl"):
+            if line["t"] == "executed":
+                remembered.add((line["rollout_id"], line["call_id"]))
+    recorded: set[tuple[str, str]] = set()
+    session_of: dict[str, str] = {}  # rollout -> the session that its recorded calls were answered from
+    for name, (kind, _) in world.plan.servers.items():
+        if kind != "gym.agent":
+            continue
+        for line in _lines(world, f"{top}/{name}/calls.jsonl"):
+            if line["t"] != "call" or line["rollout_id"] not in live or not line["done"] or line["server"] not in tools:
+                continue
+            key = (line["rollout_id"], line["call_id"])
+            recorded.add(key)
+            sessions = world.http.servers[line["server"]].sessions
+            assert sessions is not None
+            cookie = SimpleCookie("".join(v for k, v in line["headers"] if k == "set-cookie"))
+            if "s" not in cookie or cookie["s"].value not in sessions.ever:
+                continue  # of a life that is over: its rollout fails, as it would have without us
+            session_of[line["rollout_id"]] = cookie["s"].value
+            if line["status"] == 200 and history.get(key) is None:
+                world.violation(f"I4: {snapshot}: {key} is recorded, and not executed in the saved session")
+    for (rollout, call), (name, session) in history.items():
+        # Other sessions of it are of a dispatch whose agent died: nobody goes on with them.
+        if rollout in live and session == session_of.get(rollout):
+            if (rollout, call) not in recorded and (rollout, call) not in remembered:
+                world.violation(f"I4: {snapshot}: {name} executed {call} of {rollout} ({session}); nobody has the answer")

@@ -1,0 +1,125 @@
+"""What is asked for and what goes wrong in one run, made from one integer, as a list that can be shortened.
+
+The rule: everything is in the list before the run begins. A run with a fault less is the same run up to that fault.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from random import Random
+
+LEASE_S = 6.0
+FAULTS = (
+    "crash coordinator", "crash shim", "crash server", "pause coordinator", "pause shim", "pause server", "partition",
+    "weather", "disk full", "disk slow", "fsync fails", "dies in disk", "second coordinator", "power loss",
+    "pause trainer", "leave and come back",
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Event:
+    """At `at` seconds after the start, `kind` happens to `whom`, for or with `value`."""
+
+    at: float
+    kind: str
+    whom: str = ""
+    value: float = 0.0
+    extra: str = ""
+
+    @property
+    def is_fault(self) -> bool:
+        return self.kind in FAULTS
+
+    def __str__(self) -> str:
+        return f"{self.at:6.2f} {self.kind} {self.whom} {self.value:.3g} {self.extra}".rstrip()
+
+
+@dataclass(frozen=True)
+class Plan:
+    """One run. `servers`: name to (kind, role). `wall_skew_s` must not change any decision."""
+
+    seed: int
+    servers: dict[str, tuple[str, str]]
+    events: tuple[Event, ...]
+    duration_s: float
+    rows: int
+    concurrency: int
+    straggles: float
+    coordinator_leaves: bool = False
+    power_loss_at_end: bool = False
+    faults_in_restore: bool = False
+    wall_skew_s: float = 0.0
+    offsets: dict[str, float] = field(default_factory=dict)
+
+    def without(self, dropped: Event) -> Plan:
+        return replace(self, events=tuple(e for e in self.events if e is not dropped))
+
+    @property
+    def faults(self) -> list[Event]:
+        return [event for event in self.events if event.is_fault]
+
+
+def make(seed: int) -> Plan:
+    """The plan of a seed: a few kinds of faults, at rates of their own, so that runs differ in character."""
+    random = Random(f"plan {seed}")
+    servers: dict[str, tuple[str, str]] = {}
+    for name, kind, role, most in (
+        ("agent", "gym.agent", "agent", 2), ("model", "gym.model", "policy_model", 1),
+        ("tools", "gym.resources", "resources", 2),
+    ):  # fmt: skip
+        for number in range(random.choice([1, 1, most])):
+            servers[f"{name}-{number}"] = (kind, role)
+    duration = random.uniform(12.0, 32.0)
+    events: list[Event] = []
+    at = random.uniform(1.0, 4.0)
+    number = 0
+    while at < duration:
+        number += 1
+        kind = random.choices(["save", "cut", "other save", "restore running"], [6, 2, 1, 0.4])[0]
+        events.append(Event(at, kind, value=number))
+        if random.random() < 0.12:
+            events.append(Event(at + random.uniform(0.05, 3.0), "abort"))
+        if random.random() < 0.1:
+            events.append(Event(at + random.uniform(0.0, 6.0), "prune", value=random.choice([1, 2])))
+        at += random.uniform(2.0, 9.0)
+    if random.random() < 0.93:
+        events += _faults(random, duration, list(servers))
+    return Plan(
+        seed=seed,
+        servers=servers,
+        events=tuple(sorted(events, key=lambda e: e.at)),
+        duration_s=duration,
+        rows=random.randint(3, 9),
+        concurrency=random.randint(1, 4),
+        straggles=random.choice([0.0, 0.0, 0.03, 0.15]),
+        coordinator_leaves=random.random() < 0.2,
+        power_loss_at_end=random.random() < 0.6,
+        faults_in_restore=random.random() < 0.35,
+        wall_skew_s=random.choice([0.0, 3600.0, -3600.0]),
+        offsets={name: random.uniform(0.0, 5000.0) for name in (*servers, "coordinator", "trainer")},
+    )
+
+
+def _faults(random: Random, duration: float, servers: list[str]) -> list[Event]:
+    kinds = random.sample(FAULTS, random.randint(1, 5))
+    saves_near = random.random() < 0.5  # many at few moments, or spread
+    centres = [random.uniform(2.0, duration) for _ in range(3)]
+    out: list[Event] = []
+    for _ in range(random.randint(1, 7)):
+        kind = random.choice(kinds)
+        at = random.choice(centres) + random.uniform(-1.0, 2.0) if saves_near else random.uniform(0.5, duration)
+        whom = random.choice(servers)
+        length = random.choice([0.05, 0.3, 1.0, 2.5, LEASE_S + 2, 2 * LEASE_S]) * random.uniform(0.7, 1.3)
+        extra = ""
+        if kind == "partition":
+            extra = random.choice(["to", "from", "both"])
+            whom = random.choice([*servers, "trainer"])
+        elif kind == "weather":
+            extra = random.choice(["lose", "late", "twice", "cut", "all"])
+        elif kind == "dies in disk":
+            whom = random.choice([*servers, "coordinator", "coordinator"])
+            length = random.randint(1, 60)
+        elif kind == "fsync fails":
+            length = random.randint(1, 3)
+        out.append(Event(max(0.1, at), kind, whom, length, extra))
+    return out

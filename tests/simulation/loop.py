@@ -1,0 +1,337 @@
+"""An asyncio event loop on virtual time, and the processes that share it.
+
+The rule: one integer decides everything. Time jumps to the next timer; within a process callbacks run in the order in
+which they were made (asyncio promises that), between processes a seeded choice decides. A process is a name in a
+context variable: what its code starts belongs to it, stops with it and dies with it. Blocking work runs in a thread that
+is let go on only when the loop says so, at each operation of the disk, so that it interleaves with everything else.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextvars
+import gc
+import heapq
+import sys
+import threading
+import zlib
+from collections import deque
+from collections.abc import Callable, Coroutine
+from random import Random
+from typing import Any
+
+PROCESS: contextvars.ContextVar[Process] = contextvars.ContextVar("simulated_process")
+START_S = 10_000.0
+
+
+class Killed(BaseException):
+    """Raised in a thread of a process that is dead: nothing of it may have an effect any more."""
+
+
+class Process:
+    """One process of the world. `offset_s`: its host's monotonic clock against virtual time."""
+
+    def __init__(self, loop: SimLoop, name: str, host: str, offset_s: float = 0.0) -> None:
+        self.loop, self.name, self.host, self.offset_s = loop, name, host, offset_s
+        self.alive = True
+        self.paused = False
+        self.ready: deque[asyncio.Handle] = deque()
+        self.jobs: list[Job] = []
+        self.on_kill: list[Callable[[], None]] = []
+        self.crash_in_disk_ops = -1  # dies at the n-th change of the disk from now
+        self._context = contextvars.copy_context()
+        self._context.run(PROCESS.set, self)
+
+    def __repr__(self) -> str:
+        return f"<{self.name}>"
+
+    def run(self, work: Callable[..., Any], *args: Any) -> Any:
+        """Call something as this process."""
+        return self._context.copy().run(work, *args)
+
+    def spawn(self, work: Coroutine[Any, Any, Any], name: str = "") -> asyncio.Task[Any]:
+        """A task of this process."""
+        task: asyncio.Task[Any] = self.loop.create_task(work, name=name or self.name, context=self._context.copy())
+        self.loop.kept.append(task)
+        return task
+
+    def soon(self, work: Callable[..., Any], *args: Any) -> None:
+        """A callback of this process, as an event from outside."""
+        if self.alive:
+            self.loop.call_soon(work, *args, context=self._context.copy())
+
+    def kill(self) -> None:
+        """As SIGKILL."""
+        if not self.alive:
+            return
+        self.alive = False
+        self.ready.clear()
+        for job in list(self.jobs):
+            job.kill()
+        for call in self.on_kill:
+            call()
+
+    def pause(self) -> None:
+        """As SIGSTOP."""
+        self.paused = True
+
+    def go_on(self) -> None:
+        """As SIGCONT. What came meanwhile waits in sockets and timers; either may be looked at first."""
+        if self.paused:
+            self.paused = False
+            if self.loop.random.random() < 0.5:
+                timers = [h for h in self.ready if isinstance(h, asyncio.TimerHandle)]
+                others = [h for h in self.ready if not isinstance(h, asyncio.TimerHandle)]
+                self.ready = deque([*others, *timers])
+
+
+class Job:
+    """Blocking work of a process: a thread that runs only while the loop waits for it."""
+
+    def __init__(self, loop: SimLoop, process: Process, work: Callable[[], Any], future: asyncio.Future[Any]) -> None:
+        self.loop, self.process, self.future = loop, process, future
+        self._work = work
+        self._go, self._stopped = threading.Lock(), threading.Lock()
+        self._go.acquire()
+        self._stopped.acquire()
+        self._thread: threading.Thread | None = None
+        self.over = self.killed = False
+        self._result: Any = None
+        self._error: BaseException | None = None
+        self.then: Callable[[], None] = lambda: None
+        process.jobs.append(self)
+
+    def step(self) -> None:
+        """Let the thread run up to its next stop. Called on the loop."""
+        if self.over:
+            return
+        before, self.loop.job = self.loop.job, self
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._run, daemon=True)
+            self._thread.start()
+        else:
+            self._go.release()
+        self._stopped.acquire()
+        self.loop.job = before
+        if self.over:
+            self.process.jobs.remove(self)
+            if self.process.alive and not self.killed:
+                self._settle()
+                self.then()
+
+    def stop_for(self, delay_s: float) -> None:
+        """Called in the thread: let virtual time pass. Raises Killed when the process died meanwhile."""
+        self.loop.at(self.loop.now + delay_s, self.process, self.step)
+        self._stopped.release()
+        self._go.acquire()
+        if self.killed or not self.process.alive:
+            raise Killed
+
+    def kill(self) -> None:
+        """The process is dead: the thread unwinds without effect."""
+        self.killed = True
+        if self._thread is None:
+            self.over = True
+        elif not self.over and self.loop.job is not self:
+            self.step()
+
+    def _run(self) -> None:
+        try:
+            self._result = self._work()
+        except BaseException as error:
+            self._error = error
+        self.over = True
+        self._stopped.release()
+
+    def _settle(self) -> None:
+        if self.future.done():
+            return
+        if self._error is None:
+            self.future.set_result(self._result)
+        elif isinstance(self._error, StopIteration):
+            self.future.set_exception(RuntimeError("StopIteration in a thread"))
+        else:
+            self.future.set_exception(self._error)
+
+
+class SimLoop(asyncio.BaseEventLoop):
+    """See the module. `steps` counts callbacks; `fingerprint` is over all of them, in order."""
+
+    def __init__(self, random: Random, thread_random: Random) -> None:
+        super().__init__()
+        self.random = random
+        self.now = START_S
+        self.steps = 0
+        self.fingerprint = 0
+        self.job: Job | None = None
+        self.kept: list[Any] = []  # nothing of a dead process may be collected: its `finally` would run
+        self.failures: list[str] = []  # exceptions that nobody caught: each is a bug
+        self.after_step: Callable[[], None] = lambda: None
+        self._thread_random = thread_random
+        self._timers: list[tuple[float, int, Process, asyncio.Handle | Callable[[], None]]] = []
+        self._serial = 0
+        self._with_work: dict[Process, None] = {}
+        self._executors: dict[int, deque[Job]] = {}
+        self._unix: dict[str, Any] = {}
+        self.outside = Process(self, "world", "world")
+        self.set_exception_handler(self._unexpected)
+
+    # ---- time and order -----------------------------------------------------------------------------------------------
+
+    def time(self) -> float:
+        return self.now + self._here().offset_s
+
+    def at(self, when: float, process: Process, call: Callable[[], None]) -> None:
+        """Call on the loop at a virtual time, whatever the process does; not a callback of it."""
+        self._serial += 1
+        heapq.heappush(self._timers, (when, self._serial, process, call))
+
+    def after(self, delay_s: float, call: Callable[[], None]) -> None:
+        """As `at`, of the world itself."""
+        self.at(self.now + delay_s, self.outside, call)
+
+    def call_soon(self, callback: Any, *args: Any, context: Any = None) -> asyncio.Handle:
+        handle = asyncio.Handle(callback, args, self, context if context is not None else contextvars.copy_context())
+        self._queue(handle)
+        return handle
+
+    call_soon_threadsafe = call_soon
+
+    def call_later(self, delay: float, callback: Any, *args: Any, context: Any = None) -> asyncio.TimerHandle:
+        return self.call_at(self.time() + delay, callback, *args, context=context)
+
+    def call_at(self, when: float, callback: Any, *args: Any, context: Any = None) -> asyncio.TimerHandle:
+        context = context if context is not None else contextvars.copy_context()
+        handle = asyncio.TimerHandle(when, callback, args, self, context)
+        self._serial += 1
+        here = self._here()
+        heapq.heappush(self._timers, (max(self.now, when - here.offset_s), self._serial, here, handle))
+        return handle
+
+    def _timer_handle_cancelled(self, handle: asyncio.TimerHandle) -> None:
+        pass
+
+    def _here(self) -> Process:
+        return PROCESS.get(self.outside)
+
+    def _queue(self, handle: asyncio.Handle) -> None:
+        process: Process = handle._context.get(PROCESS, self.outside)
+        if process.alive:
+            process.ready.append(handle)
+            self._with_work[process] = None
+
+    def _run_once(self) -> None:
+        candidates = [p for p in self._with_work if p.alive and not p.paused and p.ready]
+        if not candidates:
+            for process in [p for p in self._with_work if not p.alive or not p.ready]:
+                del self._with_work[process]
+            if not self._timers:
+                raise RuntimeError("the world stands still for ever")
+            self.now = max(self.now, self._timers[0][0])
+        while self._timers and self._timers[0][0] <= self.now:
+            _, _, process, due = heapq.heappop(self._timers)
+            if not isinstance(due, asyncio.Handle):
+                due()
+            elif not due.cancelled():
+                self._queue(due)
+        if not candidates:
+            return
+        chosen = candidates[0] if len(candidates) == 1 else candidates[self.random.randrange(len(candidates))]
+        if not chosen.ready or not chosen.alive or chosen.paused:
+            return  # a timer of the world has just stopped it
+        handle = chosen.ready.popleft()
+        if handle.cancelled():
+            return
+        self.steps += 1
+        self.fingerprint = zlib.crc32(b"%.6f %s" % (self.now, chosen.name.encode()), self.fingerprint)
+        handle._run()
+        self.after_step()
+
+    # ---- threads ------------------------------------------------------------------------------------------------------
+
+    def run_in_executor(self, executor: Any, func: Any, *args: Any) -> Any:
+        process, context = self._here(), contextvars.copy_context()
+        future = self.create_future()
+        job = Job(self, process, lambda: context.run(func, *args), future)
+        self.kept.append(job)
+        if executor is None or getattr(executor, "_max_workers", 0) != 1:
+            self.at(self.now + self._thread_delay(), process, lambda: self._begin(job))
+            return future
+        line = self._executors.setdefault(id(executor), deque())
+        self.kept.append(executor)
+        line.append(job)
+
+        def following() -> None:
+            if line and line[0] is job:
+                line.popleft()
+            if line:
+                following_job = line[0]
+                self.at(self.now + self._thread_delay(), process, lambda: self._begin(following_job))
+
+        job.then = following
+        if len(line) == 1:
+            self.at(self.now + self._thread_delay(), process, lambda: self._begin(job))
+        return future
+
+    def _begin(self, job: Job) -> None:
+        if job.process.paused:
+            self.at(self.now + 0.05, job.process, lambda: self._begin(job))
+        elif job.process.alive and job.future.cancelled() and job._thread is None:
+            job.over = True
+            job.process.jobs.remove(job)
+            job.then()
+        elif job.process.alive:
+            job.step()
+
+    def _thread_delay(self) -> float:
+        return self._thread_random.uniform(0.00002, 0.0004)
+
+    # ---- Unix sockets (simulated: see local) -----------------------------------------------------------------------------
+
+    async def create_unix_server(self, protocol_factory: Any, path: Any = None, **_: Any) -> Any:  # type: ignore[override]
+        from tests.simulation.local import listen
+
+        return listen(self, self._unix, protocol_factory, str(path), self._here())
+
+    async def create_unix_connection(self, protocol_factory: Any, path: Any = None, **_: Any) -> Any:  # type: ignore[override]
+        from tests.simulation.local import dial
+
+        return await dial(self, self._unix, protocol_factory, str(path), self._here())
+
+    # ---- the end ----------------------------------------------------------------------------------------------------------
+
+    def _process_events(self, event_list: Any) -> None:
+        pass
+
+    def _write_to_self(self) -> None:
+        pass
+
+    def _unexpected(self, loop: Any, context: dict[str, Any]) -> None:
+        error = context.get("exception")
+        if error is not None and not isinstance(error, (Killed, GeneratorExit)):
+            self.failures.append(f"{context.get('message')}: {error!r}")
+
+    def end(self) -> None:
+        """Let nothing run any more, threads included."""
+        self.set_exception_handler(lambda *_: None)
+        processes = {job.process for job in self.kept if isinstance(job, Job)}
+        for process in processes:
+            process.alive = False
+        for job in [j for j in self.kept if isinstance(j, Job)]:
+            if not job.over:
+                job.kill()
+        for task in [t for t in self.kept if isinstance(t, asyncio.Task)]:
+            task._log_destroy_pending = False  # type: ignore[attr-defined]
+
+    def forget(self) -> None:
+        """Collect what was kept: coroutines of the dead unwind now, into a world that is gone, and may say what they like."""
+        before, sys.unraisablehook = sys.unraisablehook, lambda _: None
+        try:
+            self.kept.clear()
+            self._timers.clear()
+            self._with_work.clear()
+            self._executors.clear()
+            self._unix.clear()
+            gc.collect()
+        finally:
+            sys.unraisablehook = before

@@ -1,0 +1,319 @@
+"""One run from its first process to its last check.
+
+The rule: faults come while the job works, then they stop, and from then on everything must come right in bounded time:
+everybody opens, the next save succeeds, a job that is killed continues from it, and every rollout ends with the result
+that it would have had.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass
+from typing import Any
+
+from coordinator.wire.errors import Reason
+from tests.simulation.faults import LEASE_S, Event, Plan
+from tests.simulation.loop import Process
+from tests.simulation.trainer import Trainer
+from tests.simulation.world import World, made
+
+SETTLE_S = 60.0
+FINISH_S = 400.0
+WATCH_EVERY_S = 0.5
+
+
+@dataclass
+class Result:
+    """What a run came to. `trace` is for people, `fingerprint` for comparing."""
+
+    seed: int
+    violations: list[str]
+    trace: list[str]
+    decisions: list[str]
+    steps: int
+    virtual_s: float
+    fingerprint: int
+    published: int
+    restored: bool
+
+
+class Story:
+    """Plays a plan in a world."""
+
+    def __init__(self, world: World) -> None:
+        self.world, self.plan = world, world.plan
+        self.trainers = 0
+        self.trainer = self._new_trainer()
+        self.restored = False
+        self._over = False
+        self._extra: list[Process] = []
+
+    def _new_trainer(self) -> Trainer:
+        self.trainers += 1
+        process = self.world.process(f"trainer-{self.trainers}", "trainer")
+        return process.run(Trainer, self.world, process, self.trainers)  # type: ignore[no-any-return]
+
+    async def play(self) -> None:
+        """Everything. Ends early at the first violation."""
+        world, plan = self.world, self.plan
+        watching = asyncio.create_task(self._watch())
+        world.start_all()
+        await asyncio.sleep(1.0)
+        trainer = self.trainer
+        rows = [trainer.row(n) for n in range(plan.rows)]
+        trainer.process.spawn(trainer.roll(rows, plan.concurrency))
+        begun = world.loop.now
+        for event in plan.events:
+            await asyncio.sleep(max(0.0, begun + event.at - world.loop.now))
+            if world.violations:
+                break
+            self._happen(event)
+        await asyncio.sleep(max(0.0, begun + plan.duration_s - world.loop.now))
+        for step in (self._gone, self._settle, self._save, self._restart, self._finish):
+            if world.violations:
+                break
+            await step(rows)
+        watching.cancel()
+
+    async def _watch(self) -> None:
+        while True:
+            await asyncio.sleep(WATCH_EVERY_S)
+            self.world.checks.watch()
+
+    # ---- what happens ---------------------------------------------------------------------------------------------------------
+
+    def _happen(self, event: Event) -> None:
+        world, trainer = self.world, self.trainer
+        world.trace("EVENT", str(event).split(maxsplit=1)[1])
+        number = int(event.value)
+        match event.kind:
+            case "save":
+                trainer.process.spawn(trainer.save(f"save-{number}", f"step-{number}"))
+            case "other save":
+                trainer.process.spawn(trainer.save(f"other-{number}", f"other-{number}"))
+            case "cut":
+                trainer.process.spawn(trainer.cut(f"cut-{number}", f"cut-{number}"))
+            case "abort":
+                trainer.process.spawn(trainer.abort())
+            case "prune":
+                trainer.process.spawn(trainer.prune(number))
+            case "restore running":
+                trainer.process.spawn(self._restore_running(trainer, number))
+            case _:
+                self._go_wrong(event)
+
+    async def _restore_running(self, trainer: Trainer, number: int) -> None:
+        newest = list(self.world.checks.published)
+        if newest:
+            operation = f"restore-{number}"
+            await trainer.restore(operation, newest[-1], resume=True)
+            await trainer.abort(operation)
+
+    def _go_wrong(self, event: Event) -> None:
+        world, weather, disk = self.world, self.world.network.weather, self.world.disk
+        now, whom, value = world.loop.now, event.whom, event.value
+        what, _, kind = event.kind.partition(" ")
+        process = self._process(kind if what in ("crash", "pause") else event.whom, whom)
+        match event.kind:
+            case "crash coordinator" | "crash shim" | "crash server":
+                if process is not None:
+                    process.kill()
+            case "pause coordinator" | "pause shim" | "pause server" | "pause trainer":
+                if process is not None:
+                    process.pause()
+                    world.loop.after(value, process.go_on)
+            case "partition":
+                # Shims and trainer against whoever coordinates: servers stay together, or nothing would roll.
+                for host in ("coordinator", "coordinator-b"):
+                    if event.extra in ("to", "both"):
+                        weather.blocked[host, whom] = now + value
+                    if event.extra in ("from", "both"):
+                        weather.blocked[whom, host] = now + value
+            case "weather":
+                for name, rate in (("lose", 0.04), ("late", 0.1), ("twice", 0.25), ("cut", 0.08)):
+                    if event.extra in (name, "all"):
+                        setattr(weather, name, rate)
+                        world.loop.after(2 * value, lambda name=name: setattr(weather, name, 0.0))
+            case "disk full":
+                disk.full_until = now + value
+            case "disk slow":
+                disk.slow_until, disk.slow_s = now + 2 * value, value / 6
+            case "fsync fails":
+                disk.fail_fsync = int(value)
+            case "dies in disk":
+                if process is not None:
+                    process.crash_in_disk_ops = int(value)
+            case "second coordinator":
+                # The old one lives on, perhaps stopped, and thinks that it is the only one.
+                if process is not None and value > 1:
+                    process.pause()
+                    world.loop.after(value, process.go_on)
+                if process is not None:
+                    self._extra.append(process)
+                world.start_coordinator()
+            case "power loss":
+                self._lose_power()
+            case "leave and come back":
+                server = world.http.servers[whom]
+                server.process.kill()
+            case other:
+                raise AssertionError(other)
+
+    def _process(self, kind: str, whom: str) -> Process | None:
+        world = self.world
+        if kind == "coordinator":
+            return world.coordinator_process
+        if kind == "shim":
+            return world.shim_processes.get(whom)
+        if kind == "trainer":
+            return self.trainer.process
+        server = world.http.servers.get(whom)
+        if kind == whom:  # "dies in disk": the shim writes most
+            return world.coordinator_process if whom == "coordinator" else world.shim_processes.get(whom)
+        return server.process if server is not None else world.coordinator_process
+
+    def _lose_power(self) -> None:
+        world = self.world
+        for process in self._extra:
+            process.kill()
+        world.kill_all()
+        world.disk.power_loss()
+        world.trace("world", "power is lost and comes back")
+        world.checks.all_whole()
+        world.start_all()
+
+    # ---- the faults are over ----------------------------------------------------------------------------------------------------
+
+    async def _gone(self, rows: Any) -> None:
+        """L1 with the coordinator gone for good: leases open everybody."""
+        if not self.plan.coordinator_leaves:
+            return
+        world = self.world
+        self.world.heal()
+        world.supervised = False
+        for process in self._extra:
+            process.kill()
+        if world.coordinator_process is not None:
+            world.coordinator_process.kill()
+        world.trace("world", "the coordinator is gone for good")
+        await asyncio.sleep(LEASE_S + 2.5)
+        for name, server in world.http.servers.items():
+            if server.process.alive and server.gate.doors.closed:
+                world.violation(f"L1: the coordinator is gone, and {name} is still closed")
+        self._revive()
+
+    def _revive(self) -> None:
+        world = self.world
+        world.supervised = True
+        if world.coordinator_process is None or not world.coordinator_process.alive:
+            world.start_coordinator()
+        for name, server in world.http.servers.items():
+            if not server.process.alive:
+                world.start_server(name)
+            elif not world.shim_processes[name].alive:
+                world.start_shim(name, world.scratch / f"{name}.{server.life}", server.life)
+
+    async def _settle(self, rows: Any) -> None:
+        """L1, L2, L4: in bounded time nobody is closed, no operation runs, and everybody is here."""
+        world = self.world
+        world.heal()
+        for process in self._extra:
+            process.kill()  # a second coordinator is a fault, too
+        if self._extra and world.coordinator_process is not None:
+            pass
+        self._revive()
+        trainer = self.trainer
+        until = world.loop.now + SETTLE_S
+        why = "nothing"
+        while world.loop.now < until:
+            await asyncio.sleep(0.5)
+            here = await self._as_trainer(trainer.everybody_is_here())
+            idle = await self._as_trainer(trainer.idle())
+            closed = [n for n, s in world.http.servers.items() if s.gate.doors.closed]
+            if here and idle and not closed:
+                return
+            if here and not idle:
+                await self._as_trainer(trainer.abort())  # a restore that failed stays paused until somebody says so
+            why = f"everybody here: {here}, idle: {idle}, closed: {closed}"
+        world.violation(f"L2: {SETTLE_S:.0f} s after the last fault it has not settled: {why}")
+
+    async def _as_trainer(self, work: Any) -> Any:
+        return await self.trainer.process.spawn(work)
+
+    async def _save(self, rows: Any) -> None:
+        """L3: the next save succeeds."""
+        if not await self._as_trainer(self.trainer.save("final", "final")):
+            self.world.violation("L3: nothing is wrong any more, and a save does not succeed")
+        self.world.checks.all_whole()
+
+    async def _restart(self, rows: Any) -> None:
+        """The whole job dies, comes back, and goes on from the newest snapshot."""
+        world, plan = self.world, self.plan
+        await asyncio.sleep(world.random.uniform(0.0, 3.0))
+        self.trainer.process.kill()
+        world.kill_all()
+        if plan.power_loss_at_end:
+            world.disk.power_loss()
+        world.trace("world", "the job is started again")
+        world.checks.all_whole()
+        self.trainer = trainer = self._new_trainer()
+        world.start_all()
+        if plan.faults_in_restore:
+            names = list(plan.servers)
+            for _ in range(2):
+                kind, whom = world.random.choice(["crash coordinator", "crash shim", "pause shim", "weather"]), world.random.choice(names)
+                event = Event(0.0, kind, whom, world.random.uniform(0.3, 9.0), "all")
+                world.loop.after(world.random.uniform(0.5, 6.0), lambda e=event: self._happen(e))
+        until = world.loop.now + 3 * SETTLE_S
+        number = 0
+        while world.loop.now < until:
+            await asyncio.sleep(0.5)
+            if not await self._as_trainer(trainer.everybody_is_here()):
+                continue
+            number += 1
+            error = await self._as_trainer(trainer.restore(f"restore-final-{number}", "final", resume=True))
+            if error is None:
+                self.restored = True
+                break
+            if error.reason is Reason.FINGERPRINT_MISMATCH:
+                break
+            await self._as_trainer(trainer.abort())
+        world.heal()
+        self._revive()
+        if not self.restored:
+            world.violation(f"L3: the newest snapshot cannot be restored after {number} tries")
+
+    async def _finish(self, rows: Any) -> None:
+        """Every rollout ends, with the result that it must have; nothing is left over."""
+        world, trainer = self.world, self.trainer
+        world.work.straggles = 0.0
+        rolling = trainer.process.spawn(trainer.roll(rows, 4))
+        done, _ = await asyncio.wait({rolling}, timeout=FINISH_S)
+        if not done:
+            missing = [row["_ng_rollout_id"] for row in rows if row["_ng_rollout_id"] not in trainer.results]
+            world.violation(f"L3: {missing} never end after the restore")
+            return
+        rolling.result()
+        if not await self._as_trainer(trainer.save("last", "last")):
+            world.violation("L3: a save after the restore does not succeed")
+        await asyncio.sleep(3.0)
+        await self._as_trainer(trainer.prune(2))
+        await asyncio.sleep(1.0)
+        world.checks.all_whole()
+        world.checks.nothing_left()
+
+
+def play(plan: Plan) -> Result:
+    """Run a plan. Never raises for what goes wrong inside: that is a violation."""
+    with made(plan) as world:
+        story = Story(world)
+        try:
+            world.loop.run_until_complete(story.play())
+        except Exception as error:
+            world.violation(f"the simulation stopped: {error!r}")
+        for failure in world.loop.failures:
+            world.violation(f"an exception that nobody caught: {failure}")
+        return Result(
+            plan.seed, list(world.violations), world.lines, list(world.checks.decisions), world.loop.steps,
+            world.loop.now - 10_000, world.loop.fingerprint, len(world.checks.published), story.restored,
+        )  # fmt: skip

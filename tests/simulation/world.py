@@ -1,0 +1,273 @@
+"""A whole job on the simulated loop: coordinator, servers with their gates and shims, and a trainer.
+
+The rule: a process that dies is gone with everything in it, and what starts in its place begins as the real one does:
+a coordinator with its root, a shim with its life's directory, a server with a new life.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import logging
+import random as global_random
+import secrets
+import shutil
+import tempfile
+from collections.abc import Callable, Generator
+from pathlib import Path
+from random import Random
+from typing import Any
+
+from coordinator.server import ADDRESS_NAME, Coordinator, serve
+from coordinator.settings import Settings
+from coordinator.wire.errors import SafepointError
+from participant_shims.adapters.gym import GymAdapter
+from participant_shims.shim import Shim, ShimOptions
+from tests.simulation.checks import Checks
+from tests.simulation.disk import SimDisk, installed
+from tests.simulation.faults import LEASE_S, Plan
+from tests.simulation.loop import PROCESS, Process, SimLoop
+from tests.simulation.network import Network, Weather
+from tests.simulation.servers import GymServer, Http, Work
+
+ROOT = "/root"
+WALL_START_NS = 1_800_000_000 * 10**9
+
+
+class LoopTime:
+    """The clock of a shim: its loop's."""
+
+    def now(self) -> float:
+        return asyncio.get_running_loop().time()
+
+    def call_later(self, delay_s: float, callback: Callable[[], None]) -> Any:
+        return asyncio.get_running_loop().call_later(delay_s, callback)
+
+
+class World:
+    """One run. `violations` is what must be empty at the end."""
+
+    def __init__(self, plan: Plan, scratch: Path) -> None:
+        self.plan, self.scratch = plan, scratch
+        seed = plan.seed
+        self.loop = SimLoop(Random(f"order {seed}"), Random(f"threads {seed}"))
+        self.disk = SimDisk(self.loop, Random(f"disk {seed}"))
+        self.network = Network(self.loop, Random(f"network {seed}"))
+        self.random = Random(f"world {seed}")
+        self.work = Work(Random(f"work {seed}"))
+        self.work.straggles = plan.straggles
+        self.http = Http(self.loop, self.network)
+        self.lines: list[str] = []
+        self.violations: list[str] = []
+        self.checks = Checks(self)
+        self.system: Any = None
+        self.coordinator: Coordinator | None = None
+        self.coordinator_process: Process | None = None
+        self.shims: dict[str, Shim] = {}
+        self.shim_processes: dict[str, Process] = {}
+        self.lives: dict[str, int] = {}
+        self.coordinators = 0
+        self.supervised = True  # what dies is started again
+        self.network.names["coordinator"] = self.coordinator_address
+        self.network.trace = lambda process, text: self.trace(process.name, text)
+        self.network.on_call, self.network.on_reply = self.checks.called, self.checks.replied
+        self.disk.trace = lambda text: self.trace("disk", text)
+        self.disk.on_link = self.checks.linked
+
+    # ---- the story --------------------------------------------------------------------------------------------------------
+
+    def trace(self, who: str, text: str) -> None:
+        self.lines.append(f"{self.loop.now - 10_000:8.3f} {who:14} {text}")
+
+    def violation(self, text: str) -> None:
+        if text not in self.violations:
+            self.violations.append(text)
+            self.trace("VIOLATION", text)
+
+    # ---- processes ----------------------------------------------------------------------------------------------------------
+
+    def process(self, name: str, host: str) -> Process:
+        made = Process(self.loop, name, host, self.plan.offsets.get(host.removesuffix("-b"), 0.0))
+        self.checks.processes.append(made)
+        return made
+
+    def coordinator_address(self) -> str:
+        text = self.disk.read_text(f"{ROOT}/coordinator/{ADDRESS_NAME}")
+        try:
+            return str(json.loads(text or "{}").get("address", ""))
+        except ValueError:
+            return ""
+
+    def start_coordinator(self) -> Process:
+        self.coordinators += 1
+        number = self.coordinators
+        process = self.process(f"coordinator-{number}", "coordinator" if number % 2 else "coordinator-b")
+        self.coordinator_process, self.coordinator = process, None
+        process.on_kill.append(lambda: self._coordinator_died(process))
+        process.spawn(self._coordinate(process))
+        return process
+
+    def _coordinator_died(self, process: Process) -> None:
+        self.trace(process.name, "is dead")
+        if self.coordinator_process is process:
+            self.coordinator = None
+            delay = self.random.uniform(0.05, 3.0)
+            self.loop.after(delay, lambda: self._replace(process))
+
+    def _replace(self, dead: Process) -> None:
+        if self.supervised and self.coordinator_process is dead:
+            self.start_coordinator()
+
+    async def _coordinate(self, process: Process) -> None:
+        settings = Settings(
+            root=ROOT, lease_ttl_s=LEASE_S, straggler_grace_s=2.0, prepare_timeout_s=12.0, commit_timeout_s=12.0,
+            restore_timeout_s=20.0,
+        )  # fmt: skip
+        try:
+            running = await serve(settings, make_server=self.network.make_server, dial=self.network.dial)
+        except SafepointError as error:
+            self.trace(process.name, f"cannot start: {error.reason.name} {error.problem.message}")
+            self.checks.cannot_start(error)
+            self.loop.after(0.0, process.kill)
+            return
+        running.operations._publisher._wall_clock_ns = self.wall_ns
+        self.trace(process.name, f"serves with epoch {running.epoch}")
+        self.checks.coordinator_started(process, running)
+        if self.coordinator_process is process:
+            self.coordinator = running
+
+    def wall_ns(self) -> int:
+        return WALL_START_NS + int((self.loop.now + self.plan.wall_skew_s) * 1e9)
+
+    def start_server(self, name: str) -> None:
+        kind, role = self.plan.servers[name]
+        life = self.lives[name] = self.lives.get(name, 0) + 1
+        directory = self.scratch / f"{name}.{life}"
+        directory.mkdir()
+        process = self.process(f"{name}.{life}", name)
+        names = sorted(self.plan.servers)
+        which = int(name.rpartition("-")[2])
+        tools = [n for n in names if n.startswith("tools")]
+        models = [n for n in names if n.startswith("model")]
+        targets = {"resources": tools[which % len(tools)], "model": models[which % len(models)]}
+        server = process.run(
+            GymServer, process, self.http, self.system, self.work, name, kind, role, life, directory, targets
+        )
+        server.violation = self.violation
+        self.checks.servers.append(server)
+        self.http.servers[name] = server
+        before = server.gate.on_change
+
+        def changed() -> None:
+            before()
+            self.checks.doors_changed(server)
+
+        server.gate.on_change = changed
+        process.on_kill.append(lambda: self._server_died(name, process))
+        process.spawn(server.main())
+        self.start_shim(name, directory, life)
+
+    def _server_died(self, name: str, process: Process) -> None:
+        self.trace(process.name, "is dead")
+        shim = self.shim_processes.get(name)
+        life = self.lives[name]
+        if shim is not None:
+            self.loop.after(0.0, shim.kill)
+        self.loop.after(self.random.uniform(0.5, 4.0), lambda: self._serve_again(name, life))
+
+    def _serve_again(self, name: str, life: int) -> None:
+        if self.supervised and self.lives[name] == life:
+            self.start_server(name)
+
+    def start_shim(self, name: str, directory: Path, life: int) -> None:
+        process = self.process(f"shim of {name}", name)
+        self.shim_processes[name] = process
+
+        async def main() -> None:
+            options = ShimOptions(life=directory, participant_id=name, coordinator="coordinator", root=Path(ROOT))
+            shim = Shim(
+                options, GymAdapter(directory, name), make_server=self.network.make_server, dial=self.network.dial,
+                clock=LoopTime(),
+            )  # fmt: skip
+            self.shims[name] = shim
+            self.checks.shim_started(process, name, shim)
+            await shim._start()
+            self.trace(process.name, f"{shim.incarnation_id[:8]} at {shim.address}")
+
+        process.on_kill.append(lambda: self._shim_died(name, directory, life, process))
+        process.spawn(main())
+
+    def _shim_died(self, name: str, directory: Path, life: int, process: Process) -> None:
+        self.trace(process.name, "is dead")
+        self.loop.after(self.random.uniform(0.2, 2.5), lambda: self._shim_again(name, directory, life, process))
+
+    def _shim_again(self, name: str, directory: Path, life: int, dead: Process) -> None:
+        server = self.http.servers[name]
+        if self.supervised and server.life == life and server.process.alive and self.shim_processes[name] is dead:
+            self.start_shim(name, directory, life)
+
+    def everybody(self) -> list[Process]:
+        """All processes that belong to the job now."""
+        servers = [server.process for server in self.http.servers.values()]
+        coordinator = [self.coordinator_process] if self.coordinator_process else []
+        return [*coordinator, *servers, *self.shim_processes.values()]
+
+    def kill_all(self) -> None:
+        self.supervised = False
+        for process in self.everybody():
+            process.kill()
+
+    def start_all(self) -> None:
+        self.supervised = True
+        self.start_coordinator()
+        for name in self.plan.servers:
+            self.start_server(name)
+
+    # ---- the end of all faults ------------------------------------------------------------------------------------------------
+
+    def heal(self) -> None:
+        self.trace("world", "no more faults")
+        self.network.weather = Weather()
+        self.disk.full_until = self.disk.slow_until = 0.0
+        self.disk.fail_fsync = self.disk.fail_read = 0
+        for process in self.checks.processes:
+            process.crash_in_disk_ops = -1
+            process.go_on()
+
+
+@contextlib.contextmanager
+def made(plan: Plan) -> Generator[World]:
+    """A world with its disk installed and chance under control; nothing of it is left afterwards."""
+    base = "/dev/shm" if Path("/dev/shm").is_dir() else None
+    scratch = Path(tempfile.mkdtemp(prefix="safepoint-sim-", dir=base))
+    world = World(plan, scratch)
+    chance = Random(f"secrets {plan.seed}")
+    before = secrets.token_hex
+    state = global_random.getstate()
+    level = logging.root.manager.disable
+    logging.disable(logging.CRITICAL)
+    secrets.token_hex = lambda nbytes=None: f"{chance.getrandbits(8 * (nbytes or 32)):0{2 * (nbytes or 32)}x}"
+    global_random.seed(f"global {plan.seed}")
+    try:
+        with installed(world.disk) as system:
+            world.system = system
+            asyncio.set_event_loop(world.loop)
+            try:
+                yield world
+            finally:
+                world.loop.end()
+                for server in world.checks.servers:
+                    server.gate.on_change = None
+                    server.log.close()
+                asyncio.set_event_loop(None)
+                world.loop.close()
+    finally:
+        logging.disable(level)
+        secrets.token_hex = before
+        global_random.setstate(state)
+        shutil.rmtree(scratch, ignore_errors=True)
+        world.loop.forget()
+
+
+__all__ = ["PROCESS", "ROOT", "World", "made"]
