@@ -519,6 +519,7 @@ def _ledger_line(entry: manifest_pb2.LedgerEntry) -> bytes:
         "participant_id": entry.participant_id,
         "recorded_calls": str(entry.recorded_calls),
         "waiting_on": entry.waiting_on,
+        "input_sha256": entry.input_sha256,
     }
     return json.dumps({k: v for k, v in fields.items() if v}).encode() + b"\n"
 

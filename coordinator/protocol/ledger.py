@@ -47,7 +47,8 @@ def merge(reports: Iterable[tuple[Participant, Iterable[Line]]]) -> Ledger:
 
     Raises Refused with LEDGER_UNBALANCED when a line has no state, when one participant names a rollout twice, or when
     two agents have the same attempt of one rollout in different states. An older attempt that another agent still knows
-    is superseded by the newer one.
+    is superseded by the newer one. An id that names two rollouts, of different inputs, is no contradiction: ids made of
+    indices come again with every batch, and may come to another agent.
     """
     mine: dict[str, Line] = {}
     excluded_elsewhere: dict[str, str] = {}
@@ -63,7 +64,9 @@ def merge(reports: Iterable[tuple[Participant, Iterable[Line]]]) -> Ledger:
             if participant.role == Role.AGENT:
                 own = _agents_own(participant, line)
                 known = mine.get(line.rollout_id)
-                if known is None or known.attempt < own.attempt:
+                if known is not None and _are_two(known, own):
+                    mine[line.rollout_id] = _of_two(known, own)
+                elif known is None or known.attempt < own.attempt:
                     mine[line.rollout_id] = own
                 elif known.attempt == own.attempt and known.state != own.state:
                     conflicts.append(own)
@@ -112,6 +115,26 @@ def balance(lines: Iterable[Line], totals: Mapping[RolloutState, int]) -> None:
                 f"and its totals say {totals.get(state, 0)}.",
                 [],
             )
+
+
+def _are_two(one: Line, other: Line) -> bool:
+    """Whether lines of one id are of different rollouts: they have different inputs, at different agents."""
+    return bool(one.input_sha256 and other.input_sha256) and one.input_sha256 != other.input_sha256
+
+
+def _of_two(one: Line, other: Line) -> Line:
+    """The line for an id that names two rollouts. One that has ended gives way; of two that live neither can be meant."""
+    live = [line for line in (one, other) if line.state != RolloutState.COMPLETED]
+    if not live:
+        return max(one, other, key=lambda line: line.attempt)
+    if len(live) == 1:
+        return live[0]
+    latest = max(live, key=lambda line: line.attempt)
+    reason = (
+        f"its id names two rollouts, at {one.participant_id} and at {other.participant_id}; "
+        "a _ng_rollout_id in each row tells them apart"
+    )
+    return replace(latest, state=RolloutState.EXCLUDED, reason=reason)
 
 
 def _agents_own(agent: Participant, line: Line) -> Line:

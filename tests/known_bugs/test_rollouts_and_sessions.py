@@ -323,3 +323,37 @@ async def test_behind_a_proxy_too_an_id_that_was_retired_may_come_again() -> Non
     assert not adapter._is_stale(CallIdentity("never-seen", 0, "0.1"))
     assert await adapter.retire([("7-1", 4)]) == 0
     assert adapter._is_stale(CallIdentity("7-1", 4, "4.1"))
+
+
+A, B = "a" * 64, "b" * 64
+
+
+@pytest.mark.parametrize("attempts", [(0, 0), (3, 0), (0, 3)])
+async def test_an_index_id_that_another_agent_had_in_an_earlier_batch_spoils_no_save(
+    bench: Bench, attempts: tuple[int, int]
+) -> None:
+    """Batches number their rows anew, and the rows of the next one may go to another agent."""
+    await bench.start(
+        agents=2,
+        agent_0=Knobs(ledger=[entry("7-1", RolloutState.COMPLETED, input_sha256=A, attempt=attempts[0])]),
+        agent_1=Knobs(ledger=[entry("7-1", RolloutState.PARKED, input_sha256=B, attempt=attempts[1])]),
+    )
+    saved = (await bench.save())[-1].saved
+    assert (saved.snapshot.totals.completed, saved.snapshot.totals.parked) == (0, 1)
+    read = await collect(bench.stub().ReadLedger(pb.ReadLedgerRequest(snapshot_id="step-1"), timeout=5))
+    assert [(e.participant_id, e.input_sha256) for part in read for e in part.entries] == [("agent-1", B)]
+
+
+async def test_two_live_rollouts_of_one_id_restart_and_veto_nothing(bench: Bench) -> None:
+    await bench.start(
+        agents=2,
+        agent_0=Knobs(ledger=[entry("7-1", RolloutState.PARKED, input_sha256=A), entry("7-2", RolloutState.PARKED)]),
+        agent_1=Knobs(ledger=[entry("7-1", RolloutState.PARKED, input_sha256=B)]),
+    )
+    saved = (await bench.save())[-1].saved
+    assert (saved.snapshot.totals.parked, saved.snapshot.totals.excluded) == (1, 1)
+    read = await collect(bench.stub().ReadLedger(pb.ReadLedgerRequest(snapshot_id="step-1"), timeout=5))
+    (lost,) = [e for part in read for e in part.entries if e.rollout_id == "7-1"]
+    assert "agent-0" in lost.reason
+    assert "agent-1" in lost.reason
+    assert "_ng_rollout_id" in lost.reason
