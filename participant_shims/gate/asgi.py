@@ -184,7 +184,7 @@ class GateMiddleware:
         body = await read_body(receive)
         if body is None:
             return
-        found = rollout_of(body, headers)
+        found = rollout_of(body, headers, gate.name)
         if found is None:
             await self._anonymous(scope, receive, send, body)
             return

@@ -28,8 +28,12 @@ MAX_RESTARTS: Final = 5
 _GRACE_S: Final = 5.0
 
 
-def rollout_of(body: bytes, headers: dict[str, str]) -> tuple[str, bool] | None:
-    """The rollout id of a row and whether it is explicit (unique for ever); None for work without identity."""
+def rollout_of(body: bytes, headers: dict[str, str], agent: str) -> tuple[str, bool] | None:
+    """The rollout id of a row and whether it is explicit (unique for ever); None for work without identity.
+
+    Indices are those of one batch and come again in the next one, where the row may be another agent's; the servers that
+    agents share must not take its first attempt for an old one of the other. So an id made of indices names its agent.
+    """
     try:
         row: Any = json.loads(body)
     except (ValueError, RecursionError):
@@ -39,8 +43,8 @@ def rollout_of(body: bytes, headers: dict[str, str]) -> tuple[str, bool] | None:
         if isinstance(explicit, (str, int)) and not isinstance(explicit, bool) and is_rollout_id(str(explicit)):
             return str(explicit), True
         task, index = row.get("_ng_task_index"), row.get("_ng_rollout_index")  # pyright: ignore
-        if isinstance(task, (int, str)) and isinstance(index, (int, str)) and is_rollout_id(f"{task}-{index}"):
-            return f"{task}-{index}", False
+        if isinstance(task, (int, str)) and isinstance(index, (int, str)) and is_rollout_id(f"{task}-{index}@{agent}"):
+            return f"{task}-{index}@{agent}", False
     given = headers.get(ROLLOUT_HEADER, "")
     return (given, True) if is_rollout_id(given) else None
 

@@ -67,7 +67,7 @@ async def test_an_index_id_runs_again_in_the_next_epoch(world: World) -> None:
     assert (await world.run(row)).json() == EXPECTED
     assert (await world.run(row)).json() == EXPECTED
     assert len(world.model_calls) == 6
-    assert world.agent.log.attempt_of("7-1") == 1
+    assert world.agent.log.attempt_of("7-1@agent") == 1
 
 
 async def test_a_running_duplicate_joins(world: World) -> None:
@@ -300,7 +300,7 @@ async def test_a_response_that_never_reached_its_client_answers_the_retry(world:
     await running
     assert (await world.run(row)).json() == EXPECTED
     assert len(world.model_calls) == 3
-    assert not world.agent.gate.doors.is_inside("1-0")
+    assert not world.agent.gate.doors.is_inside("1-0@agent")
 
 
 async def test_a_call_that_is_retried_after_its_response_was_lost_is_executed_once(world: World) -> None:

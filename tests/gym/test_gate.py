@@ -113,10 +113,10 @@ async def test_rollouts_that_are_cut_in_flight_all_finish_and_no_call_is_made_tw
         named = await lines["counter_agent"].ask("status", max_rollouts=100)
         waiting = {r["rollout_id"]: r for r in named["rollouts"]}
         assert len(waiting) == 13
-        assert waiting["103-0"]["waiting_on"] == "policy_model POST /v1/responses"
-        assert waiting["103-0"]["activity"] == "calling"
-        assert waiting["103-0"]["turn"] == 5
-        assert waiting["150-0"]["activity"] == "parked"
+        assert waiting["103-0@counter_agent"]["waiting_on"] == "policy_model POST /v1/responses"
+        assert waiting["103-0@counter_agent"]["activity"] == "calling"
+        assert waiting["103-0@counter_agent"]["turn"] == 5
+        assert waiting["150-0@counter_agent"]["activity"] == "parked"
         assert not any(r.done() for r in runs)
         await open_all(lines)
         results = await asyncio.gather(*runs, late)
@@ -138,7 +138,7 @@ async def test_a_client_that_leaves_while_parked_is_never_run(fleet: Fleet, endp
         await open_all(lines)
         assert (await trainer.run(row(201, 1)))["reward"] == 1.0
     assert endpoint.total == total + 3  # of the last one only
-    assert counted(fleet, "counter_agent", "SELECT count(*) FROM rollouts WHERE rollout_id='200-0'") == 0
+    assert counted(fleet, "counter_agent", "SELECT count(*) FROM rollouts WHERE rollout_id='200-0@counter_agent'") == 0
 
 
 async def test_the_lease_opens_when_the_shim_is_dead(fleet: Fleet) -> None:

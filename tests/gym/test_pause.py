@@ -69,7 +69,7 @@ async def test_the_pause_under_hold_does_not_depend_on_how_long_generations_take
             assert endpoint.repeated == 0
             assert endpoint.aborted == 0
             for rollout in range(ROLLOUTS):  # as in a trainer: results that are safe are forgotten
-                await job.client.retire([f"{rollout}-0"])
+                await job.client.retire([f"{rollout}-0@counter_agent"])
 
             begun = endpoint.begun
             slow = [asyncio.create_task(trainer.run(row(100 + i, 2, delay_ms=SLOW_MS))) for i in range(ROLLOUTS)]

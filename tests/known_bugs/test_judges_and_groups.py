@@ -62,7 +62,9 @@ async def test_a_slow_judge_is_named_and_answers_through_the_pause(world: World)
     await until(lambda: judge.served)
     close_all(world)
     status = world.counter.gate.status()
-    assert [(r["rollout_id"], r["waiting_on"]) for r in status["waiting_for"]] == [("7-0", "judge POST /v1/responses")]
+    assert [(r["rollout_id"], r["waiting_on"]) for r in status["waiting_for"]] == [
+        ("7-0@agent", "judge POST /v1/responses")
+    ]
     assert status["counts"]["in_flight"] == 1
     verdict.set()
     await until(lambda: world.counter.gate.status()["counts"] == {"in_flight": 0, "parked": 0, "held": 1, "calling": 0})
@@ -108,12 +110,12 @@ async def test_a_sibling_that_waits_for_a_parked_one_is_given_up_by_name(world: 
 
     world.counter.routes["/verify"] = cohort
     first = asyncio.create_task(world.run(row(0)))
-    await until(lambda: present == ["7-0"])
+    await until(lambda: present == ["7-0@agent"])
     close_all(world)
     second = asyncio.create_task(world.run(row(1)))
     await until(lambda: world.agent.gate.doors.counts().parked == 1)
-    assert [r["rollout_id"] for r in world.counter.gate.exclude()["excluded"]] == ["7-0"]
-    said = ledger(world, "counter", tmp_path / "look")["7-0"]
+    assert [r["rollout_id"] for r in world.counter.gate.exclude()["excluded"]] == ["7-0@agent"]
+    said = ledger(world, "counter", tmp_path / "look")["7-0@agent"]
     assert said.state is RolloutState.EXCLUDED
     assert "/verify" in said.reason
     open_all(world)  # nobody was aborted: the cohort comes together after the cut
@@ -124,7 +126,7 @@ async def test_a_judge_that_fails_costs_one_rollout(world: World, tmp_path: Path
     verify = world.counter.routes["/verify"]
 
     async def failing(scope: Any, body: Any, headers: dict[str, str]) -> Any:
-        if headers["x-safepoint-rollout"] == "7-1":
+        if headers["x-safepoint-rollout"] == "7-1@agent":
             return 500, {"error": "the judge answered 500"}, []
         return await verify(scope, body, headers)
 
@@ -140,9 +142,9 @@ async def test_a_judge_that_fails_costs_one_rollout(world: World, tmp_path: Path
     close_all(world)
     lines = ledger(world, "agent", tmp_path / "look")
     assert {name: line.state for name, line in lines.items()} == {
-        "7-0": RolloutState.COMPLETED, "7-1": RolloutState.EXCLUDED, "7-2": RolloutState.COMPLETED,
+        "7-0@agent": RolloutState.COMPLETED, "7-1@agent": RolloutState.EXCLUDED, "7-2@agent": RolloutState.COMPLETED,
     }  # fmt: skip
-    assert "failed with status 500" in lines["7-1"].reason
+    assert "failed with status 500" in lines["7-1@agent"].reason
     new = world.restarted(tmp_path / "second")
     new.agent.routes["/run"] = world.agent.routes["/run"]
     assert (await new.run(row(0))).body == results[0].body
@@ -158,7 +160,7 @@ async def test_a_finished_sibling_is_not_run_again_when_another_was_cut(world: W
     await until(lambda: world.held_model)
     close_all(world)
     lines = ledger(world, "agent", tmp_path / "look")
-    assert [lines[name].state for name in ("7-0", "7-1")] == [RolloutState.COMPLETED, RolloutState.PENDING]
+    assert [lines[name].state for name in ("7-0@agent", "7-1@agent")] == [RolloutState.COMPLETED, RolloutState.PENDING]
     new = world.restarted(tmp_path / "second")
     cut.cancel()
     answers = await asyncio.gather(*(new.run(row(n)) for n in range(3)))

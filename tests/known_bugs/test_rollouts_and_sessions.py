@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import tempfile
 from http.cookies import SimpleCookie
 from pathlib import Path
@@ -287,10 +288,10 @@ async def test_an_index_id_that_was_retired_runs_again_in_the_next_epoch(world: 
         for _ in range(
             2
         ):  # a repeat, as after a lost reply, changes nothing: all servers go on counting from one number
-            node.gate.retire([["7-1", EVERY], ["never-seen", EVERY]])
+            node.gate.retire([["7-1@agent", EVERY], ["never-seen", EVERY]])
         assert node.log.db.execute("SELECT 1 FROM marks WHERE rollout_id='never-seen'").fetchone() is None
     stale = [
-        ("x-safepoint-rollout", "7-1"),
+        ("x-safepoint-rollout", "7-1@agent"),
         ("x-safepoint-attempt", "0"),
         ("x-safepoint-call", "0.9"),
         ("cookie", "s=a0"),
@@ -304,7 +305,7 @@ async def test_an_index_id_that_was_retired_runs_again_in_the_next_epoch(world: 
     out = tmp_path / "look"
     out.mkdir()
     (line,) = calllog_files.export(world.agent.log, out).ledger
-    assert (line.rollout_id, line.attempt, line.recorded_calls) == ("7-1", 1, 3)
+    assert (line.rollout_id, line.attempt, line.recorded_calls) == ("7-1@agent", 1, 3)
     new = world.restarted(tmp_path / "second")
     again.cancel()
     assert (await new.run(row)).json()["count"] == 17
@@ -357,3 +358,26 @@ async def test_two_live_rollouts_of_one_id_restart_and_veto_nothing(bench: Bench
     assert "agent-0" in lost.reason
     assert "agent-1" in lost.reason
     assert "_ng_rollout_id" in lost.reason
+
+
+async def test_two_agents_may_have_the_same_indices_one_after_the_other(world: World) -> None:
+    """Three batches at one agent, then a row of the same indices at another: servers they share must not refuse it."""
+    row = {"_ng_task_index": 7, "_ng_rollout_index": 1, "input": "abc", "start": 5}
+    for _ in range(3):
+        assert (await world.run(row)).status == 200
+    helper = world.nodes["helper"]
+
+    async def helping(scope: Any, body: Any, headers: dict[str, str]) -> Any:
+        said: list[int] = []
+        for turn in range(world.turns):
+            ask = {"input": body["input"], "said": said, "turn": turn}
+            said.append((await (await helper.post("model", "/v1/responses", ask)).json())["n"])
+        return 200, {"said": said}, []
+
+    helper.routes["/run"] = helping
+    client = gym.Client()
+    await client.send_request(helper.app, "POST", "/run", json.dumps({**row, "input": "other"}).encode())
+    assert (client.status, client.json()) == (200, {"said": [5, 6, 7]})
+    assert world.model.gate.warnings == {}
+    assert helper.log.attempt_of("7-1@helper") == 0
+    assert world.agent.log.attempt_of("7-1@agent") == 2

@@ -173,7 +173,7 @@ async def test_live_rollouts_are_saved_killed_and_restored(short_path: Path) -> 
                     json.loads(line) for line in (root / "snapshots/snap-2/ledger.jsonl").read_text().splitlines()
                 ]
                 live = {e["rollout_id"]: e["state"] for e in ledger if e["state"] != "ROLLOUT_STATE_COMPLETED"}
-                assert live == {f"{50 + i}-0": "ROLLOUT_STATE_PENDING" for i in range(8)}
+                assert live == {f"{50 + i}-0@counter_agent": "ROLLOUT_STATE_PENDING" for i in range(8)}
                 assert committed["counter_agent"].manifest.totals.pending == 8
             fleet.kill()
             await trainer.__aexit__()
