@@ -106,9 +106,9 @@ def shim_environment(root: Path) -> dict[str, str]:
     }
 
 
-async def registered(client: AsyncClient, names: Iterable[str]) -> dict[str, Any]:
+async def registered(client: AsyncClient, names: Iterable[str], within_s: float = REGISTER_S) -> dict[str, Any]:
     """Wait until all of `names` are registered and nothing blocks a save; their capabilities by name."""
-    wanted, end, seen = set(names), time.monotonic() + REGISTER_S, "nobody"
+    wanted, end, seen = set(names), time.monotonic() + within_s, "nobody"
     while time.monotonic() < end:
         try:
             topology = await client.topology(timeout=5)
@@ -120,7 +120,7 @@ async def registered(client: AsyncClient, names: Iterable[str]) -> dict[str, Any
         except SafepointError as error:
             seen = str(error)
         await asyncio.sleep(0.1)
-    raise AssertionError(f"after {REGISTER_S:.0f} s registered: {seen}")
+    raise AssertionError(f"after {within_s:.0f} s registered: {seen}")
 
 
 def announced(fleet: Fleet, name: str) -> dict[str, Any]:
