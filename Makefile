@@ -64,7 +64,11 @@ check-proto: setup-proto ## fail if gen/ is stale, or proto/ is unformatted, unc
 released-proto: setup-proto ## record proto/ as the released contract that check-proto compares with
 	$(PROTOENV)/bin/buf build proto --exclude-source-info -o proto/safepoint/v1/released.binpb
 
-.PHONY: lint format types test test-vllm check demo clean
+.PHONY: check-stubs
+check-stubs: setup ## try gen/ with the oldest and newest protobuf and grpcio, and the client and the shim on every Python here
+	$(PY) scripts/check_stubs.py
+
+.PHONY: lint format types test test-python test-vllm check demo clean
 lint: setup ## ruff
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
@@ -80,14 +84,19 @@ types: setup ## mypy strict and pyright strict
 test: setup setup-gym ## all tests, with real NeMo Gym servers and a real Ray
 	$(PY) -m pytest
 
+VERSION ?= 3.13
+test-python: ## tests that need no Gym, Ray or torch, under another Python: make test-python VERSION=3.13
+	$(PYTHON) scripts/test_python.py $(VERSION)
+
 test-vllm: setup setup-vllm ## the engine's tests, against a real vLLM on CPUs
 	$(PY) -m pytest tests/vllm -m vllm
 
 demo: setup setup-gym ## save, kill and restore 32 live rollouts on real NeMo Gym servers
 	$(PY) -m coordinator.cli demo
 
-check: ## what CI runs: check-proto, lint, types, test
+check: ## what CI runs: check-proto, check-stubs, lint, types, test
 	$(MAKE) --no-print-directory check-proto
+	$(MAKE) --no-print-directory check-stubs
 	$(MAKE) --no-print-directory lint
 	$(MAKE) --no-print-directory types
 	$(MAKE) --no-print-directory test

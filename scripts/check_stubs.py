@@ -68,7 +68,7 @@ def tried(what: str, python: Path, path: Sequence[Path], code: str) -> bool:
     return done.returncode == 0
 
 
-STUBS = r'''
+STUBS = r"""
 import importlib, pathlib, pkgutil, warnings
 warnings.simplefilter("error")
 from concurrent.futures import ThreadPoolExecutor
@@ -129,7 +129,7 @@ with grpc.insecure_channel(f"127.0.0.1:{port}", options=[("grpc.enable_http_prox
     assert rpc.ParticipantStub(channel).GetCapabilities(pb.GetCapabilitiesRequest(), timeout=10) == answer
 server.stop(0).wait()
 print(f"{len(names)} modules, {count} messages, one call (protobuf {google.protobuf.__version__}, grpcio {grpc.__version__})")
-'''
+"""
 
 IMPORTS = r"""
 import sys
