@@ -112,6 +112,7 @@ class Operations:
                 if drive.operation.kind is OperationKind.SAVE:
                     if absent := self.discovery.never_came():
                         drive.reporter.warn(f"Part of the newest snapshot and not here: {', '.join(absent[:5])}.")
+                        self.discovery.expect(())  # said once
                     await self._in_thread(self.store.begin, drive.operation.snapshot_id)
                     drive.reserved = True
                 else:
@@ -181,6 +182,11 @@ class Operations:
             if ended_before is not None and (not failed_only or ended_before.failed is not None):
                 return ended_before
         return None
+
+    @property
+    def quiet(self) -> bool:
+        """Whether no operation runs and nobody is still to be told that it may open."""
+        return self.active is None and not self._lingering
 
     def in_use(self) -> set[str]:
         """Snapshots that an operation writes or restores now."""

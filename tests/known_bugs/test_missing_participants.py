@@ -87,6 +87,8 @@ async def test_one_of_the_newest_snapshot_that_never_comes_is_warned_of(bench: B
     events = await bench.save("save-2", "step-2", timeout=3)  # half of it is waited
     assert time.monotonic() - began < 3
     assert any("resources-1" in e.warning.message for e in events if e.WhichOneof("event") == "warning")
+    again = await bench.save("save-3", "step-3", timeout=3)
+    assert not [e for e in again if e.WhichOneof("event") == "warning"], "once is enough"
 
 
 async def test_a_judge_that_is_gone_prevents_nothing(bench: Bench) -> None:
