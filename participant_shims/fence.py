@@ -375,6 +375,7 @@ class Fence:
 
     def _end_again(self, rpc: Rpc, operation_id: str, epoch: int, past: _Finished, ended: Ended | None) -> Decision:
         if rpc in past.replies:
+            self._highest_epoch = max(self._highest_epoch, epoch)  # it is served: an older one is refused from now on
             return Replay(past.replies[rpc], ended)
         if self._owner is not None:
             if epoch <= self._owner.epoch:
