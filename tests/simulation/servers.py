@@ -325,7 +325,7 @@ class GymServer:
         scope["session"] = {"session_id": cookie["s"].value} if "s" in cookie else {}
         try:
             status, answer, extra = await self.routes[scope["path"]](scope, json.loads(message["body"]), headers)
-        except (KeyError, RuntimeError) as error:  # as Gym's own middleware does
+        except Exception as error:  # as Gym's own middleware does
             status, answer, extra = 500, repr(error), []
         raw = json.dumps(answer).encode()
         pairs = [("content-type", "application/json"), ("content-length", str(len(raw))), *extra]

@@ -219,8 +219,6 @@ class Story:
         world.heal()
         for process in self._extra:
             process.kill()  # a second coordinator is a fault, too
-        if self._extra and world.coordinator_process is not None:
-            pass
         self._revive()
         trainer = self.trainer
         until = world.loop.now + SETTLE_S
@@ -263,7 +261,7 @@ class Story:
             for _ in range(2):
                 kind, whom = world.random.choice(["crash coordinator", "crash shim", "pause shim", "weather"]), world.random.choice(names)
                 event = Event(0.0, kind, whom, world.random.uniform(0.3, 9.0), "all")
-                world.loop.after(world.random.uniform(0.5, 6.0), lambda e=event: self._happen(e))
+                world.loop.after(world.random.uniform(0.5, 6.0), lambda e=event: self._unless_healed(e))
         until = world.loop.now + 3 * SETTLE_S
         number = 0
         while world.loop.now < until:
@@ -282,6 +280,10 @@ class Story:
         self._revive()
         if not self.restored:
             world.violation(f"L3: the newest snapshot cannot be restored after {number} tries")
+
+    def _unless_healed(self, event: Event) -> None:
+        if not self.restored:
+            self._happen(event)
 
     async def _finish(self, rows: Any) -> None:
         """Every rollout ends, with the result that it must have; nothing is left over."""

@@ -24,7 +24,7 @@ from tests.simulation.servers import Work
 if TYPE_CHECKING:
     from tests.simulation.world import World
 
-ASK_AGAIN = frozenset({Reason.UNAVAILABLE, Reason.UNREACHABLE})
+ASK_AGAIN = frozenset({Reason.UNAVAILABLE})
 TRIES = 8
 
 

@@ -136,6 +136,9 @@ class World:
         self.checks.coordinator_started(process, running)
         if self.coordinator_process is process:
             self.coordinator = running
+        await running.wait()
+        self.trace(process.name, f"has stopped by itself: {running.unfit}"[:100])
+        self.loop.after(0.0, process.kill)
 
     def wall_ns(self) -> int:
         return WALL_START_NS + int((self.loop.now + self.plan.wall_skew_s) * 1e9)
