@@ -42,6 +42,7 @@ def run_shim(arguments: argparse.Namespace) -> int:
     from participant_shims.adapters.gym import GymAdapter
     from participant_shims.adapters.gym_terms import role_named
     from participant_shims.adapters.proxy import ProxyAdapter, ProxyOptions
+    from participant_shims.adapters.vllm import VllmAdapter, VllmOptions
     from participant_shims.shim import ShimOptions, complain, serve_shim
 
     logging.basicConfig(
@@ -73,13 +74,26 @@ def run_shim(arguments: argparse.Namespace) -> int:
             adapter = ProxyAdapter(
                 ProxyOptions(arguments.name, role, listen, upstream, arguments.kind, arguments.checkpoint_mode)
             )
+        elif arguments.vllm:
+            listen, equals, upstream = arguments.vllm.partition("=")
+            if not (equals and listen and upstream and arguments.name):
+                print("safepoint shim: --vllm LISTEN=UPSTREAM needs --name", file=sys.stderr)
+                return EXIT_USAGE
+            life = Path(arguments.life) if arguments.life else default_run_dir() / f"{arguments.name}-vllm"
+            adapter = VllmAdapter(
+                VllmOptions(
+                    arguments.name, listen, upstream, life, rejects=arguments.when_closed == "reject",
+                    weights=arguments.weights, weight_digest=arguments.weight_digest,
+                )
+            )  # fmt: skip
         elif arguments.life:
             life = Path(arguments.life)
             name = arguments.name or life.name.rpartition("-")[0] or life.name
             options = replace(options, participant_id=name)
             adapter = GymAdapter(life, name, role)
         else:
-            print("safepoint shim: give it --life DIR of a gated server, or --proxy LISTEN=UPSTREAM", file=sys.stderr)
+            print("safepoint shim: give it --life DIR of a gated server, --proxy or --vllm LISTEN=UPSTREAM",
+                  file=sys.stderr)  # fmt: skip
             return EXIT_USAGE
         asyncio.run(serve_shim(replace(options, life=life), adapter))
     except SafepointError as error:
@@ -111,6 +125,15 @@ def _parser() -> argparse.ArgumentParser:
     shim.add_argument(
         "--proxy", default="", metavar="LISTEN=UPSTREAM", help="host:port=host:port of a server that has no gate"
     )
+    shim.add_argument(
+        "--vllm", default="", metavar="LISTEN=UPSTREAM", help="host:port=host:port of a vLLM server (role engine)"
+    )
+    shim.add_argument("--when-closed", default="park", choices=["park", "reject"],
+                      help="with --vllm: new requests wait, or get a retryable 503")  # fmt: skip
+    shim.add_argument("--weights", default="refuse", choices=["refuse", "mark"],
+                      help="with --vllm: a restore onto other weights is refused, or its answers have segments of both")  # fmt: skip
+    shim.add_argument("--weight-digest", action="store_true",
+                      help="with --vllm: checksums of the weights in each snapshot (reads all of them)")  # fmt: skip
     shim.add_argument(
         "--name", default=environ("SAFEPOINT_NAME", ""), help="participant id; of a life: its server's name"
     )

@@ -37,13 +37,13 @@ UNGATED: Final = frozenset({b"GET", b"HEAD", b"OPTIONS"})
 MAX_PARKED_BODY: Final = 16 << 20  # what a parked request may keep in memory; the rest waits in its socket
 # A server that closes idle connections may be doing so just now; a connection is used again only while it is warm.
 WARM_S: Final = 2.0
-_LOST: Final = (ConnectionError, BrokenMessage, asyncio.IncompleteReadError, OSError)
+LOST: Final = (ConnectionError, BrokenMessage, asyncio.IncompleteReadError, OSError)
 
 
-class _Link(asyncio.StreamReaderProtocol):
+class Link(asyncio.StreamReaderProtocol):
     """A connection with an event for "the peer has gone", which also comes while nobody reads."""
 
-    def __init__(self, on_connected: Callable[[_Link], None] | None = None) -> None:
+    def __init__(self, on_connected: Callable[[Link], None] | None = None) -> None:
         self.reader = asyncio.StreamReader(READ_BYTES * 2)
         super().__init__(self.reader)
         self.gone = asyncio.Event()
@@ -81,10 +81,10 @@ class _Link(asyncio.StreamReaderProtocol):
                 self.writer.close()
 
 
-class _Upstream:
+class Upstream:
     """Our connection to the server, made for one client."""
 
-    def __init__(self, link: _Link, messages: Messages) -> None:
+    def __init__(self, link: Link, messages: Messages) -> None:
         self.link = link
         self.messages = messages
         self.used_at = asyncio.get_running_loop().time()
@@ -114,7 +114,7 @@ class Proxy:
         """Listen. Raises OSError when the place is taken."""
         host, _, port = self._listen.rpartition(":")
         self._server = await asyncio.get_running_loop().create_server(
-            lambda: _Link(self._accept), host or "127.0.0.1", int(port)
+            lambda: Link(self._accept), host or "127.0.0.1", int(port)
         )
         bound: Any = self._server.sockets[0].getsockname()
         self.address = f"{host or '127.0.0.1'}:{bound[1]}"
@@ -127,14 +127,14 @@ class Proxy:
             task.cancel()
         await asyncio.gather(*self._serving, return_exceptions=True)
 
-    def _accept(self, client: _Link) -> None:
+    def _accept(self, client: Link) -> None:
         task = asyncio.create_task(self._serve(client))
         self._serving.add(task)
         task.add_done_callback(self._serving.discard)
 
-    async def _serve(self, client: _Link) -> None:
+    async def _serve(self, client: Link) -> None:
         requests = Messages(client.reader, self._tools, responses=False)
-        upstream: _Upstream | None = None
+        upstream: Upstream | None = None
         lost = True
         try:
             while True:
@@ -148,7 +148,7 @@ class Proxy:
                 if upstream is None:
                     lost = False
                     return
-        except _LOST as error:
+        except LOST as error:
             log.debug("a connection ended: %r", error)
         except asyncio.CancelledError:
             pass  # the proxy ends
@@ -158,11 +158,11 @@ class Proxy:
                 upstream.link.drop(now=True)
 
     async def _exchange(
-        self, client: _Link, requests: Messages, head: Head, upstream: _Upstream | None
-    ) -> _Upstream | None:
+        self, client: Link, requests: Messages, head: Head, upstream: Upstream | None
+    ) -> Upstream | None:
         """One request and its response. The connection for the next one; None when there is no next one.
 
-        Raises what is in _LOST when either side is lost: both are dropped then.
+        Raises what is in LOST when either side is lost: both are dropped then.
         """
         call = from_headers(head.lower())
         if call is not None and self._is_stale(call):
@@ -174,7 +174,7 @@ class Proxy:
             entry = self._doors.enter(
                 call.rollout_id if call else ANONYMOUS, call.attempt if call else 0, waiting_on=what
             )
-        fresh: _Upstream | None = None
+        fresh: Upstream | None = None
         try:
             parked: list[Body | End] = []
             if entry is not None and not await self._pass_doors(client, requests, entry, parked):
@@ -197,7 +197,7 @@ class Proxy:
             if entry is not None:
                 self._doors.leave(entry)
 
-    async def _pass_doors(self, client: _Link, requests: Messages, entry: Entry, parked: list[Body | End]) -> bool:
+    async def _pass_doors(self, client: Link, requests: Messages, entry: Entry, parked: list[Body | End]) -> bool:
         """Wait at the doors, taking the body off the wire meanwhile. False when the client left first."""
         admitted = asyncio.create_task(self._doors.admitted(entry))
         leaving = asyncio.create_task(client.gone.wait())
@@ -235,9 +235,9 @@ class Proxy:
                 admitted.cancel()
 
     async def _relay(
-        self, client: _Link, requests: Messages, head: Head, upstream: _Upstream, entry: Entry | None,
+        self, client: Link, requests: Messages, head: Head, upstream: Upstream, entry: Entry | None,
         parked: list[Body | End],
-    ) -> _Upstream | None:  # fmt: skip
+    ) -> Upstream | None:  # fmt: skip
         sending = asyncio.create_task(self._send_request(requests, head, upstream.link, parked))
         leaving = asyncio.create_task(client.gone.wait())
         answering = asyncio.create_task(self._send_response(client, upstream, head, entry))
@@ -258,7 +258,7 @@ class Proxy:
             await asyncio.gather(*tasks, return_exceptions=True)
 
     @staticmethod
-    async def _send_request(requests: Messages, head: Head, to: _Link, parked: list[Body | End]) -> None:
+    async def _send_request(requests: Messages, head: Head, to: Link, parked: list[Body | End]) -> None:
         await to.send(head.encode())
         waiting = iter(parked)
         while True:
@@ -271,7 +271,7 @@ class Proxy:
             else:
                 raise BrokenMessage("the request ended inside its body")
 
-    async def _send_response(self, client: _Link, upstream: _Upstream, request: Head, entry: Entry | None) -> bool:
+    async def _send_response(self, client: Link, upstream: Upstream, request: Head, entry: Entry | None) -> bool:
         """Pass the response on. Whether the connection can be used again."""
         messages = upstream.messages
         while True:
@@ -304,10 +304,10 @@ class Proxy:
         if entry is not None:
             await self._doors.hold(entry)
 
-    async def _tunnel(self, client: _Link, requests: Messages, head: Head, upstream: _Upstream) -> None:
+    async def _tunnel(self, client: Link, requests: Messages, head: Head, upstream: Upstream) -> None:
         await upstream.link.send(head.encode() + requests.raw)
 
-        async def pump(source: asyncio.StreamReader, to: _Link) -> None:
+        async def pump(source: asyncio.StreamReader, to: Link) -> None:
             while data := await source.read(READ_BYTES):
                 await to.send(data)
 
@@ -323,13 +323,13 @@ class Proxy:
             await asyncio.gather(*both, return_exceptions=True)
             upstream.link.drop(now=False)
 
-    async def _dial(self) -> _Upstream:
+    async def _dial(self) -> Upstream:
         host, _, port = self._upstream.rpartition(":")
-        _, link = await asyncio.get_running_loop().create_connection(_Link, host, int(port))
-        return _Upstream(link, Messages(link.reader, self._tools, responses=True))
+        _, link = await asyncio.get_running_loop().create_connection(Link, host, int(port))
+        return Upstream(link, Messages(link.reader, self._tools, responses=True))
 
     @staticmethod
-    async def _refuse_stale(client: _Link, call: CallIdentity) -> None:
+    async def _refuse_stale(client: Link, call: CallIdentity) -> None:
         message = f"Attempt {call.attempt} of {call.rollout_id} has been replaced."
         body = json.dumps({"error": {"reason": "STALE_ATTEMPT", "message": message}}).encode()
         await client.send(

@@ -1,0 +1,448 @@
+"""One vLLM server, behind the proxy that owns its admission.
+
+The rule: frozen is a state with proof. The doors are closed, the pause was acknowledged, the engine itself says that it is
+paused, and for 100 ms no byte has come out of any stream. Drained is a count of the proxy's own requests, never vLLM's
+word for it. A pause that somebody else had made is respected: it is not undone when we open.
+
+Modes: HOLD freezes what runs (`keep`), token-exact after opening. DRAIN waits until our own set is empty, at most
+`drain_limit_s`, then freezes what is left. ABORT ends what runs; the callers are told by the engine.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+from coordinator.wire.errors import Reason, SafepointError, refuse
+from coordinator.wire.terms import Activity, CheckpointMode, QuiesceMode, Role, RolloutState
+from participant_shims.adapter import (
+    Closed,
+    Counts,
+    Description,
+    Drain,
+    Exported,
+    LedgerLine,
+    LiveRollout,
+    Loaded,
+    Opened,
+    Progress,
+    Snapshot,
+    Stillness,
+    Worker,
+    WrittenFile,
+)
+from participant_shims.adapters.ledger_file import LEDGER, write_ledger
+from participant_shims.admission import ANONYMOUS, Doors, Released, Standing
+from participant_shims.engine.control import EngineControl
+from participant_shims.engine.discovery import Engine, discover, life, weight_digest, weight_version
+from participant_shims.engine.pool import Pool
+from participant_shims.engine.proxy import EngineProxy
+from participant_shims.engine.record import Record
+from participant_shims.engine.requests_file import REQUESTS, Origin, encode, read_requests, write_requests
+from participant_shims.identity import CallIdentity
+from participant_shims.running import Pulse
+
+log = logging.getLogger(__name__)
+
+QUIET_S: Final = 0.1  # no byte for so long, and nothing is on its way any more
+QUIET_WITHIN_S: Final = 3.0
+ABORT_WITHIN_S: Final = 5.0
+DIGEST_S: Final = 120.0
+SHOWN: Final = 20
+MARKER: Final = "paused-by-us"
+
+
+@dataclass(frozen=True, slots=True)
+class VllmOptions:
+    """What `--vllm` was given. `life`: the shim's directory, where a pause of ours is noted for our successor.
+
+    `rejects`: new requests get a retryable 503 while closed, instead of being parked. `weights`: what a restore does when
+    the engine has other weights than those that the snapshot's tokens are of: "refuse", or "mark" (go on, and keep the
+    versions apart as segments). `weight_digest`: put the engine's checksums into the snapshot and compare them, too;
+    reads all weights at each save.
+    """
+
+    participant_id: str
+    listen: str
+    upstream: str
+    life: Path | None = None
+    rejects: bool = False
+    weights: str = "refuse"
+    weight_digest: bool = False
+    drain_limit_s: float = 30.0
+
+
+class VllmAdapter:
+    """Doors and records are in the shim's own process; the engine is asked over HTTP."""
+
+    def __init__(self, options: VllmOptions) -> None:
+        self._options = options
+        self._pulse = Pulse()
+        self._changed: Callable[[], None] = lambda: None
+        self.doors = Doors(on_change=self._moved, on_lapse=self._lapsed)
+        self.target = options.upstream.removeprefix("http://").rstrip("/")
+        self.control = EngineControl(self.target)
+        self.pool = Pool()
+        self.proxy = EngineProxy(
+            options.listen, self.target, self.doors, self.control, self.pool, self._is_stale, rejects=options.rejects
+        )
+        self.proxy.on_steered = self._steered
+        self._min_attempt: dict[str, int] = {}
+        self._engine: Engine | None = None
+        self._ours = False  # whether a pause of ours may be in force
+        self._frozen_at: float | None = None  # loop time from which on nothing may come any more
+        self._released: Released | None = None  # what an opening has released that is not over yet
+        self._wedged = ""
+        self._life_now = ""
+        self._tasks: set[asyncio.Task[Any]] = set()
+
+    async def start(self, on_change: Callable[[], None]) -> None:
+        self._changed = on_change
+        try:
+            await self.proxy.start()
+        except OSError as error:
+            raise refuse(Reason.UNAVAILABLE, f"{self._options.listen} can't be bound: {error.strerror}.") from error
+        self._spawn(self._settle())
+
+    async def stop(self) -> None:
+        self.doors.open("stop")
+        if self._ours:
+            try:
+                async with asyncio.timeout(2.0):
+                    await self._resume()
+            except (SafepointError, TimeoutError) as error:
+                log.error("vLLM at %s may still be paused: %s", self.target, error)
+        for task in list(self._tasks):
+            task.cancel()
+        await self.proxy.stop()
+
+    async def describe(self) -> Description:
+        engine = self._engine
+        if engine is None:
+            engine = await discover(self.target)
+            self._engine = self.proxy.engine = engine
+            self._life_now = engine.life
+            self.proxy.weights_are(engine.weight_version)
+        features = [f"vllm-{engine.version}"]
+        features += ["continues-tool-calls"] if engine.derenders else []
+        features += ["rejects-when-paused"] if engine.rejects_when_paused else []
+        return Description(
+            participant_id=self._options.participant_id,
+            role=Role.ENGINE,
+            kind="vllm",
+            checkpoint_mode=CheckpointMode.EXPORT_RESTORE,
+            state_schema="vllm-requests-v1",
+            quiesce_modes=(QuiesceMode.HOLD, QuiesceMode.DRAIN, QuiesceMode.ABORT),
+            configured_workers=engine.ranks,
+            config_digest=engine.config_digest,
+            features=tuple(features),
+        )
+
+    # ---- closing --------------------------------------------------------------------------------------------------
+
+    async def close(self, operation_id: str, mode: QuiesceMode, lease_ttl_s: float) -> Closed:
+        await self.describe()
+        self._frozen_at = None
+        generation = self.doors.close(operation_id, mode, lease_ttl_s)
+        # A rank of a data-parallel engine has no voice of its own: all of them have stopped, or the pause fails.
+        return Closed(self._workers(), self._counts(), generation)
+
+    async def quiesce(self, mode: QuiesceMode, exclude_after_s: float | None) -> AsyncIterator[Drain]:
+        aborted: tuple[LiveRollout, ...] = ()
+        if mode is QuiesceMode.DRAIN:
+            limit = self._options.drain_limit_s
+            async for drain in self._until_empty(limit if exclude_after_s is None else min(limit, exclude_after_s)):
+                yield drain
+        elif mode is QuiesceMode.ABORT:
+            aborted = self._all_running()
+            yield Drain(self._counts(), aborted[:SHOWN], len(aborted))
+            await self._pause("abort")
+            async for drain in self._until_empty(ABORT_WITHIN_S):
+                yield drain
+        if mode is not QuiesceMode.ABORT:
+            await self._pause("keep")
+        self.doors.mode = QuiesceMode.HOLD  # what is left is frozen, and so is its way to the caller
+        await self._until_quiet()
+        self._frozen_at = asyncio.get_running_loop().time()
+        counts = self._counts()
+        yield Drain(Counts(0, counts.parked, counts.held + counts.in_flight), quiesced=True, excluded=aborted)
+
+    async def still(self) -> Stillness:
+        generation = self.doors.generation
+        if not self.doors.closed:
+            return Stillness(generation, "Admission is open.")
+        if self._frozen_at is None:
+            return Stillness(generation)
+        if self.proxy.spoke_at > self._frozen_at:
+            return Stillness(generation, f"{self._options.participant_id} generated after it was frozen.")
+        try:
+            if not await self.control.is_paused():
+                return Stillness(generation, f"Somebody has resumed vLLM at {self.target}, or it was restarted.")
+        except SafepointError as error:
+            return Stillness(generation, error.problem.message)
+        return Stillness(generation)
+
+    async def _until_empty(self, limit_s: float) -> AsyncIterator[Drain]:
+        """Progress until nothing of ours runs, or `limit_s` seconds are over."""
+        loop = asyncio.get_running_loop()
+        end = loop.time() + limit_s
+        while True:
+            seen = self._pulse.beats
+            self._check_closed()
+            counts = self._counts()
+            if counts.in_flight == 0 or loop.time() >= end:
+                return
+            standing, count = self.doors.rollouts(SHOWN, only=(Activity.RUNNING,))
+            yield Drain(counts, tuple(_live(s) for s in standing), count)
+            await self._pulse.wait(seen, min(1.0, end - loop.time()))
+
+    async def _pause(self, mode: str) -> None:
+        """Raises UNAVAILABLE, ABORTED; LEASE_LAPSED when the doors opened meanwhile."""
+        self._check_closed()
+        if not self._ours and await self.control.is_paused():
+            log.warning("vLLM at %s is paused already, by somebody else; it stays so when we open", self.target)
+            return
+        self._ours = True
+        self._mark()
+        await self.control.pause(mode)
+        self._check_closed()
+
+    async def _until_quiet(self) -> None:
+        loop = asyncio.get_running_loop()
+        begun = loop.time()
+        while True:
+            quiet_at = max(begun, self.proxy.spoke_at) + QUIET_S
+            if quiet_at <= loop.time():
+                return
+            if loop.time() - begun > QUIET_WITHIN_S:
+                who = ", ".join(sorted(r.request_id for r in self.proxy.in_flight.values() if not r.finished)[:5])
+                raise refuse(
+                    Reason.ACTIVITY_AFTER_PREPARED,
+                    f"vLLM at {self.target} says that it is paused and goes on generating ({who or 'unrecorded requests'}).",
+                    next_step="Restart it: a rank of it did not stop.",
+                )
+            await asyncio.sleep(quiet_at - loop.time())
+            self._check_closed()
+
+    def _check_closed(self) -> None:
+        if not self.doors.closed:
+            raise refuse(Reason.LEASE_LAPSED, f"{self._options.participant_id} has opened by its lease.")
+
+    # ---- state ----------------------------------------------------------------------------------------------------
+
+    async def export(self, directory: Path) -> AsyncIterator[Progress | Exported]:
+        engine = self._engine
+        assert engine is not None  # describe has come first
+        digest = await weight_digest(self.target, DIGEST_S) if self._options.weight_digest else ""
+        origin = Origin(engine.model, engine.version, await weight_version(self.target), digest)
+        # Restored ones that nobody has asked for yet are as much in flight as before.
+        records = [*self.proxy.in_flight.values(), *self.pool.records()]
+        lines: list[str] = []
+        for number, record in enumerate(records):
+            lines.append(encode(record))
+            if number % 64 == 63:
+                yield Progress(items_done=number + 1, items_total=len(records))
+                await asyncio.sleep(0)
+        written = await asyncio.to_thread(write_requests, directory, origin, lines)
+        files = [written]
+        ledger = _ledger(records)
+        if ledger:
+            files.append(await asyncio.to_thread(write_ledger, directory, ledger, self._options.participant_id))
+        size = sum(f.size_bytes for f in files)
+        yield Progress(size, size, len(records), len(records))
+        yield Exported(
+            tuple(files), LEDGER if ledger else "", {RolloutState.PENDING: len(ledger)} if ledger else {},
+            sessions=len(records), recorded_calls=sum(not r.anew for r in records),
+        )  # fmt: skip
+
+    async def load(self, directory: Path, files: Sequence[WrittenFile]) -> AsyncIterator[Progress | Loaded]:
+        records: list[Record] = []
+        if any(f.path == REQUESTS for f in files):
+            origin, records = await asyncio.to_thread(read_requests, directory)
+            await self._check_weights(origin)
+        self.pool.replace(records)
+        for record in records:
+            if record.rollout_id:
+                self._replace(record.rollout_id, record.attempt + 1)
+        yield Progress(sum(f.size_bytes for f in files), sum(f.size_bytes for f in files), len(records), len(records))
+        yield Loaded(sessions=len(records), generation=self.doors.generation)
+
+    async def _check_weights(self, origin: Origin) -> None:
+        """Raises FINGERPRINT_MISMATCH when tokens of other weights would be continued unasked."""
+        now = await weight_version(self.target)
+        self.proxy.weights_are(now)
+        differs = f"version {origin.weight_version!r}, not {now!r}" if origin.weight_version != now else ""
+        compares = bool(origin.weight_digest) and self._options.weight_digest
+        if not differs and compares and await weight_digest(self.target, DIGEST_S) != origin.weight_digest:
+            differs = f"another digest, under the same version {now!r}"
+        if differs and self._options.weights != "mark":
+            raise refuse(
+                Reason.FINGERPRINT_MISMATCH,
+                f"The tokens of the snapshot are of weights of {differs}, which vLLM at {self.target} has.",
+                next_step="Load the weights of the snapshot first, or start the shim with --weights mark: answers then "
+                "have segments of both.",
+            )
+        if differs:
+            log.warning("off-policy: the snapshot's tokens are of weights of %s", differs)
+
+    # ---- opening --------------------------------------------------------------------------------------------------
+
+    async def open(self) -> Opened:
+        """The engine first, so that what is released does not wait for it again. Doors open whatever it says."""
+        was_ours = self._ours
+        try:
+            if was_ours:
+                await self._resume()
+        finally:
+            released = self.doors.open()
+            self._frozen_at = None
+            if released.closed_for_s is not None:
+                self._released = released
+        shown, self._released = self._released or released, None
+        if was_ours:
+            self._spawn(self._look_alive())
+        return Opened(shown.parked, shown.held, shown.closed_for_s)
+
+    async def renew(self, lease_ttl_s: float) -> None:
+        self.doors.renew(lease_ttl_s)
+
+    async def retire(self, attempts: Sequence[tuple[str, int]]) -> int:
+        for rollout_id, attempt in attempts:
+            self._replace(rollout_id, attempt + 1)
+        return self.pool.retire(attempts)
+
+    async def status(self, max_rollouts: int) -> Snapshot:
+        shown, count = self.doors.rollouts(max_rollouts)
+        remarks = [self._wedged] if self._wedged else []
+        if len(self.pool):
+            remarks.append(f"{len(self.pool)} restored requests wait for their callers")
+        if self.pool.tally != type(self.pool.tally)():
+            remarks.append(f"restored requests: {self.pool.tally}")
+        return Snapshot(
+            workers=self._workers(),
+            counts=self._counts(),
+            generation=self.doors.generation,
+            closed=self.doors.closed,
+            rollouts=tuple(_live(s) for s in shown),
+            rollout_count=count,
+            waiting_for="; ".join(remarks),
+            anonymous_requests=self.doors.anonymous_total,
+            closed_for_s=self.doors.closed_for_s,
+        )
+
+    # ---- parts ----------------------------------------------------------------------------------------------------
+
+    async def _resume(self) -> None:
+        await self.control.resume()
+        self._ours = False
+        self._unmark()
+
+    async def _settle(self) -> None:
+        """Undo what a shim before us has left paused: its noted pause, never somebody else's."""
+        marker = self._marker()
+        if marker is None or not marker.exists():
+            return
+        log.warning("the shim before this one ended while vLLM at %s was paused by it", self.target)
+        try:
+            await self._resume()
+        except SafepointError as error:
+            log.error("%s", error)
+
+    async def _look_alive(self) -> None:
+        engine = self._engine
+        self._wedged = await self.control.canary(engine.model) if engine else ""
+        if self.doors.closed:
+            self._wedged = ""  # it was paused again meanwhile
+        if self._wedged:
+            log.error("%s", self._wedged)
+            self._changed()
+
+    def _lapsed(self, operation_id: str) -> None:
+        if self._ours:
+            log.warning("the lease of %s lapsed: resuming vLLM at %s", operation_id, self.target)
+            self._spawn(self._resume())
+
+    def _steered(self, path: str) -> None:
+        self._spawn(self._learn_weights())
+        log.info("somebody's POST %s was passed on", path)
+
+    async def _learn_weights(self) -> None:
+        self.proxy.weights_are(await weight_version(self.target))
+        self._life_now = await life(self.target)
+
+    def _marker(self) -> Path | None:
+        return self._options.life / MARKER if self._options.life else None
+
+    def _mark(self) -> None:
+        marker = self._marker()
+        if marker is not None:
+            try:
+                marker.write_text(self.doors.operation_id + "\n")
+            except OSError as error:
+                log.warning("%s can't be written: %s", marker, error.strerror)
+
+    def _unmark(self) -> None:
+        marker = self._marker()
+        if marker is not None:
+            try:
+                marker.unlink(missing_ok=True)
+            except OSError as error:
+                log.warning("%s can't be removed: %s", marker, error.strerror)
+
+    def _all_running(self) -> tuple[LiveRollout, ...]:
+        count = self.doors.rollouts(0, only=(Activity.RUNNING,))[1]
+        return tuple(_live(s) for s in self.doors.rollouts(count, only=(Activity.RUNNING,))[0])
+
+    def _counts(self) -> Counts:
+        tally = self.doors.counts()
+        return Counts(tally.in_flight, tally.parked, tally.held)
+
+    def _workers(self) -> tuple[Worker, ...]:
+        ranks = self._engine.ranks if self._engine else 1
+        return tuple(Worker(f"rank-{n}", os.getpid(), True) for n in range(ranks))
+
+    def _is_stale(self, call: CallIdentity) -> bool:
+        return call.attempt < self._min_attempt.get(call.rollout_id, 0)
+
+    def _replace(self, rollout_id: str, min_attempt: int) -> None:
+        self._min_attempt[rollout_id] = max(min_attempt, self._min_attempt.get(rollout_id, 0))
+
+    def _moved(self) -> None:
+        self._pulse.beat()
+        self._changed()
+
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
+        async def run() -> None:
+            try:
+                await work
+            except SafepointError as error:
+                log.warning("%s", error)
+
+        task = asyncio.create_task(run())
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+
+def _live(s: Standing) -> LiveRollout:
+    return LiveRollout(s.rollout_id or ANONYMOUS, s.activity, s.attempt, s.turn, s.age_s, s.waiting_on)
+
+
+def _ledger(records: Sequence[Record]) -> list[LedgerLine]:
+    """What is known of rollouts that say who they are: one line for each, its newest attempt."""
+    newest: dict[str, list[Record]] = {}
+    for record in records:
+        if record.rollout_id:
+            newest.setdefault(record.rollout_id, []).append(record)
+    lines: list[LedgerLine] = []
+    for rollout_id, mine in sorted(newest.items()):
+        attempt = max(r.attempt for r in mine)
+        tokens = sum(len(r.token_ids) for r in mine)
+        reason = "; ".join(sorted({r.anew for r in mine if r.anew}))
+        text = f"{tokens} tokens generated" + (f"; begins anew: {reason}" if reason else "")
+        lines.append(LedgerLine(rollout_id, attempt, RolloutState.PENDING, text, len(mine)))
+    return lines

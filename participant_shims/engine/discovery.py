@@ -1,0 +1,148 @@
+"""What a vLLM server is, and whether a shim can answer for it.
+
+The rule: what can't be covered is refused here, with what to set, and not at the first save.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from dataclasses import dataclass
+from typing import Any, Final, cast
+
+from coordinator.wire.errors import Reason, refuse
+from participant_shims.engine.call import Answer, NotSent, Unknown, call
+
+LOOK_S: Final = 5.0
+# Before, a pause is a flag of each API server and not of the engine.
+OLDEST: Final = (0, 17)
+# From here on new requests are rejected (503) while paused in other modes than keep.
+REJECTS: Final = (0, 33)
+_VERSION: Final = re.compile(r"(\d+)\.(\d+)")
+
+
+@dataclass(frozen=True, slots=True)
+class Engine:
+    """A server that can be covered. `life` differs between two starts of it; empty when that can't be seen.
+
+    `derenders`: it can turn token ids into a chat answer as it would itself (--enable-scale-out).
+    `why_untouched`: set when no request may be changed on its way in.
+    """
+
+    version: str
+    model: str
+    max_model_len: int
+    ranks: int = 1
+    weight_version: str = ""
+    life: str = ""
+    derenders: bool = False
+    parses_reasoning: bool = False
+    why_untouched: str = ""
+
+    @property
+    def rejects_when_paused(self) -> bool:
+        return number(self.version) >= REJECTS
+
+    @property
+    def config_digest(self) -> str:
+        """What a snapshot's requests depend on."""
+        text = json.dumps([self.model, self.max_model_len, self.ranks])
+        return hashlib.sha256(text.encode()).hexdigest()
+
+
+def number(version: str) -> tuple[int, int]:
+    """Major and minor; (0, 0) for what is no version."""
+    match = _VERSION.match(version)
+    return (int(match[1]), int(match[2])) if match else (0, 0)
+
+
+async def discover(target: str) -> Engine:
+    """Look at the server. Raises UNAVAILABLE while it is not up, UNSUPPORTED when it can't be covered."""
+    version = str((await _get(target, "/version")).value("version") or "")
+    paused = await _get(target, "/is_paused")
+    if paused.status == 404:
+        raise refuse(
+            Reason.UNSUPPORTED, f"vLLM {version} at {target} can't be paused: it has no /is_paused.",
+            next_step="Start it with VLLM_SERVER_DEV_MODE=1"
+            + ("." if number(version) >= OLDEST else ", and take vLLM 0.17 or later."),
+        )  # fmt: skip
+    if number(version) < OLDEST:
+        raise refuse(
+            Reason.UNSUPPORTED, f"vLLM {version or 'of an unknown version'} at {target} is too old.",
+            next_step="Take vLLM 0.17 or later: before it, a pause is a flag of one API server and freezes nothing.",
+        )  # fmt: skip
+    if paused.status != 200:
+        raise refuse(Reason.UNAVAILABLE, f"vLLM at {target} answered /is_paused with {paused.status}.")
+    models: Any = (await _get(target, "/v1/models")).value("data")
+    first = cast("dict[str, Any]", models[0] if models else {})
+    info = await _get(target, "/server_info?config_format=json")
+    config = cast("dict[str, Any]", info.value("vllm_config") or {}) if info.status == 200 else {}
+    parallel = _part(config, "parallel_config")
+    _refuse_balancers(target, parallel)
+    renders = await call(target, "POST", "/v1/chat/completions/derender", {}, timeout_s=LOOK_S)
+    return Engine(
+        version=version,
+        model=str(first.get("id") or ""),
+        max_model_len=int(first.get("max_model_len") or 0),
+        ranks=int(parallel.get("data_parallel_size") or 1),
+        weight_version=await weight_version(target),
+        life=await life(target),
+        # 403 is vLLM's word for "not turned on", 404 that of one that does not know it; an empty body is a 400.
+        derenders=renders.status in (400, 422),
+        parses_reasoning=bool(_part(config, "structured_outputs_config").get("reasoning_parser")),
+        why_untouched="it returns routed experts, which it does not stream"
+        if _part(config, "model_config").get("enable_return_routed_experts")
+        else "",
+    )
+
+
+def _refuse_balancers(target: str, parallel: dict[str, Any]) -> None:
+    for mode in ("external", "hybrid"):
+        if parallel.get(f"data_parallel_{mode}_lb"):
+            size, local = parallel.get("data_parallel_size"), parallel.get("data_parallel_size_local")
+            if mode == "hybrid" and size == local:
+                continue
+            raise refuse(
+                Reason.UNSUPPORTED,
+                f"vLLM at {target} is one of several API servers ({mode} load balancing over {size} ranks): a pause "
+                "here does not reach the others.",
+                next_step="Use vLLM's internal load balancing, or independent servers with a shim beside each.",
+            )
+
+
+async def weight_version(target: str) -> str:
+    """The version of the weights as the trainer has named it; empty where vLLM does not know of versions."""
+    answer = await _get(target, "/weight_info")
+    return str(answer.value("weight_version") or "") if answer.status == 200 else ""
+
+
+async def weight_digest(target: str, timeout_s: float) -> str:
+    """SHA-256 hex over the engine's own checksums of its weights; empty where it has none. Reads all of them."""
+    try:
+        answer = await call(target, "POST", "/weight_checker", {"action": "checksum"}, timeout_s=timeout_s)
+    except (NotSent, Unknown) as error:
+        raise refuse(Reason.UNAVAILABLE, f"vLLM at {target} gives no checksums of its weights: {error}.") from error
+    sums = answer.value("checksums") if answer.status == 200 else None
+    return hashlib.sha256(json.dumps(sums, sort_keys=True).encode()).hexdigest() if sums else ""
+
+
+async def life(target: str) -> str:
+    """When the server's process began, as its metrics say; empty when they don't (with several API servers)."""
+    answer = await _get(target, "/metrics")
+    for line in answer.body.decode(errors="replace").splitlines() if answer.status == 200 else ():
+        if line.startswith("process_start_time_seconds "):
+            return line.partition(" ")[2].strip()
+    return ""
+
+
+def _part(config: dict[str, Any], name: str) -> dict[str, Any]:
+    found = config.get(name)
+    return cast("dict[str, Any]", found) if isinstance(found, dict) else {}
+
+
+async def _get(target: str, path: str) -> Answer:
+    try:
+        return await call(target, "GET", path, timeout_s=LOOK_S)
+    except (NotSent, Unknown) as error:
+        raise refuse(Reason.UNAVAILABLE, f"vLLM at {target} is not up: {error}.") from error

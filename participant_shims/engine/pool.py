@@ -1,0 +1,87 @@
+"""Restored records that nobody has asked for yet, and what became of the others.
+
+The rule: a record answers once. Who asks with the record's own call id gets it before others, and so does each of several
+callers with the same question: which of them had which of equal questions makes no difference to what is learned.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from participant_shims.engine.record import Record
+from participant_shims.identity import CallIdentity
+
+
+@dataclass(slots=True)
+class Tally:
+    """What became of restored records. Tokens: `kept` were not generated again, `again` were."""
+
+    exact: int = 0
+    not_exact: int = 0
+    regenerated: int = 0
+    kept: int = 0
+    again: int = 0
+
+    def __str__(self) -> str:
+        return (
+            f"{self.exact} continued exactly, {self.not_exact} not bit-exact, {self.regenerated} begun anew; "
+            f"{self.kept} tokens kept, {self.again} generated again"
+        )
+
+
+class Pool:
+    """Records by what was asked. One event loop."""
+
+    def __init__(self) -> None:
+        self._by_digest: dict[str, list[Record]] = {}
+        self.tally = Tally()
+
+    def __len__(self) -> int:
+        return sum(len(records) for records in self._by_digest.values())
+
+    def records(self) -> list[Record]:
+        """Those that wait."""
+        return [record for records in self._by_digest.values() for record in records]
+
+    def put(self, record: Record) -> None:
+        """One more."""
+        self._by_digest.setdefault(record.ask.digest, []).append(record)
+
+    def replace(self, records: Iterable[Record]) -> None:
+        """These and no others: a load may be repeated."""
+        self._by_digest.clear()
+        self.tally = Tally()
+        for record in records:
+            self.put(record)
+
+    def claim(self, digest: str, caller: CallIdentity | None) -> Record | None:
+        """The record that answers this question; it is gone from here then."""
+        waiting = self._by_digest.get(digest)
+        if not waiting:
+            return None
+        place = 0
+        if caller is not None:
+            mine = [
+                n for n, r in enumerate(waiting) if (r.rollout_id, r.call_id) == (caller.rollout_id, caller.call_id)
+            ]
+            # Another rollout's record is not taken when both say who they are: that one will ask for it.
+            nobodys = [n for n, r in enumerate(waiting) if not r.rollout_id]
+            found = mine or nobodys
+            if not found:
+                return None
+            place = found[0]
+        record = waiting.pop(place)
+        if not waiting:
+            del self._by_digest[digest]
+        return record
+
+    def retire(self, attempts: Sequence[tuple[str, int]]) -> int:
+        """Forget what rollouts up to these attempts had; how many rollouts were known."""
+        upto = dict(attempts)
+        gone = {r.rollout_id for r in self.records() if r.rollout_id and r.attempt <= upto.get(r.rollout_id, -1)}
+        left = [r for r in self.records() if not (r.rollout_id in gone and r.attempt <= upto.get(r.rollout_id, -1))]
+        self._by_digest.clear()
+        for record in left:
+            self.put(record)
+        return len(gone)

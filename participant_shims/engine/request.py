@@ -1,0 +1,204 @@
+"""What a caller asks of vLLM, and what of it can be recorded and continued.
+
+PURE. The rule: only what is known to be harmless is let through. A request with a member that this file does not know is
+passed on untouched, and begun anew after a restart: a wrong guess would be a wrong answer, the other only costs time.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Final, cast
+
+Json = dict[str, Any]
+
+COMPLETIONS: Final = "/v1/completions"
+CHAT: Final = "/v1/chat/completions"
+PATHS: Final = frozenset({COMPLETIONS, CHAT})
+
+# Who asks and how the answer travels: equal requests may differ in these.
+_NOT_THE_QUESTION: Final = frozenset(
+    {"stream", "stream_options", "stream_interval", "request_id", "user", "session_id"}
+)
+# What decides on each next token by the tokens before it, wherever these stand: it goes on from any prefix.
+SAMPLING: Final = frozenset(
+    ["temperature", "top_p", "top_k", "min_p", "repetition_penalty", "logit_bias", "seed", "stop_token_ids",
+     "ignore_eos", "min_tokens", "skip_special_tokens", "spaces_between_special_tokens", "allowed_token_ids",
+     "priority", "cache_salt", "length_penalty", "return_tokens_as_token_ids", "include_stop_str_in_output"]
+)  # fmt: skip
+# What shapes the prompt (its ids are recorded), the length, or the answer.
+_SHAPING: Final = frozenset(
+    ["model", "prompt", "messages", "max_tokens", "max_completion_tokens", "n", "best_of", "logprobs", "top_logprobs",
+     "return_token_ids", "add_special_tokens", "truncate_prompt_tokens", "truncation_side", "add_generation_prompt",
+     "continue_final_message", "documents", "chat_template", "chat_template_kwargs", "reasoning_effort",
+     "include_reasoning", "tools", "tool_choice", "parallel_tool_calls", "metadata", "store", "service_tier"]
+)  # fmt: skip
+# Members that change nothing when they have this value.
+_HARMLESS: Final[Mapping[str, tuple[Any, ...]]] = {
+    "frequency_penalty": (0,), "presence_penalty": (0,), "stop": ("", []), "echo": (False,), "suffix": ("",),
+    "use_beam_search": (False,), "response_format": ({"type": "text"},), "structured_outputs": ({},),
+    "bad_words": ([],), "prompt_logprobs": (), "watermarking": (False,), "return_prompt_text": (False,),
+}  # fmt: skip
+_WHY: Final[Mapping[str, str]] = {
+    "frequency_penalty": "its penalty counts generated tokens",
+    "presence_penalty": "its penalty counts generated tokens",
+    "stop": "a stop string may lie across the cut",
+    "use_beam_search": "beam search has no prefix",
+    "response_format": "constrained decoding begins at the first token",
+    "structured_outputs": "constrained decoding begins at the first token",
+    "bad_words": "bad words are counted from the first token",
+    "echo": "its answer begins with the prompt",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Ask:
+    """One request. `why_untouched`: why nothing of it is recorded; `why_anew`: why it can't go on from a prefix.
+
+    `parses`: its answer is not the text alone, since tools may be called in it.
+    """
+
+    path: str
+    body: Json
+    digest: str
+    why_untouched: str = ""
+    why_anew: str = ""
+    parses: bool = False
+
+    @property
+    def chat(self) -> bool:
+        return self.path == CHAT
+
+    @property
+    def stream(self) -> bool:
+        return bool(self.body.get("stream"))
+
+    @property
+    def greedy(self) -> bool:
+        """Whether chance has no part in it. A temperature that is not given is the server's."""
+        return self.body.get("temperature") == 0
+
+    @property
+    def wants_ids(self) -> bool:
+        return bool(self.body.get("return_token_ids"))
+
+    @property
+    def wants_logprobs(self) -> bool:
+        asked = self.body.get("logprobs")
+        return bool(asked) if self.chat else asked is not None
+
+    @property
+    def wants_usage(self) -> bool:
+        options = self.body.get("stream_options")
+        return isinstance(options, dict) and bool(cast(Json, options).get("include_usage"))
+
+    @property
+    def top(self) -> int:
+        """How many alternatives are listed for each token."""
+        asked = self.body.get("top_logprobs") if self.chat else self.body.get("logprobs")
+        return asked if isinstance(asked, int) and not isinstance(asked, bool) else 0
+
+    @property
+    def max_tokens(self) -> int | None:
+        """The limit; None: as far as the model's context reaches."""
+        if self.chat:
+            given = self.body.get("max_completion_tokens") or self.body.get("max_tokens")
+            return given if isinstance(given, int) else None
+        given = self.body.get("max_tokens")
+        return given if isinstance(given, int) else 16  # vLLM's default
+
+
+def read_ask(path: str, raw: bytes) -> Ask | None:
+    """The request in `raw`; None when it is none that generates, or none that can be read: then the server answers."""
+    if path not in PATHS:
+        return None
+    try:
+        loaded = json.loads(raw)
+    except (ValueError, RecursionError):
+        return None
+    if not isinstance(loaded, dict):
+        return None
+    return make_ask(path, cast(Json, loaded))
+
+
+def make_ask(path: str, body: Json) -> Ask:
+    """What `body` asks for at `path`."""
+    untouched = _why_untouched(path, body)
+    parses = path == CHAT and bool(body.get("tools")) and body.get("tool_choice") != "none"
+    return Ask(path, body, digest(path, body), untouched, untouched or _why_anew(body), parses)
+
+
+def digest(path: str, body: Json) -> str:
+    """SHA-256 hex of the question. A member that is null is one that is not there."""
+    question = {k: v for k, v in body.items() if v is not None and k not in _NOT_THE_QUESTION}
+    text = json.dumps([path, question], sort_keys=True, separators=(",", ":"), ensure_ascii=False)
+    return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()
+
+
+def upstream_body(ask: Ask) -> Json:
+    """What is sent instead of the caller's body: the same question, answered token by token with ids and log-probs."""
+    body = {**ask.body, "stream": True, "return_token_ids": True}
+    if not ask.wants_logprobs:
+        body["logprobs"] = True if ask.chat else 0
+    if not ask.stream:
+        body["stream_options"] = {"include_usage": True}
+    return body
+
+
+def _why_untouched(path: str, body: Json) -> str:
+    if body.get("n") not in (None, 1) or body.get("best_of") not in (None, 1):
+        return "it asks for several answers (n > 1)"
+    if path == COMPLETIONS and not _one_prompt(body.get("prompt")):
+        return "it has several prompts, or none"
+    if body.get("echo") and body.get("echo") is not None:
+        return _WHY["echo"]
+    for name in ("use_beam_search", "prompt_logprobs", "prompt_embeds", "suffix", "logprob_token_ids"):
+        if body.get(name) not in (None, False, ""):
+            return _WHY.get(name, f"it has {name}")
+    return ""
+
+
+def _one_prompt(prompt: Any) -> bool:
+    return bool(prompt) and (isinstance(prompt, str) or all(isinstance(token, int) for token in _list(prompt)))
+
+
+def _list(value: Any) -> list[Any]:
+    """`value` if it is a list; else a list of nothing that anybody wants."""
+    found: list[Any] = value if isinstance(value, list) else [None]
+    return found
+
+
+def _why_anew(body: Json) -> str:
+    for name, value in body.items():
+        if value is None or name in SAMPLING or name in _SHAPING or name in _NOT_THE_QUESTION:
+            continue
+        if name in _HARMLESS and any(value == harmless for harmless in _HARMLESS[name]):
+            continue
+        return _WHY.get(name, f"what `{name}` does across a cut is not known")
+    choice = body.get("tool_choice")
+    if body.get("tools"):
+        if choice == "required" or isinstance(choice, dict):
+            return "constrained decoding begins at the first token (tool_choice)"
+        if choice != "none" and any(_strict(tool) for tool in _list(body["tools"])):
+            return "constrained decoding begins at the first token (strict tools)"
+    if any(_has_media(message) for message in _list(body.get("messages") or [])):
+        return "its prompt has more than text"
+    return ""
+
+
+def _has_media(message: Any) -> bool:
+    content: Any = cast(Json, message).get("content") if isinstance(message, dict) else None
+    if not isinstance(content, list):
+        return False
+    return any(not isinstance(part, dict) or cast(Json, part).get("type") != "text" for part in _list(content))
+
+
+def _strict(tool: Any) -> bool:
+    if not isinstance(tool, dict):
+        return True
+    function = cast(Json, tool).get("function")
+    return bool(cast(Json, tool).get("strict")) or (
+        isinstance(function, dict) and bool(cast(Json, function).get("strict"))
+    )
