@@ -103,7 +103,8 @@ class Operations:
         try:
             drive.reporter.announce(core.PhaseStarted(Phase.DISCOVER, ()))
             begun = self.clock()
-            await self.discovery.until_back((deadline - begun) / 2)
+            if self._accepted(drive).missing or not drive.operation.options.expected_fingerprint:
+                await self.discovery.until_back((deadline - begun) / 2)
             problems = await self.discovery.ask_static()
             if problems:
                 raise Refused(problems[0])

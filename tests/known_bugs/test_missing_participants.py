@@ -56,10 +56,12 @@ async def test_whoever_removed_a_server_on_purpose_says_so_once(bench: Bench) ->
     await bench.start(resources=2)
     await die(bench, "resources-1")
     now = (await topology(bench)).fingerprint
-    saved = (await bench.save(timeout=1, expected_fingerprint=now))[-1].saved
+    began = time.monotonic()
+    saved = (await bench.save(expected_fingerprint=now))[-1].saved
+    assert time.monotonic() - began < 3, "nobody is waited for who was removed on purpose"
     assert sorted(saved.snapshot.participant_ids) == ["agent-0", "model-0", "resources-0"]
     assert not [f for f in (await topology(bench)).findings if f.blocking]
-    await bench.save("save-2", "step-2", timeout=2)
+    await bench.save("save-2", "step-2")
 
 
 async def test_a_restarted_coordinator_waits_for_those_who_were_in_the_newest_snapshot(bench: Bench) -> None:
@@ -84,10 +86,10 @@ async def test_one_of_the_newest_snapshot_that_never_comes_is_warned_of(bench: B
     for name in ("agent-0", "model-0", "resources-0"):
         await bench.shims[name].register(bench.running.address)
     began = time.monotonic()
-    events = await bench.save("save-2", "step-2", timeout=3)  # half of it is waited
-    assert time.monotonic() - began < 3
+    events = await bench.save("save-2", "step-2", timeout=6)  # half of it is waited
+    assert time.monotonic() - began < 6
     assert any("resources-1" in e.warning.message for e in events if e.WhichOneof("event") == "warning")
-    again = await bench.save("save-3", "step-3", timeout=3)
+    again = await bench.save("save-3", "step-3")
     assert not [e for e in again if e.WhichOneof("event") == "warning"], "once is enough"
 
 
@@ -95,7 +97,7 @@ async def test_a_judge_that_is_gone_prevents_nothing(bench: Bench) -> None:
     await bench.start()
     await bench.add("judge", Role.AUXILIARY_MODEL, mode=CheckpointMode.STATELESS)
     await die(bench, "judge")
-    assert (await bench.save(timeout=2))[-1].saved.snapshot.snapshot_id == "step-1"
+    assert (await bench.save())[-1].saved.snapshot.snapshot_id == "step-1"
 
 
 async def test_an_agent_that_dies_while_it_is_waited_for_is_told_with_its_rollouts(bench: Bench) -> None:  # B11, E9
