@@ -96,6 +96,14 @@ def mark_ended(life: Path) -> None:
         pass
 
 
+def unmark_ended(life: Path) -> None:
+    """Take that back: the server's process removes the directory itself, and its shim must not wait for it."""
+    try:
+        (life / _ENDED).unlink(missing_ok=True)
+    except OSError:
+        pass
+
+
 def bury(life: Path, within_s: float = 2.0) -> bool:
     """Remove the directory of a life that ended in good order; whether it did.
 

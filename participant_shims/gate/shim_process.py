@@ -16,6 +16,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Final
 
+from participant_shims.gate.life import unmark_ended
+
 log = logging.getLogger(__name__)
 
 _BACKOFF_S: Final = (0.2, 5.0)
@@ -65,6 +67,7 @@ class ShimProcess:
         process = self._process
         if process is None or process.poll() is not None:
             return
+        unmark_ended(self._life)  # else each would wait for the other
         process.terminate()
         try:
             process.wait(_END_S)

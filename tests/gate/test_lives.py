@@ -6,12 +6,14 @@ import json
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from participant_shims.gate.life import _started, bury, create, mark_ended
+from participant_shims.gate.shim_process import ShimProcess
 
 
 @pytest.fixture
@@ -66,6 +68,26 @@ def test_only_the_main_process_says_that_a_life_ends(server: subprocess.Popen[by
     mark_ended(mine)
     assert (mine / "ended").exists()
     assert json.loads((mine / "life.json").read_text())["pid"] == os.getpid()
+
+
+def test_a_server_that_ends_its_shim_itself_is_not_waited_for(tmp_path: Path) -> None:
+    life = create("counter", "gym.resources", 1, tmp_path)
+    mark_ended(life)
+    seen = life / "seen"  # what a shim finds at its end
+    script = (
+        "import pathlib, signal, sys\n"
+        "signal.signal(signal.SIGTERM, lambda *_: sys.exit(pathlib.Path('seen').write_text(str(pathlib.Path('ended').exists()))))\n"
+        "pathlib.Path('ready').touch()\n"
+        "signal.pause()\n"
+    )
+    shim = ShimProcess([sys.executable, "-c", script], life, os.environ)
+    shim.start()
+    end_by = time.monotonic() + 20
+    while not (life / "ready").exists():
+        assert time.monotonic() < end_by
+        time.sleep(0.01)
+    shim.stop()
+    assert seen.read_text() == "False"
 
 
 def test_what_is_no_life_is_left_alone(tmp_path: Path) -> None:
