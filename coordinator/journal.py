@@ -108,6 +108,11 @@ class Journal:
         if self._size > ROTATE_BYTES and not self.contents.open:
             self._start_file(max(_numbers(self._directory, _JOURNAL)) + 1)
 
+    @property
+    def broken(self) -> str:
+        """Why nothing can be appended any more, until a restart; empty while all is well."""
+        return self._broken
+
     def owns_epoch(self) -> bool:
         """Whether no coordinator has started after us. Asked right before a snapshot is published."""
         return max(_numbers(self._directory, _EPOCH), default=0) == self.epoch

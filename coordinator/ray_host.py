@@ -44,6 +44,18 @@ class CoordinatorHost:
         self._settings = Settings.model_validate_json(settings_json)
         self._starting: asyncio.Task[Coordinator] = asyncio.get_running_loop().create_task(serve(self._here()))
         self._starting.add_done_callback(_retrieve)
+        self._watching = asyncio.get_running_loop().create_task(self._leave_when_unfit())
+
+    async def _leave_when_unfit(self) -> None:
+        """Without its journal a coordinator is of no use: this process ends, and Ray starts another."""
+        await asyncio.wait({self._starting})
+        if self._starting.cancelled() or self._starting.exception() is not None:
+            return
+        coordinator = self._starting.result()
+        await coordinator.wait()
+        # One that was replaced does not come back: it would only replace the other one in turn.
+        if coordinator.unfit is not None and coordinator.unfit.reason is Reason.STORAGE_FAILED:
+            os._exit(1)
 
     async def address(self) -> tuple[str, bytes]:
         """Where it listens; or why it does not, as a serialized ErrorDetail. Waits for the start to end."""
@@ -51,6 +63,8 @@ class CoordinatorHost:
             coordinator = await asyncio.shield(self._starting)
         except SafepointError as error:
             return "", detail_from_problem(error.problem).SerializeToString()
+        if coordinator.unfit is not None:
+            return "", detail_from_problem(coordinator.unfit).SerializeToString()
         return coordinator.address, b""
 
     async def whose(self) -> tuple[str, str]:

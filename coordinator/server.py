@@ -42,7 +42,7 @@ from coordinator.service import CoordinatorService
 from coordinator.settings import Settings
 from coordinator.snapshots import SnapshotStore
 from coordinator.wire.auth import Token, read_token
-from coordinator.wire.errors import Reason, SafepointError, refuse
+from coordinator.wire.errors import Problem, Reason, Refused, SafepointError, refuse
 from coordinator.wire.rpc import SERVER_OPTIONS, ErrorInterceptor, channel
 
 log = logging.getLogger(__name__)
@@ -56,6 +56,8 @@ ADDRESS_NAME: Final = "address.json"
 SERVICE_NAME: Final = coordinator_service_pb2.DESCRIPTOR.services_by_name["Coordinator"].full_name
 STOP_GRACE_S: Final = 1.0
 ABORT_WITHIN_S: Final = 3.0
+FIT_EVERY_S: Final = 2.0
+QUIET_WITHIN_S: Final = 10.0
 _UNIX: Final = "unix:"
 _MAX_MESSAGE: Final = 4 << 20
 
@@ -73,6 +75,8 @@ class Coordinator:
     _tasks: list[asyncio.Task[None]] = field(default_factory=list[asyncio.Task[None]])
     _lock: int = -1
     _stopped: bool = False
+    unfit: Problem | None = None  # why it has stopped by itself
+    _ending: asyncio.Task[None] | None = None
 
     def announcement(self) -> str:
         """One line of JSON: address, epoch and nonce."""
@@ -107,6 +111,35 @@ class Coordinator:
     async def wait(self) -> None:
         """Until the server has stopped."""
         await self._server.wait_for_termination()
+
+    async def stay_fit(self) -> None:
+        """Look now and then whether we may go on; stop when not. Runs beside the server.
+
+        A coordinator that was replaced while it was away must let its shims go, or they never find the new one. One whose
+        journal has failed can decide nothing any more, and whoever hosts it starts another.
+        """
+        while self.unfit is None:
+            await asyncio.sleep(FIT_EVERY_S)
+            self.unfit = await self._why_unfit()
+        log.error("the coordinator stops: %s", self.unfit)
+        if self.unfit.reason is Reason.STORAGE_FAILED:
+            until = asyncio.get_running_loop().time() + QUIET_WITHIN_S  # whoever is paused is told; it needs no disk
+            while not self.operations.quiet and asyncio.get_running_loop().time() < until:  # noqa: ASYNC110
+                await asyncio.sleep(0.1)
+        self._ending = asyncio.create_task(self.kill())  # not from here: it ends us, too
+
+    async def _why_unfit(self) -> Problem | None:
+        journal = self.operations.journal
+        if journal.broken:
+            step = "Start it again on a disk that works."
+            return Problem(Reason.STORAGE_FAILED, f"The journal has failed: {journal.broken}.", step)
+        try:
+            ours = await asyncio.to_thread(journal.owns_epoch)
+        except SafepointError:
+            return None  # the disk does not say; the next look may
+        if ours:
+            return None
+        return Problem(Reason.STALE_EPOCH, f"A newer coordinator than epoch {self.epoch} has started in this root.")
 
 
 async def serve(
@@ -165,12 +198,16 @@ async def serve(
     running = Coordinator(address, journal.epoch, secrets.token_hex(8), operations, server, healthy, tasks, lock)
     with store.directory("coordinator") as directory:
         await asyncio.to_thread(directory.replace, ADDRESS_NAME, running.announcement().encode() + b"\n")
+    tasks.append(asyncio.create_task(running.stay_fit(), name="stay fit"))
     log.info("coordinator epoch %d of job %s serves at %s", journal.epoch, settings.job_id, address)
     return running
 
 
 async def run(settings: Settings, announce: bool = True) -> None:
-    """Serve until SIGTERM or SIGINT; prints the announcement to standard output. For a plain process."""
+    """Serve until SIGTERM or SIGINT; prints the announcement to standard output. For a plain process.
+
+    Raises what `serve` raises, and why the coordinator has stopped by itself (STALE_EPOCH, STORAGE_FAILED).
+    """
     coordinator = await serve(settings)
     if announce:
         print(coordinator.announcement(), flush=True)
@@ -184,6 +221,8 @@ async def run(settings: Settings, announce: bool = True) -> None:
     waiting.cancel()
     await coordinator.stop()
     await ended
+    if coordinator.unfit is not None:
+        raise Refused(coordinator.unfit)
 
 
 async def _look_around(operations: Operations) -> None:
