@@ -11,6 +11,7 @@ Who calls what, and when:
     still()             commit and confirm: the generation and whether anything moved since
     export(directory)   commit: writes files, fsyncs them, yields progress, ends with Exported
     load(directory)     restore: verifies nothing (the service has), loads, yields progress, ends with Loaded
+    unload()            abort of a restore: what load() brought is forgotten, before open(); optional (see Unloads)
     open()              resume, abort, lapse: must work in every state, without disk, and within 1 s
     renew(ttl)          passes the lease on to the gates, which open by themselves if the shim is gone
     retire(attempts)    forgets rollouts
@@ -22,7 +23,7 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from coordinator.wire.errors import Reason
 from coordinator.wire.terms import Activity, CheckpointMode, QuiesceMode, Role, RolloutState
@@ -235,4 +236,13 @@ class Adapter(Protocol):
 
     async def status(self, max_rollouts: int) -> Snapshot:
         """The truth now; answers within 1 s whatever is stuck, listing workers that did not answer."""
+        ...
+
+
+@runtime_checkable
+class Unloads(Protocol):
+    """An adapter whose server would act on what was loaded, also when the restore is given up."""
+
+    async def unload(self) -> None:
+        """Forget what a load brought, unless work was served since. May be repeated; nothing loaded: changes nothing."""
         ...

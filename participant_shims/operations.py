@@ -18,7 +18,7 @@ from typing import Any, Final, Protocol, TypeVar
 from coordinator.wire.beneath import storage_error
 from coordinator.wire.errors import Problem, Reason, Refused, SafepointError, refuse
 from coordinator.wire.terms import ParticipantState, Phase
-from participant_shims.adapter import Adapter, Closed, Description, Opened, Snapshot
+from participant_shims.adapter import Adapter, Closed, Description, Opened, Snapshot, Unloads
 from participant_shims.fence import Accept, Cause, Decision, Ended, Fence, Refuse, Rpc
 from participant_shims.running import Pulse, Running
 
@@ -73,6 +73,8 @@ class Operations:
         self.changed = Pulse()
         self.last_failure = ""
         self.closed: Closed | None = None  # what close() answered in the present operation
+        self.loaded_by = ""  # the restore whose state is in the server, until it is resumed
+        self._given_up = False  # and must be forgotten, before admission opens
         self._running: Running[Any] | None = None
         self._opening: asyncio.Task[Opened] | None = None
         self._opened_for = ""
@@ -134,6 +136,10 @@ class Operations:
         self.closed = None
         if running is not None:
             running.cancel(problem)
+        if ended.operation_id == self.loaded_by:
+            # A lapse keeps it: everybody may have loaded, and a Resume that comes late shall not find it gone.
+            self._given_up = ended.cause in (Cause.ABORTED, Cause.SUPERSEDED)
+            self.loaded_by = "" if ended.cause is Cause.RESUMED else self.loaded_by
         if ended.cause is Cause.ABORTED:
             self.on_abandoned(ended.operation_id)
         self.begin_opening(ended.operation_id)
@@ -150,6 +156,9 @@ class Operations:
             reply = getattr(decision, "reply", None)
             assert isinstance(reply, Opened)  # nothing else is recorded for an end
             return reply
+        if rpc is Rpc.ABORT and decision.ended is None and operation_id == self.loaded_by:  # its lease had lapsed
+            self._given_up = True
+            await self._unload()
         opened = await self._confirm_open(operation_id)
         self.fence.record_end(rpc, operation_id, opened)
         return opened
@@ -290,6 +299,7 @@ class Operations:
         )  # fmt: skip
 
     async def _open(self) -> Opened:
+        await self._unload()
         while True:
             try:
                 opened = await self.adapter.open()
@@ -302,6 +312,16 @@ class Operations:
                 self.changed.beat()
                 return opened
             await asyncio.sleep(REOPEN_EVERY_S)
+
+    async def _unload(self) -> None:
+        if not self._given_up:
+            return
+        self._given_up, self.loaded_by = False, ""
+        if isinstance(self.adapter, Unloads):
+            try:
+                await self.adapter.unload()
+            except Exception:  # whatever the disk does, admission opens
+                log.exception("what the aborted restore had loaded is still there: restart the server")
 
     def _why_over(self, ended: Ended, why: str) -> Problem:
         reason = Reason.LEASE_LAPSED if ended.cause is Cause.LAPSED else Reason.OPERATION_FINISHED

@@ -230,6 +230,7 @@ class ParticipantService(participant_service_pb2_grpc.ParticipantServicer):
         loaded = Loaded(generation=closed.generation)
         if part is not None:
             running.progress(pb.RestoreEvent(load_progress=messages.export_progress(Progress())))
+            operations.loaded_by = running.operation_id
             async for step in operations.adapter.load(part.directory, messages.written_files(part.manifest)):
                 if isinstance(step, Loaded):
                     loaded = step

@@ -45,6 +45,7 @@ from participant_shims.adapters.gym_terms import (
     sum_counts,
 )
 from participant_shims.admission import ANONYMOUS
+from participant_shims.gate.calllog_files import LogLoad
 from participant_shims.running import Pulse
 
 log = logging.getLogger(__name__)
@@ -82,6 +83,7 @@ class GymAdapter:
         self._last_operation = ""
         self._generation = 0
         self._tasks: set[asyncio.Task[None]] = set()
+        self._loading: asyncio.Future[LogLoad] | None = None  # the load of this life's call log, done or not
         self._order = asyncio.Lock()  # close and open reach the gates one after the other, never interleaved
 
     # ---- life -----------------------------------------------------------------------------------------------------
@@ -221,7 +223,9 @@ class GymAdapter:
         links = self._all_workers(Reason.WORKERS_MISSING)
         if not all(s.fresh for s in await self._statuses(0)):
             raise refuse(Reason.NOT_FRESH, f"{self._participant_id} has served work since it started.")
-        log_load = await asyncio.to_thread(self._files.load, directory, [f.path for f in files])
+        # Shielded: a thread cannot be cancelled, and an unload has to come after it.
+        self._loading = asyncio.ensure_future(asyncio.to_thread(self._files.load, directory, [f.path for f in files]))
+        log_load = await asyncio.shield(self._loading)
         yield Progress(sum(f.size_bytes for f in files if f.path in self._files.names))
         progress: asyncio.Queue[Progress] = asyncio.Queue()
         mine = {
@@ -246,6 +250,16 @@ class GymAdapter:
             diverged=(*log_load.restarted, *diverged),
             generation=self._generation,
         )
+
+    async def unload(self) -> None:
+        # Agents continue what is in their log, whether the servers they call have loaded it or not. Sessions stay in
+        # memory: without the log nobody has their cookies.
+        loading, self._loading = self._loading, None
+        if loading is None:
+            return
+        await asyncio.wait({loading})
+        if all(s.fresh for s in await self._statuses(0)):
+            await asyncio.to_thread(self._files.unload)
 
     # ---- opening --------------------------------------------------------------------------------------------------
 

@@ -71,6 +71,14 @@ class GymFiles:
         finally:
             log.close()
 
+    def unload(self) -> None:
+        """Forget everything: the call log of a life that has loaded a snapshot and served nothing. Raises sqlite3.Error."""
+        log = CallLog(self._database)
+        try:
+            calllog_files.unload(log)
+        finally:
+            log.close()
+
     def diverged_line(self, raw: Mapping[str, Any]) -> LedgerLine:
         """A rollout that a gate could not bring back."""
         return LedgerLine(

@@ -44,7 +44,7 @@ class LogExport:
 
 @dataclass(frozen=True, slots=True)
 class LogLoad:
-    """What was installed. `totals` counts rollouts by their state at the cut; `restarted` cannot continue."""
+    """What was installed. `totals` counts rollouts by the state in which they continue; `restarted` cannot."""
 
     totals: dict[RolloutState, int] = field(default_factory=dict[RolloutState, int])
     restarted: tuple[LedgerLine, ...] = ()
@@ -187,8 +187,7 @@ def load(log: CallLog, files: Sequence[Path], excluded: Mapping[str, str] | None
     with log.together():
         if not log.is_fresh():
             raise refuse(Reason.NOT_FRESH, f"{log.path.parent.name} has served rollouts since it started.")
-        for table in ("rollouts", "calls", "executed", "sessions", "marks", "excluded"):
-            log.db.execute(f"DELETE FROM {table}")
+        _clear(log)
         for r in read(files):
             kind, rollout_id = r["t"], r["rollout_id"]
             if kind == "excluded" or (
@@ -196,10 +195,10 @@ def load(log: CallLog, files: Sequence[Path], excluded: Mapping[str, str] | None
             ):
                 reason = lost.get(rollout_id) or r.get("reason", "")
                 lost[rollout_id] = reason
-                if rollout_id not in counted:
+                if not r.get("guest") and rollout_id not in counted:  # a guest is its own agent's to account for
                     counted.add(rollout_id)
-                    restarted.append(LedgerLine(rollout_id, r["attempt"], RolloutState.EXCLUDED, reason))
                     totals[RolloutState.EXCLUDED] = totals.get(RolloutState.EXCLUDED, 0) + 1
+                    restarted.append(LedgerLine(rollout_id, r["attempt"], RolloutState.EXCLUDED, reason))
                 # Calls of the old base are told that the state is lost; the agent then restarts with a new one.
                 log.mark(rollout_id, r["attempt"] + 1, r["attempt"] + 1)
                 if kind == "rollout" and not r["guest"]:
@@ -246,6 +245,18 @@ def load(log: CallLog, files: Sequence[Path], excluded: Mapping[str, str] | None
                 log.mark(rollout_id, r["attempt"] + 1)
                 sessions += 1
     return LogLoad(totals, tuple(restarted), recorded, sessions)
+
+
+def unload(log: CallLog) -> None:
+    """Forget what was loaded. Does nothing once a dispatch has been served: then it is the server's own."""
+    with log.together():
+        if log.is_fresh():
+            _clear(log)
+
+
+def _clear(log: CallLog) -> None:
+    for table in ("rollouts", "calls", "executed", "sessions", "marks", "excluded"):
+        log.db.execute(f"DELETE FROM {table}")
 
 
 def _install_rollout(log: CallLog, r: Mapping[str, Any]) -> None:

@@ -178,6 +178,10 @@ class FakeAdapter:
             self.loaded[file.path] = (directory / file.path).read_bytes()
         yield Loaded(len(files), {RolloutState.PARKED: 2}, (), self.generation)
 
+    async def unload(self) -> None:
+        await self._step("unload")
+        self.loaded.clear()
+
     async def open(self) -> Opened:
         await self._step("open")
         if self.open_now:

@@ -19,9 +19,12 @@ from coordinator.wire.beneath import Directory
 from coordinator.wire.errors import Reason, SafepointError
 from coordinator.wire.manifest_file import write_snapshot_manifest
 from coordinator.wire.terms import QuiesceMode, Role
+from participant_shims.adapter import Loaded
 from participant_shims.adapters.gate_link import read_status
 from participant_shims.adapters.gym_files import excluded_in
 from participant_shims.adapters.gym_terms import role_named
+from participant_shims.gate import calllog_files
+from participant_shims.gate.calllog import Answer, CallLog, Verdict
 from participant_shims.gate.control import Control
 from tests.shims.benches import GymBench, gym_bench
 from tests.shims.shim_fakes import until
@@ -221,3 +224,35 @@ async def test_a_worker_that_was_replaced_while_closed_voids_the_cut(bench: GymB
     pid, generation = bench.adapter._pause.workers["worker-0"]
     bench.adapter._pause.workers["worker-0"] = (pid + 1, generation)  # another process had closed than is there now
     assert f"worker-0 was restarted: pid {pid}" in (await bench.adapter.still()).activity
+
+
+async def test_an_agent_does_not_continue_what_an_aborted_restore_had_loaded(short_path: Path) -> None:
+    saved = short_path / "snap" / "agent"
+    saved.mkdir(parents=True)
+    log = CallLog(short_path / "before.db")
+    log.claim("r-1", True, "sha", b"{}", "")
+    log.claim("r-2", True, "sha", b"{}", "")
+    log.finish("r-2", 0, Answer(200, (), b"{}"))
+    written = calllog_files.export(log, saved).files
+    log.close()
+    life = short_path / "life"
+    life.mkdir()
+    async with gym_bench(life, kind="gym.agent", role="agent", workers=1) as bench:
+        gate = bench.gates[0]
+        await bench.adapter.unload()  # nothing was loaded: nothing happens
+        for operation_id in ("op-1", "op-2"):  # a second restore begins from the same clean state
+            await close(bench, operation_id)
+            steps = [step async for step in bench.adapter.load(saved, written)]
+            assert isinstance(steps[-1], Loaded)
+            assert gate.log.attempt_of("r-1") == 1
+            await bench.adapter.unload()
+            assert (gate.log.attempt_of("r-1"), gate.log.attempt_of("r-2")) == (-1, -1)
+            await bench.adapter.open()
+        # What was served after all is the server's own.
+        await close(bench, "op-3")
+        assert [step async for step in bench.adapter.load(saved, written)]
+        await bench.adapter.open()
+        assert gate.log.claim("r-1", True, "sha", b"{}", "").verdict is Verdict.REPLAY
+        gate.served = True
+        await bench.adapter.unload()
+        assert gate.log.attempt_of("r-2") == 0

@@ -530,6 +530,45 @@ async def test_a_failed_load_stays_paused_and_may_be_repeated_or_aborted(shim: S
     assert shim.adapter.open_now
 
 
+async def test_an_aborted_restore_leaves_nothing_of_the_snapshot_behind(shim: Shim) -> None:
+    committed = await saved(shim)
+    await collect(shim.restore(committed.manifest_sha256))
+    assert shim.adapter.loaded
+    shim.adapter.calls.clear()
+    await shim.abort("op-2")
+    assert not shim.adapter.loaded
+    assert shim.adapter.calls.index("unload") < shim.adapter.calls.index("open")
+
+
+async def test_a_restore_that_lost_its_lease_keeps_what_it_loaded_until_it_is_aborted(shim: Shim) -> None:
+    committed = await saved(shim)
+    await collect(shim.restore(committed.manifest_sha256))
+    shim.clock.advance(1000)
+    await asyncio.sleep(0)
+    assert (await shim.state()).state == ParticipantState.OPEN
+    assert shim.adapter.loaded
+    await shim.abort("op-2")
+    assert not shim.adapter.loaded
+
+
+async def test_a_resumed_restore_keeps_what_it_loaded_whatever_comes_later(shim: Shim) -> None:
+    committed = await saved(shim)
+    await collect(shim.restore(committed.manifest_sha256))
+    await shim.resume("op-2")
+    await shim.abort("op-2")
+    await shim.abort("op-3")
+    assert shim.adapter.loaded
+    assert "unload" not in shim.adapter.calls
+
+
+async def test_a_server_opens_although_it_cannot_forget_what_was_loaded(shim: Shim) -> None:
+    committed = await saved(shim)
+    await collect(shim.restore(committed.manifest_sha256))
+    shim.adapter.fail["unload"] = OSError("disk")
+    await shim.abort("op-2")
+    assert shim.adapter.open_now
+
+
 async def test_a_part_is_restored_under_another_name(shim: Shim) -> None:
     committed = await saved(shim)
     here = shim.root / "snapshots/snap-1"
