@@ -35,7 +35,7 @@ async def test_a_save_without_somebody_who_was_here_is_refused_and_names_it(benc
     assert "resources-0" in problem.message
     assert "--expect" in problem.advice
     assert all(shim.count("Prepare") == 0 for shim in bench.shims.values())
-    assert not (bench.root / "snapshots" / "step-1").exists()
+    await until(lambda: not (bench.root / "snapshots" / "step-1").exists())  # removed behind the answer
     assert [f.participant_id for f in (await topology(bench)).findings if f.blocking] == ["resources-0"]
     await bench.add("resources-0", Role.RESOURCES)
     saved = (await bench.save("save-2"))[-1].saved
