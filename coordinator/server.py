@@ -303,6 +303,8 @@ def _is_loopback(host: str) -> bool:
 def _reachable(host: str) -> str:
     """A host that others can dial: the one bound, or for all interfaces the one of this machine's name."""
     name = host.strip("[]")
+    if name == "localhost":
+        return "127.0.0.1"  # the name may lead to ::1 where nobody listens
     try:
         if not ipaddress.ip_address(name).is_unspecified:
             return host

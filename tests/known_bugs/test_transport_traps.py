@@ -55,6 +55,13 @@ async def test_addresses_that_are_told_to_others_are_numbers_and_answer(bench: B
         await bench.running.kill()
 
 
+async def test_a_bind_by_name_is_told_to_others_as_a_number(bench: Bench) -> None:  # H21
+    bench.settings["bind"] = "localhost:0"
+    await bench.start()
+    assert bench.running.address.startswith("127.0.0.1:")
+    assert (await bench.save())[-1].saved.snapshot.snapshot_id == "step-1"
+
+
 @pytest.mark.parametrize(
     ("service", "contract"),
     [
