@@ -97,7 +97,13 @@ class Operations:
         # A little more than the reserve: the end of a hung opening must still reach the caller.
         deadline = self.clock() + min(budget_s - 1.1 * limits.reserve_s, self._longest(operation))
         drive.checking = asyncio.create_task(self._check_and_start(drive, deadline))
+        drive.checking.add_done_callback(lambda _: self._checked(drive))
         return drive
+
+    def _checked(self, drive: Drive) -> None:
+        # A task that is cancelled before its first step never runs its handlers: the operation would be active for ever.
+        if not drive.started and drive.active:
+            drive.fail_early(_aborted_early(drive))
 
     async def _check_and_start(self, drive: Drive, deadline: float) -> None:
         try:
@@ -123,8 +129,7 @@ class Operations:
             # Whoever came or went while we checked is seen now: membership is fixed by Begin.
             drive.start(core.Begin(self.clock(), deadline, drive.operation, self._accepted(drive)))
         except asyncio.CancelledError:
-            cause = drive.abort_cause or "the coordinator stops"
-            drive.fail_early(Problem(Reason.ABORTED, f"Aborted: {cause}", operation_id=drive.operation.operation_id))
+            drive.fail_early(_aborted_early(drive))
         except SafepointError as error:
             drive.fail_early(replace(error.problem, phase=error.problem.phase or Phase.DISCOVER))
         except Exception as error:
@@ -358,6 +363,11 @@ class Operations:
         closing = self._loop.run_in_executor(self._writer, self.journal.close)  # behind what is being written
         await asyncio.wait({closing}, timeout=2)
         self._writer.shutdown(wait=False, cancel_futures=True)
+
+
+def _aborted_early(drive: Drive) -> Problem:
+    cause = drive.abort_cause or "the coordinator stops"
+    return Problem(Reason.ABORTED, f"Aborted: {cause}", operation_id=drive.operation.operation_id)
 
 
 def fenced(active: Drive) -> SafepointError:
