@@ -56,6 +56,8 @@ class Checks:
         self.aborted: dict[str, str] = {}  # operation -> snapshot
         self.pruned = False
         self.decisions: list[str] = []
+        self.coordinators: dict[int, Coordinator] = {}
+        self.partial = 0  # published without somebody whom that coordinator had never met
 
     # ---- who comes ----------------------------------------------------------------------------------------------------------
 
@@ -63,7 +65,16 @@ class Checks:
         self.shims[shim.incarnation_id] = (name, shim)
         self.incarnation_of[process] = shim.incarnation_id
 
-    def coordinator_started(self, process: Process, running: Coordinator) -> None: ...
+    def coordinator_started(self, process: Process, running: Coordinator) -> None:
+        self.coordinators[running.epoch] = running
+
+    def _members(self, operation: str) -> set[str]:
+        """Who takes part in an operation that runs: fixed when it began."""
+        for running in reversed(self.coordinators.values()):
+            active = running.operations.active
+            if active is not None and active.operation.operation_id == operation:
+                return {str(p.participant_id) for p in active.transaction.topology.participants}
+        return set()
 
     def cannot_start(self, error: SafepointError) -> None:
         if error.reason not in (Reason.STORAGE_FAILED, Reason.STORAGE_FULL, Reason.FENCED):
@@ -119,7 +130,7 @@ class Checks:
 
     def _resumed(self, operation: str, name: str) -> None:
         if operation.startswith("restore"):
-            missing = [n for n in self.world.plan.servers if (operation, n) not in self.restored]
+            missing = [n for n in sorted(self._members(operation)) if (operation, n) not in self.restored]
             if missing:
                 self.world.violation(f"I5: {name} is resumed by {operation}, and {missing} never loaded")
         elif operation not in self.linked_by.values():
@@ -142,9 +153,9 @@ class Checks:
         shim = self.world.shims.get(server.name)
         if shim is not None and (shim.incarnation_id, operation) in self.ended:
             self.world.violation(f"I8: {server.name} closes for {operation}, which was ended there")
-        wave = WAVES[server.gate.server.role]
+        wave, members = WAVES[server.gate.server.role], self._members(operation)
         for other, (_, role) in self.world.plan.servers.items():
-            if WAVES[role] < wave and (other, operation) not in self.closed_once:
+            if other in members and WAVES[role] < wave and (other, operation) not in self.closed_once:
                 self.world.violation(f"I18: {server.name} closes for {operation} before {other}")
 
     def watch(self) -> None:
@@ -181,14 +192,20 @@ class Checks:
         self.linked_by[snapshot] = operation
         if operation in self.aborted:
             self.world.violation(f"I1: {operation} is published after it was told aborted")
-        newest = max((int(n[6:]) for n in self.world.disk.listing(f"{ROOT}/coordinator") if n.startswith("epoch-")), default=0)
+        newest = max(
+            (int(n[6:]) for n in self.world.disk.listing(f"{ROOT}/coordinator") if n.startswith("epoch-")), default=0
+        )
         if newest > epoch:
             self.world.violation(f"I7: {operation} of epoch {epoch} is published after epoch {newest} began")
         for reference in manifest["participants"]:
             self._froze(operation, reference["participant_id"])
         names = {reference["participant_id"] for reference in manifest["participants"]}
-        if names != set(self.world.plan.servers):
-            self.world.violation(f"I17: {operation} is published without {set(self.world.plan.servers) - names}")
+        missing = set(self.world.plan.servers) - names
+        registry = self.coordinators[epoch].operations.discovery.registry
+        met = {str(name) for name in [*registry._sessions, *registry._gone]}
+        self.partial += bool(missing)
+        if missing & met:
+            self.world.violation(f"I17: {operation} is published without {sorted(missing & met)}")
         check_cut(self.world, snapshot)
 
     def _manifest(self, node: Node) -> dict[str, Any] | None:

@@ -25,7 +25,8 @@ def check_cut(world: World, snapshot: str) -> None:
     top = f"/root/snapshots/{snapshot}"
     ledger = {line["rollout_id"]: line for line in _lines(world, f"{top}/ledger.jsonl")}
     live = {name for name, line in ledger.items() if line["state"] in LIVE}
-    tools = [name for name, (kind, _) in world.plan.servers.items() if kind == "gym.resources"]
+    saved = world.disk.listing(top)
+    tools = [name for name, (kind, _) in world.plan.servers.items() if kind == "gym.resources" and name in saved]
     history: dict[tuple[str, str], tuple[str, str]] = {}  # (rollout, call) -> (server, session)
     remembered: set[tuple[str, str]] = set()
     for name in tools:
@@ -57,4 +58,6 @@ def check_cut(world: World, snapshot: str) -> None:
         # Other sessions of it are of a dispatch whose agent died: nobody goes on with them.
         if rollout in live and session == session_of.get(rollout):
             if (rollout, call) not in recorded and (rollout, call) not in remembered:
-                world.violation(f"I4: {snapshot}: {name} executed {call} of {rollout} ({session}); nobody has the answer")
+                world.violation(
+                    f"I4: {snapshot}: {name} executed {call} of {rollout} ({session}); nobody has the answer"
+                )

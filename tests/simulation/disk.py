@@ -84,7 +84,9 @@ class SimDisk:
             raise Killed
         if self.loop.job is not None:
             slow = self.loop.now < self.slow_until
-            self.loop.job.stop_for(self.random.uniform(0.5, 1.5) * self.slow_s if slow else self.random.uniform(1e-5, 6e-4))
+            self.loop.job.stop_for(
+                self.random.uniform(0.5, 1.5) * self.slow_s if slow else self.random.uniform(1e-5, 6e-4)
+            )
         if process.crash_in_disk_ops > 0:
             process.crash_in_disk_ops -= 1
             if process.crash_in_disk_ops == 0:
@@ -118,7 +120,11 @@ class SimDisk:
         upto = self.random.randrange(len(node.pending) + 1)
         names = dict(node.durable_names)
         for place, change in enumerate(node.pending):
-            if mode == "all" or (mode == "prefix" and place < upto) or (mode == "subset" and self.random.random() < 0.5):
+            if (
+                mode == "all"
+                or (mode == "prefix" and place < upto)
+                or (mode == "subset" and self.random.random() < 0.5)
+            ):
                 for name, target in change:
                     names.pop(name, None)
                     if target is not None:

@@ -149,7 +149,7 @@ class ServerCall:
         self._deadline = None if timeout is None else self.process.loop.now + timeout
         self._task: asyncio.Task[Any] | None = None
         self._last = 0.0
-        self._over = False
+        self._over = self._unheard = False
         self._trailers: Any = ()
         self._code: Any = None
         self._details = ""
@@ -250,8 +250,11 @@ class ServerCall:
     def _send(self, what: Callable[[], None]) -> None:
         client = self.client
         assert client is not None
+        if self._unheard:
+            return  # the connection is broken: nothing comes after what was lost
         when = self.network.way(self.process, client.process, self._last, client.unreachable)
         if when is None:
+            self._unheard = True
             self.network.trace(self.process, f"{self.name}: a reply is lost")
             return
         self._last = when
@@ -275,7 +278,9 @@ class SimChannel:
 
         return call
 
-    def unary_unary(self, method: str, request_serializer: Any = None, response_deserializer: Any = None, **_: Any) -> Any:
+    def unary_unary(
+        self, method: str, request_serializer: Any = None, response_deserializer: Any = None, **_: Any
+    ) -> Any:
         return self._multi(method, request_serializer, response_deserializer)
 
     unary_stream = stream_stream = stream_unary = unary_unary

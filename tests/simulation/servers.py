@@ -299,7 +299,12 @@ class GymServer:
         self.sessions = Sessions(system) if kind == "gym.resources" else None
         self.log = CallLog(directory / "calls.db", tolerant=True)
         loop = process.loop
-        self.gate = Gate(Server(name, kind, role, 1), self.log, self.sessions, clock=loop.time)
+        self.gate = Gate(
+            Server(name, kind, role, 1, depends_on=tuple(sorted(set(targets.values()))) if kind == "gym.agent" else ()),
+            self.log,
+            self.sessions,
+            clock=loop.time,
+        )
         self.app = GateMiddleware(self._inner, self.gate)
         self.line = Line(self.gate, str(directory / "gate.sock"))
         self.violation: Callable[[str], None] = lambda text: None
@@ -351,9 +356,7 @@ class GymServer:
         inner = await self.post(self.name, "/v1/responses", row, cookies=seeded.cookies)
         if not inner.ok:
             return 500, "the loop failed", []
-        verified = await self.post(
-            self.targets["resources"], "/verify", await inner.json(), cookies=inner.cookies
-        )
+        verified = await self.post(self.targets["resources"], "/verify", await inner.json(), cookies=inner.cookies)
         return (200 if verified.ok else 500), await verified.json(), []
 
     async def _loop(self, scope: Any, row: Json, headers: Any) -> Any:

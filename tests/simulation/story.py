@@ -35,6 +35,7 @@ class Result:
     fingerprint: int
     published: int
     restored: bool
+    partial: int
 
 
 class Story:
@@ -259,7 +260,10 @@ class Story:
         if plan.faults_in_restore:
             names = list(plan.servers)
             for _ in range(2):
-                kind, whom = world.random.choice(["crash coordinator", "crash shim", "pause shim", "weather"]), world.random.choice(names)
+                kind, whom = (
+                    world.random.choice(["crash coordinator", "crash shim", "pause shim", "weather"]),
+                    world.random.choice(names),
+                )
                 event = Event(0.0, kind, whom, world.random.uniform(0.3, 9.0), "all")
                 world.loop.after(world.random.uniform(0.5, 6.0), lambda e=event: self._unless_healed(e))
         until = world.loop.now + 3 * SETTLE_S
@@ -318,4 +322,5 @@ def play(plan: Plan) -> Result:
         return Result(
             plan.seed, list(world.violations), world.lines, list(world.checks.decisions), world.loop.steps,
             world.loop.now - 10_000, world.loop.fingerprint, len(world.checks.published), story.restored,
+            world.checks.partial,
         )  # fmt: skip

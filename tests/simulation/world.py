@@ -266,11 +266,11 @@ def made(plan: Plan) -> Generator[World]:
                 asyncio.set_event_loop(None)
                 world.loop.close()
     finally:
+        world.loop.forget()
         logging.disable(level)
         secrets.token_hex = before
         global_random.setstate(state)
         shutil.rmtree(scratch, ignore_errors=True)
-        world.loop.forget()
 
 
 __all__ = ["PROCESS", "ROOT", "World", "made"]
