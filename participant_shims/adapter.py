@@ -154,7 +154,12 @@ class Exported:
 
 @dataclass(frozen=True, slots=True)
 class Loaded:
-    """What a load brought back. `diverged` are rollouts that restart although the snapshot had them."""
+    """What a load brought back.
+
+    `totals`: every rollout of the files' own ledger, by the state in which it continues; their sum is that of the export,
+    and what had finished is still finished. `diverged`: all rollouts that restart although the files had them. The
+    coordinator compares both with the manifest, and a restore that does not account for everybody fails.
+    """
 
     sessions: int = 0
     totals: dict[RolloutState, int] = field(default_factory=dict[RolloutState, int])

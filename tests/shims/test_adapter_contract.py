@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from coordinator.wire.ids import is_wire_id
-from coordinator.wire.terms import CheckpointMode, QuiesceMode, Role
+from coordinator.wire.terms import CheckpointMode, QuiesceMode, Role, RolloutState
 from participant_shims.adapter import Drain, Exported, Loaded, Progress
 from tests.shims.benches import BENCHES, Bench
 from tests.shims.shim_fakes import until
@@ -145,7 +145,13 @@ async def test_what_is_exported_is_there_and_can_be_loaded(kind: str, bench: Ben
     async with BENCHES[kind](short_path) as fresh:
         await close(fresh, "op-2")
         loading = [step async for step in fresh.adapter.load(directory, exported.files)]
-        assert isinstance(loading[-1], Loaded)
+        loaded = loading[-1]
+        assert isinstance(loaded, Loaded)
+        # Nobody is missing and nobody is new; what has become excluded is named.
+        assert sum(loaded.totals.values()) == sum(exported.totals.values())
+        done, lost = RolloutState.COMPLETED, RolloutState.EXCLUDED
+        assert loaded.totals.get(done, 0) == exported.totals.get(done, 0)
+        assert loaded.totals.get(lost, 0) - exported.totals.get(lost, 0) <= len(loaded.diverged)
         assert (await fresh.adapter.status(0)).closed
 
 
