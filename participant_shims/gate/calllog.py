@@ -81,7 +81,10 @@ class CallLog(DispatchLog):
 
     @tolerated(True)
     def respond(self, call: CallIdentity, answer: Answer, own: bool) -> bool:
-        """Record the answer to a call that left; False when the call belongs to a stale attempt and was dropped."""
+        """Record the answer to a call that left; False when the call belongs to a stale attempt and was dropped.
+
+        A call that could not be logged when it left is not stale for that: its rollout is damaged, and goes on.
+        """
         with self.together():
             changed = self.db.execute(
                 "UPDATE calls SET done=1, status=?, phrase=?, url=?, headers=?, body=? WHERE rollout_id=? AND call_id=?"
@@ -97,6 +100,8 @@ class CallLog(DispatchLog):
                 self.db.execute(
                     "DELETE FROM executed WHERE rollout_id=? AND call_id=?", (call.rollout_id, call.call_id)
                 )
+            if not changed and call.rollout_id in self.damaged:
+                return self.attempt_of(call.rollout_id) in (-1, call.attempt)
         return changed > 0
 
     @tolerated(False)
@@ -149,6 +154,7 @@ class CallLog(DispatchLog):
         gone: list[str] = []
         with self.together():
             for rollout_id, attempt in rollouts:
+                self.damaged.pop(rollout_id, None)
                 gone += [
                     r[0]
                     for r in self.db.execute(

@@ -67,13 +67,14 @@ class DispatchLog(LogFile):
             if state in ("running", "interrupted"):
                 # A restored one has its new attempt already (load installs N+1); one whose worker died gets it here.
                 attempt = attempt if waiting else attempt + 1
-                if same:
+                if same and rollout_id not in self.damaged:  # a call that is not in the log would be made twice
                     self.db.execute(
                         "UPDATE rollouts SET attempt=?, state='running', claimed=1, pid=?, turns=0 WHERE rollout_id=?",
                         (attempt, os.getpid(), rollout_id),
                     )
                     return Claim(Verdict.REPLAY, attempt, base, cookie=row[12])
-                return self._begin(rollout_id, explicit, sha256, body, cookie, max(attempt, lowest), "input changed")
+                reason = self.damaged.get(rollout_id, "input changed")
+                return self._begin(rollout_id, explicit, sha256, body, cookie, max(attempt, lowest), reason)
             reason = "" if same else "input changed"
             return self._begin(rollout_id, explicit, sha256, body, cookie, max(attempt + 1, lowest), reason)
 
@@ -86,6 +87,7 @@ class DispatchLog(LogFile):
             " reason, pid) VALUES(?,?,?,?,?,?,?,'running',?,?)",
             (rollout_id, attempt, attempt, int(explicit), sha256, body, cookie, reason, os.getpid()),
         )
+        self.damaged.pop(rollout_id, None)  # its log is whole again: empty
         return Claim(Verdict.RUN, attempt, attempt, reason)
 
     def restart(self, rollout_id: str, attempt: int, reason: str) -> int:

@@ -123,11 +123,11 @@ class LogFile:
         self.db.execute("BEGIN IMMEDIATE")
         try:
             yield
+            self.db.execute("COMMIT")  # what fails here may be open still, and would keep the file locked for ever
         except BaseException:
             if self.db.in_transaction:  # a full disk may have ended it already
                 self.db.execute("ROLLBACK")
             raise
-        self.db.execute("COMMIT")
 
     def note(self, key: str, value: Any) -> None:
         """Keep a JSON value for the other workers."""

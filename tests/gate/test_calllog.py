@@ -5,8 +5,10 @@ from __future__ import annotations
 import json
 import os
 import random
+import sqlite3
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -132,6 +134,51 @@ def test_a_rollout_that_must_restart_stays_in_the_ledger_until_it_is_dispatched(
         assert (claim.verdict, claim.attempt, claim.base) == (Verdict.RUN, 1, 1)
     assert {line.state for line in calllog_files.export(last, tmp_path).ledger} == {RolloutState.PARKED}
     last.close()
+
+
+class FullDisk:
+    """A connection on which `statement` fails while `full`, as it does on a disk without space."""
+
+    def __init__(self, db: sqlite3.Connection, statement: str) -> None:
+        self._db, self._statement, self.full = db, statement, True
+
+    def execute(self, sql: str, *values: Any) -> Any:
+        if self.full and sql.startswith(self._statement):
+            raise sqlite3.OperationalError("database or disk is full")
+        return self._db.execute(sql, *values)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._db, name)
+
+
+def test_a_commit_that_fails_leaves_no_transaction_behind(log: CallLog) -> None:
+    disk: Any = FullDisk(log.db, "COMMIT")
+    log.db = disk
+    for _ in range(2):  # the second is not refused for a transaction that the first has left open
+        with pytest.raises(sqlite3.OperationalError, match="full"):
+            log.claim("r-1", True, "sha", b"{}", "")
+        assert not log.db.in_transaction
+    disk.full = False
+    assert log.claim("r-1", True, "sha", b"{}", "").verdict is Verdict.RUN
+
+
+def test_a_call_that_the_disk_did_not_take_costs_a_place_in_the_cut_and_no_request(tmp_path: Path) -> None:
+    log = CallLog(tmp_path / "full.db", tolerant=True)
+    here = root("r-1", 0, 0)
+    assert log.claim("r-1", True, "sha", b"{}", "").verdict is Verdict.RUN
+    disk: Any = FullDisk(log.db, "INSERT OR REPLACE INTO calls")
+    log.db = disk
+    log.issue(here.child(1), "0", 1, "model", False, "POST", "/v1", "d1")
+    disk.full = False
+    assert log.respond(here.child(1), TEXT, False)  # not taken for a call of a stale attempt
+    assert "could not be logged" in log.damaged["r-1"]
+    # Cut short, it begins from its input: the call that is missing in the log would be made again.
+    log.interrupt("r-1", 0)
+    claim = log.claim("r-1", True, "sha", b"{}", "")
+    assert (claim.verdict, claim.attempt, claim.base) == (Verdict.RUN, 1, 1)
+    assert not log.damaged
+    assert not log.respond(here.child(1), TEXT, False)  # and this one is stale
+    log.close()
 
 
 def test_a_self_call_that_waits_does_not_make_a_rollout_pending(log: CallLog, tmp_path: Path) -> None:
