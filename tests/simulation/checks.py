@@ -57,6 +57,7 @@ class Checks:
         self.pruned = False
         self.decisions: list[str] = []
         self.coordinators: dict[int, Coordinator] = {}
+        self.met: dict[str, set[str]] = {}  # operation -> whom its coordinator had met when it began
         self.partial = 0  # published without somebody whom that coordinator had never met
 
     # ---- who comes ----------------------------------------------------------------------------------------------------------
@@ -87,6 +88,10 @@ class Checks:
         incarnation = self.incarnation_of.get(call.process)
         if call.name in CHANGING and incarnation is not None:
             context = request.context
+            running = self.coordinators.get(context.coordinator_epoch)
+            if call.name == "Prepare" and running is not None and context.operation_id not in self.met:
+                registry = running.operations.discovery.registry
+                self.met[context.operation_id] = {str(name) for name in [*registry._sessions, *registry._gone]}
             self.world.trace(call.process.name, f"{call.name} {context.operation_id} e{context.coordinator_epoch}")
 
     def replied(self, call: ServerCall, reply: Any) -> None:
@@ -201,11 +206,9 @@ class Checks:
             self._froze(operation, reference["participant_id"])
         names = {reference["participant_id"] for reference in manifest["participants"]}
         missing = set(self.world.plan.servers) - names
-        registry = self.coordinators[epoch].operations.discovery.registry
-        met = {str(name) for name in [*registry._sessions, *registry._gone]}
         self.partial += bool(missing)
-        if missing & met:
-            self.world.violation(f"I17: {operation} is published without {sorted(missing & met)}")
+        if missing & self.met.get(operation, set()):
+            self.world.violation(f"I17: {operation} is published without {sorted(missing & self.met[operation])}")
         check_cut(self.world, snapshot)
 
     def _manifest(self, node: Node) -> dict[str, Any] | None:

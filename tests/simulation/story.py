@@ -229,7 +229,9 @@ class Story:
             here = await self._as_trainer(trainer.everybody_is_here())
             idle = await self._as_trainer(trainer.idle())
             closed = [n for n, s in world.http.servers.items() if s.gate.doors.closed]
-            if here and idle and not closed:
+            fit = world.coordinator is not None and world.coordinator.unfit is None
+            fit = fit and not world.coordinator.operations.journal.broken  # it is about to be started again
+            if here and idle and fit and not closed:
                 return
             if here and not idle:
                 await self._as_trainer(trainer.abort())  # a restore that failed stays paused until somebody says so

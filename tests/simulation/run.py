@@ -1,0 +1,115 @@
+"""Runs seeds from the command line and writes what came of them.
+
+    python -m tests.simulation.run --seeds 2000            seeds 1 to 2000, on all cores
+    python -m tests.simulation.run --seed 281 --trace      one seed, with its story
+    python -m tests.simulation.run --seed 281 --shrink     the smallest plan that still fails
+
+The rule: a seed says everything. Whatever fails here fails again with the same seed, on any machine.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import multiprocessing
+import os
+import sys
+import time
+import warnings
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+from tests.simulation.faults import make
+from tests.simulation.shrink import kind_of, shrink
+from tests.simulation.story import Result, play
+
+
+def one(seed: int) -> dict[str, Any]:
+    """Run a seed: what is counted of it."""
+    warnings.simplefilter("ignore")
+    plan = make(seed)
+    result = play(plan)
+    return {
+        "seed": seed, "violations": result.violations, "kind": kind_of(result), "steps": result.steps,
+        "virtual_s": result.virtual_s, "published": result.published, "restored": result.restored,
+        "partial": result.partial, "faults": Counter(event.kind for event in plan.faults),
+    }  # fmt: skip
+
+
+def many(first: int, count: int, jobs: int, within_s: float = 0.0) -> dict[str, Any]:
+    """Run seeds in processes of their own; at most `within_s` seconds when that is given."""
+    began, done = time.monotonic(), list[dict[str, Any]]()
+    faults: Counter[str] = Counter()
+    context = multiprocessing.get_context("spawn")
+    with context.Pool(jobs, maxtasksperchild=200) as pool:
+        for found in pool.imap_unordered(one, range(first, first + count), chunksize=4):
+            done.append(found)
+            faults.update(found["faults"])
+            if found["violations"]:
+                print(f"seed {found['seed']}: {found['violations'][0]}", flush=True)
+            if within_s and time.monotonic() - began > within_s:
+                pool.terminate()
+                break
+    bad = sorted((d for d in done if d["violations"]), key=lambda d: d["seed"])
+    return {
+        "seeds": len(done),
+        "first_seed": first,
+        "violations": len(bad),
+        "steps": sum(d["steps"] for d in done),
+        "virtual_seconds": round(sum(d["virtual_s"] for d in done)),
+        "seconds": round(time.monotonic() - began, 1),
+        "faults": dict(sorted(faults.items())),
+        "snapshots_published": sum(d["published"] for d in done),
+        "jobs_restored": sum(d["restored"] for d in done),
+        "published_without_a_member": sum(d["partial"] for d in done),
+        "failing": [{"seed": d["seed"], "violations": d["violations"][:5]} for d in bad[:50]],
+    }
+
+
+def show(result: Result, trace: bool) -> None:
+    """A run, for people."""
+    if trace:
+        print("\n".join(result.trace))
+    print(f"seed {result.seed}: {result.steps} steps, {result.virtual_s:.0f} s, {result.published} snapshots published")
+    print("\n".join(f"VIOLATION {text}" for text in result.violations) or "no violation")
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """The command. 1 when an invariant was violated."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seeds", type=int, default=2000)
+    parser.add_argument("--first", type=int, default=1)
+    parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1)
+    parser.add_argument("--within", type=float, default=0.0, help="stop after so many seconds")
+    parser.add_argument("--out", type=Path)
+    parser.add_argument("--seed", type=int)
+    parser.add_argument("--trace", action="store_true")
+    parser.add_argument("--shrink", action="store_true")
+    asked = parser.parse_args(arguments)
+    warnings.simplefilter("ignore")
+    if asked.seed is not None:
+        plan = make(asked.seed)
+        result = play(plan)
+        if asked.shrink:
+            plan, result = shrink(plan, print)
+            print(*plan.events, sep="\n")
+        show(result, asked.trace)
+        return 1 if result.violations else 0
+    report = many(asked.first, asked.seeds, asked.jobs, asked.within)
+    if asked.out is not None:
+        asked.out.parent.mkdir(parents=True, exist_ok=True)
+        asked.out.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+    for failing in report["failing"][:3]:
+        print(
+            f"\nThe story of seed {failing['seed']}:  python -m tests.simulation.run --seed {failing['seed']} --trace"
+        )
+    print(
+        f"{report['seeds']} seeds, {report['steps']} steps, {report['virtual_seconds']} simulated seconds in "
+        f"{report['seconds']} s: {report['violations']} violations"
+    )
+    return 1 if report["violations"] else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
