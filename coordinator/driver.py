@@ -349,11 +349,12 @@ class Drive:
             self._timer.cancel()
             self._timer = None
         if at is not None:
-            self._timer = asyncio.get_running_loop().call_at(at, self._tick)
+            self._timer = asyncio.get_running_loop().call_at(at, self._tick, at)
 
-    def _tick(self) -> None:
+    def _tick(self, at: float) -> None:
         self._timer = None
-        self.post(core.Tick(self._around.clock()))
+        # A loop may fire early by the resolution of its clock: the core would take that for no time at all, and wait.
+        self.post(core.Tick(max(self._around.clock(), at)))
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         task: asyncio.Task[None] = asyncio.create_task(work)
