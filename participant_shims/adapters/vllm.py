@@ -107,7 +107,7 @@ class VllmAdapter:
             await self.proxy.start()
         except OSError as error:
             raise refuse(Reason.UNAVAILABLE, f"{self._options.listen} can't be bound: {error.strerror}.") from error
-        self._spawn(self._settle())
+        self._spawn(self._settle)
 
     async def stop(self) -> None:
         self.doors.open("stop")
@@ -305,7 +305,7 @@ class VllmAdapter:
                 self._released = released
         shown, self._released = self._released or released, None
         if was_ours:
-            self._spawn(self._look_alive())
+            self._spawn(self._look_alive)
         return Opened(shown.parked, shown.held, shown.closed_for_s)
 
     async def renew(self, lease_ttl_s: float) -> None:
@@ -365,10 +365,10 @@ class VllmAdapter:
     def _lapsed(self, operation_id: str) -> None:
         if self._ours:
             log.warning("the lease of %s lapsed: resuming vLLM at %s", operation_id, self.target)
-            self._spawn(self._resume())
+            self._spawn(self._resume)
 
     def _steered(self, path: str) -> None:
-        self._spawn(self._learn_weights())
+        self._spawn(self._learn_weights)
         log.info("somebody's POST %s was passed on", path)
 
     async def _learn_weights(self) -> None:
@@ -416,10 +416,10 @@ class VllmAdapter:
         self._pulse.beat()
         self._changed()
 
-    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
+    def _spawn(self, work: Callable[[], Coroutine[Any, Any, None]]) -> None:
         async def run() -> None:
             try:
-                await work
+                await work()
             except SafepointError as error:
                 log.warning("%s", error)
 

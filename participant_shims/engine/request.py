@@ -166,8 +166,7 @@ def _one_prompt(prompt: Any) -> bool:
 
 def _list(value: Any) -> list[Any]:
     """`value` if it is a list; else a list of nothing that anybody wants."""
-    found: list[Any] = value if isinstance(value, list) else [None]
-    return found
+    return cast("list[Any]", value if isinstance(value, list) else [None])
 
 
 def _why_anew(body: Json) -> str:
