@@ -48,7 +48,7 @@ def operation_text(operation: pb.OperationStatus) -> str:
         text += f"\n  waiting for {operation.waiting_for}"
     if operation.HasField("failure"):
         text += f"\n  cause: {problem_from_detail(operation.failure.primary)}"
-    if operation.unconfirmed:
+    if operation.unconfirmed and not outcome.endswith("paused"):  # that it says itself
         text += f"\n  may still be paused: {', '.join(operation.unconfirmed)} (their leases free them)"
     return text
 
@@ -70,7 +70,7 @@ def status_view(status: pb.GetCoordinatorStatusResponse) -> Group:
             *(str(n) if known else "" for n in (health.status.in_flight, health.status.parked, health.status.held)),
             f"{sum(w.acknowledged for w in health.status.workers)}/{who.configured_workers}" if known else "",
             f"{seconds(health.status.lease_remaining):.0f} s" if health.status.HasField("lease_remaining") else "",
-            (health.status.waiting_for or health.status.last_failure) if known else health.problem,
+            (health.status.waiting_for or _past(health.status.last_failure)) if known else health.problem,
         )
         for live in health.status.rollouts:
             rollouts.add_row(
@@ -86,6 +86,10 @@ def status_view(status: pb.GetCoordinatorStatusResponse) -> Group:
     if rollouts.row_count:
         parts.append(rollouts)
     return Group(*parts)
+
+
+def _past(failure: str) -> str:
+    return f"nothing (before: {failure})" if failure else ""
 
 
 def topology_view(topology: pb.GetTopologyResponse) -> Group:

@@ -394,7 +394,8 @@ def describe(event: pb.OperationEvent) -> str:
     kind = event.WhichOneof("event")
     at = f"{seconds(event.elapsed):7.2f} s  "
     if kind == "phase_started":
-        return f"{at}{_phase(event.phase_started.phase)}: {len(event.phase_started.participant_ids)} participants"
+        count = len(event.phase_started.participant_ids)
+        return f"{at}{_phase(event.phase_started.phase)}" + (f": {count} participants" if count else "")
     if kind == "phase_finished":
         return f"{at}{_phase(event.phase_finished.phase)}: done in {seconds(event.phase_finished.duration):.2f} s"
     if kind == "participant_progress":

@@ -108,7 +108,8 @@ def find_app(name_or_path: str) -> Path:
     raise refuse(
         Reason.INVALID_ARGUMENT,
         f"There is no Gym resources server {name_or_path!r} here.",
-        next_step="Give its folder, the path of its app.py, or its name in an environment that has nemo-gym.",
+        next_step="Give its folder, the path of its app.py, or its name in an environment that has nemo-gym."
+        " Agents and models need no inspection: they are saved by their calls.",
     )
 
 

@@ -1,0 +1,42 @@
+"""What people see must not say more than is so."""
+
+from __future__ import annotations
+
+from safepoint.v1 import coordinator_service_pb2 as pb
+
+from coordinator.cli_views import operation_text, status_view
+from coordinator.client_results import describe
+
+
+def shown(status: pb.GetCoordinatorStatusResponse) -> str:
+    from rich.console import Console
+
+    console = Console(width=200, record=True, quiet=True)
+    console.print(status_view(status))
+    return console.export_text()
+
+
+def test_a_failure_of_the_past_is_not_shown_as_what_a_participant_waits_for() -> None:
+    status = pb.GetCoordinatorStatusResponse()
+    health = status.participants.add(reachable=True)
+    health.info.capabilities.participant_id = "counter"
+    health.status.last_failure = "Operation op-1 was aborted."
+    assert "nothing (before: Operation op-1 was aborted.)" in shown(status)
+    health.status.waiting_for = "worker-0 does not answer"
+    assert "before:" not in shown(status)
+
+
+def test_who_waits_for_the_trainer_is_not_called_maybe_paused() -> None:
+    operation = pb.OperationStatus(
+        operation_id="op-1", outcome=pb.OPERATION_OUTCOME_PAUSED, unconfirmed=["counter"], waiting_for="Resume"
+    )
+    assert "may still be paused" not in operation_text(operation)
+    operation.outcome = pb.OPERATION_OUTCOME_ABORTED
+    assert "may still be paused: counter" in operation_text(operation)
+
+
+def test_a_phase_without_participants_counts_none() -> None:
+    event = pb.OperationEvent(phase_started=pb.PhaseStarted())
+    assert "participants" not in describe(event)
+    event.phase_started.participant_ids.append("counter")
+    assert describe(event).endswith(": 1 participants")
