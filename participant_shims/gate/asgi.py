@@ -102,7 +102,7 @@ class GateMiddleware:
             scope["method"], "", scope["path"], scope.get("query_string", b"").decode("latin-1"), canonical(body),
             cookies_of_header(headers.get("cookie", "")),
         )  # fmt: skip
-        key = (identity.rollout_id, identity.call_id)
+        key = (identity.rollout_id, identity.call_id, digest)
         exempt = own or gate.never_closes
         entry = gate.doors.enter(
             identity.rollout_id, identity.attempt, turn=gate.turns.get(identity.rollout_id, 0), exempt=exempt,
@@ -118,8 +118,8 @@ class GateMiddleware:
                 gate.warn("stale calls refused")
                 await send_answer(send, _refusal(stale, identity, gate.name))
                 return
-            running, remembered = gate.executions.get(key), log.recall(identity)
-            if running is not None and running.digest == digest:
+            running, remembered = gate.executions.get(key), log.recall(identity, digest)
+            if running is not None:
                 gate.warn("calls joined")
                 await self._follow(running, entry, exempt, receive, send)
                 return
@@ -128,22 +128,21 @@ class GateMiddleware:
                 if exempt or await self._held(entry, receive):
                     await send_answer(send, remembered[1])
                 return
-            keyed = running is None and remembered is None
-            if not keyed:
+            if remembered is not None or any(other[:2] == key[:2] for other in gate.executions):
+                # Of an agent that died: its next life begins with the same ids. Both are remembered, each by its request,
+                # else the cut would hold the effect of the newer one and not its answer.
                 gate.warn("call ids met again with another request")
             gate.served = True
-            execution = Execution(digest)
-            if keyed:
-                gate.executions[key] = execution
+            execution = gate.executions[key] = Execution(digest)
             execution.task = asyncio.create_task(
-                self._execute(execution, identity, keyed, scope, body, entry, recorded_from_headers(headers))
+                self._execute(execution, identity, scope, body, entry, recorded_from_headers(headers))
             )
             await self._follow(execution, entry, exempt, receive, send)
         finally:
             self._leave(entry, execution)
 
     async def _execute(
-        self, execution: Execution, identity: CallIdentity, keyed: bool, scope: Scope, body: bytes, entry: Entry,
+        self, execution: Execution, identity: CallIdentity, scope: Scope, body: bytes, entry: Entry,
         recorded: Sequence[str],
     ) -> None:  # fmt: skip
         gate = self._gate
@@ -162,7 +161,7 @@ class GateMiddleware:
             if dispatch is not None and dispatch.diverged and identity.rollout_id not in gate.dispatches.running:
                 # It runs at another agent or worker, which has to learn that it must restart.
                 answer, execution.run = _refusal(Stale.STATE_LOST, identity, gate.name), None
-            elif answer is not None and keyed:
+            elif answer is not None:
                 gate.remember(identity, execution.digest, answer, scope, body, recorded)
             gate.count_turn(identity.rollout_id)
         except BaseException as caught:
@@ -170,8 +169,7 @@ class GateMiddleware:
             if isinstance(caught, asyncio.CancelledError):
                 raise
         finally:
-            if keyed:
-                gate.executions.pop((identity.rollout_id, identity.call_id), None)
+            gate.executions.pop((identity.rollout_id, identity.call_id, execution.digest), None)
             execution.end(answer, error)
             if execution.adopted:
                 gate.doors.leave(entry)

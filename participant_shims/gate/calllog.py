@@ -113,12 +113,12 @@ class CallLog(DispatchLog):
 
     # -- calls that were executed here
 
-    def recall(self, call: CallIdentity) -> tuple[str, Answer] | None:
-        """The remembered answer to `call` with the digest of its request."""
+    def recall(self, call: CallIdentity, digest: str = "") -> tuple[str, Answer] | None:
+        """The remembered answer to `call` with the digest of its request: of the one with `digest`, else of another."""
         row = self.db.execute(
-            "SELECT digest, status, headers, body FROM executed WHERE rollout_id=? AND call_id=?",
-            (call.rollout_id, call.call_id),
-        ).fetchone()
+            "SELECT digest, status, headers, body FROM executed WHERE rollout_id=? AND call_id=?"
+            " ORDER BY digest=? DESC, serial DESC LIMIT 1", (call.rollout_id, call.call_id, digest),
+        ).fetchone()  # fmt: skip
         return (row[0], answer_of(row[1], row[2], row[3])) if row else None
 
     @tolerated(None)
@@ -235,9 +235,9 @@ class CallLog(DispatchLog):
     def _highest(self, rollout_id: str) -> int:
         """The highest attempt of a rollout that is known to have been here; -1 when none is. The same when asked again."""
         row = self.db.execute(
-            "SELECT max(attempt) FROM (SELECT attempt FROM rollouts WHERE rollout_id=?1 UNION ALL"
-            " SELECT attempt FROM executed WHERE rollout_id=?1 UNION ALL SELECT attempt FROM sessions WHERE rollout_id=?1"
-            " UNION ALL SELECT min_attempt - 1 FROM marks WHERE rollout_id=?1)", (rollout_id,),
+            "SELECT max(attempt) FROM (SELECT attempt FROM rollouts WHERE rollout_id=? UNION ALL"
+            " SELECT attempt FROM executed WHERE rollout_id=? UNION ALL SELECT attempt FROM sessions WHERE rollout_id=?"
+            " UNION ALL SELECT min_attempt - 1 FROM marks WHERE rollout_id=?)", (rollout_id,) * 4,
         ).fetchone()  # fmt: skip
         return -1 if row[0] is None else int(row[0])
 

@@ -83,7 +83,7 @@ class Gate:
         self.doors = Doors(clock=clock, on_change=self._changed, on_lapse=self._lapsed)
         self.outbound = Outbound(self.doors, calls, server.name, is_agent=self.is_agent, patience_s=patience_s)
         self.dispatches = Dispatches(calls, self.outbound)
-        self.executions: dict[tuple[str, str], Execution] = {}
+        self.executions: dict[tuple[str, str, str], Execution] = {}  # rollout, call, digest
         self.guests: dict[tuple[str, int], tuple[Dispatch, int]] = {}  # and how many of its requests run here
         self.turns: dict[str, int] = self.outbound.turns if self.is_agent else {}
         self.warnings: dict[str, int] = {}

@@ -43,7 +43,7 @@ CREATE INDEX IF NOT EXISTS calls_by_scope ON calls(rollout_id, scope, number);
 CREATE TABLE IF NOT EXISTS executed(
   serial INTEGER PRIMARY KEY AUTOINCREMENT, rollout_id TEXT NOT NULL, call_id TEXT NOT NULL, attempt INTEGER NOT NULL,
   base INTEGER NOT NULL, digest TEXT NOT NULL, status INTEGER NOT NULL, headers TEXT NOT NULL, body BLOB NOT NULL);
-CREATE UNIQUE INDEX IF NOT EXISTS executed_by_id ON executed(rollout_id, call_id);
+CREATE UNIQUE INDEX IF NOT EXISTS executed_by_request ON executed(rollout_id, call_id, digest);
 CREATE TABLE IF NOT EXISTS sessions(session_id TEXT PRIMARY KEY, rollout_id TEXT NOT NULL, attempt INTEGER NOT NULL);
 CREATE INDEX IF NOT EXISTS sessions_by_rollout ON sessions(rollout_id);
 CREATE TABLE IF NOT EXISTS marks(rollout_id TEXT PRIMARY KEY, min_attempt INTEGER NOT NULL, min_base INTEGER NOT NULL);

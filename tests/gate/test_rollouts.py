@@ -349,6 +349,17 @@ async def test_the_same_call_id_with_another_request_is_another_call(world: Worl
     assert world.counter.gate.warnings == {"call ids met again with another request": 1}
 
 
+async def test_a_call_whose_id_an_earlier_life_of_the_agent_has_used_is_remembered_as_well(world: World) -> None:
+    world.counters |= {"s0": 0, "s1": 0}
+    headers = [(ROLLOUT_HEADER, "r-9"), (ATTEMPT_HEADER, "0"), (CALL_HEADER, "0.1")]
+    for session in ("s0", "s1", "s1", "s0"):
+        asked = [*headers, ("cookie", f"s={session}")]
+        answer = await Client().send_request(world.counter.app, "POST", "/add", b'{"n": 4}', asked)
+        assert answer.json() == {"count": 4}
+    assert world.counter.served == ["/add", "/add"]
+    assert world.counter.gate.executions == {}
+
+
 async def test_a_call_of_a_stale_attempt_is_refused_and_has_no_effect(world: World, tmp_path: Path) -> None:
     running = await cut_at_model(world, 1)
     new = world.restarted(tmp_path / "second")

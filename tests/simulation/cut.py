@@ -28,14 +28,16 @@ def check_cut(world: World, snapshot: str) -> None:
     saved = world.disk.listing(top)
     tools = [name for name, (kind, _) in world.plan.servers.items() if kind == "gym.resources" and name in saved]
     history: dict[tuple[str, str], tuple[str, str]] = {}  # (rollout, call) -> (server, session)
-    remembered: set[tuple[str, str]] = set()
+    remembered: set[tuple[str, str, str]] = set()  # and the session that the answer names
     for name in tools:
         for session in _lines(world, f"{top}/{name}/worker-0.sessions.jsonl"):
             for rollout, call, _ in session["history"]:
                 history[rollout, call] = (name, session["session_id"])
         for line in _lines(world, f"{top}/{name}/calls.jsonl"):
             if line["t"] == "executed":
-                remembered.add((line["rollout_id"], line["call_id"]))
+                cookie = SimpleCookie("".join(v for k, v in line["headers"] if k == "set-cookie"))
+                session = cookie["s"].value if "s" in cookie else ""
+                remembered.add((line["rollout_id"], line["call_id"], session))
     recorded: set[tuple[str, str]] = set()
     session_of: dict[str, str] = {}  # rollout -> the session that its recorded calls were answered from
     for name, (kind, _) in world.plan.servers.items():
@@ -56,8 +58,6 @@ def check_cut(world: World, snapshot: str) -> None:
                 world.violation(f"I4: {snapshot}: {key} is recorded, and not executed in the saved session")
     for (rollout, call), (name, session) in history.items():
         # Other sessions of it are of a dispatch whose agent died: nobody goes on with them.
-        if rollout in live and session == session_of.get(rollout):
-            if (rollout, call) not in recorded and (rollout, call) not in remembered:
-                world.violation(
-                    f"I4: {snapshot}: {name} executed {call} of {rollout} ({session}); nobody has the answer"
-                )
+        known = (rollout, call) in recorded or bool({(rollout, call, session), (rollout, call, "")} & remembered)
+        if rollout in live and session == session_of.get(rollout) and not known:
+            world.violation(f"I4: {snapshot}: {name} executed {call} of {rollout} ({session}); nobody has the answer")

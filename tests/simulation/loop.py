@@ -9,6 +9,7 @@ is let go on only when the loop says so, at each operation of the disk, so that 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import contextvars
 import gc
 import heapq
@@ -320,8 +321,10 @@ class SimLoop(asyncio.BaseEventLoop):
         for job in [j for j in self.kept if isinstance(j, Job)]:
             if not job.over:
                 job.kill()
-        for task in [t for t in self.kept if isinstance(t, asyncio.Task)]:
+        for task in asyncio.all_tasks(self):
             task._log_destroy_pending = False  # type: ignore[attr-defined]
+            with contextlib.suppress(BaseException):
+                task.get_coro().close()  # type: ignore[union-attr]
 
     def forget(self) -> None:
         """Collect what was kept: coroutines of the dead unwind now, into a world that is gone, and may say what they like."""
