@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import io
+
+from rich.console import Console
 from safepoint.v1 import coordinator_service_pb2 as pb
 
 from coordinator.cli_views import operation_text, status_view
@@ -9,11 +12,9 @@ from coordinator.client_results import describe
 
 
 def shown(status: pb.GetCoordinatorStatusResponse) -> str:
-    from rich.console import Console
-
-    console = Console(width=200, record=True, quiet=True)
-    console.print(status_view(status))
-    return console.export_text()
+    text = io.StringIO()
+    Console(width=200, file=text).print(status_view(status))
+    return text.getvalue()
 
 
 def test_a_failure_of_the_past_is_not_shown_as_what_a_participant_waits_for() -> None:
