@@ -127,6 +127,8 @@ class FakeShim(participant_service_pb2_grpc.ParticipantServicer):
 
     async def register(self, coordinator: str) -> FakeShim:
         """Announce; returns when the coordinator has said Welcome. Raises what it said instead."""
+        self.refused = None  # of a stream that broke with the last coordinator
+        self.registered.clear()
         self._channel = channel(coordinator)
         self._registration = asyncio.create_task(self._register())
         await asyncio.wait(

@@ -24,7 +24,7 @@ from tests.gym.whole import (
     whole,
 )
 
-pytestmark = [pytest.mark.gym, pytest.mark.slow]
+pytestmark = [pytest.mark.gym, pytest.mark.slow, pytest.mark.timeout(300)]
 
 
 def lives(fleet: Fleet) -> list[str]:

@@ -14,7 +14,7 @@ from tests.gym.endpoint import ScriptedEndpoint
 from tests.gym.fleet import counter_config, row
 from tests.gym.whole import Trainer, Whole, until, whole
 
-pytestmark = [pytest.mark.gym, pytest.mark.slow]
+pytestmark = [pytest.mark.gym, pytest.mark.slow, pytest.mark.timeout(300)]
 ROLLOUTS = 16
 SAVES = 5
 FAST_MS, SLOW_MS = 200, 20_000

@@ -24,7 +24,7 @@ from tests.gym.endpoint import ScriptedEndpoint
 from tests.gym.fleet import Fleet, counter_config, free_ports, row, with_second_counter
 from tests.gym.whole import REPOSITORY, Trainer, Whole, shim_environment, until, whole
 
-pytestmark = [pytest.mark.gym, pytest.mark.slow]
+pytestmark = [pytest.mark.gym, pytest.mark.slow, pytest.mark.timeout(300)]
 TURNS = 4
 
 
