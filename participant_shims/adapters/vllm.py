@@ -164,6 +164,10 @@ class VllmAdapter:
             await self._pause("abort")
             async for drain in self._until_empty(ABORT_WITHIN_S):
                 yield drain
+            if left := self.proxy.end_all():
+                log.error("vLLM told nobody that it aborted %s: their connections were cut", ", ".join(left[:20]))
+                async for drain in self._until_empty(ABORT_WITHIN_S):
+                    yield drain
         if mode is not QuiesceMode.ABORT:
             await self._pause("keep")
         self.doors.mode = QuiesceMode.HOLD  # what is left is frozen, and so is its way to the caller

@@ -34,7 +34,9 @@ class EngineControl:
     def __init__(self, target: str) -> None:
         self.target = target
         self._turn = asyncio.Lock()
-        self._wanted = 0  # number of the newest command: what is older and has not been sent is not sent any more
+        self._resumes = (
+            0  # asked for so far: a pause that has not been sent when another one comes is not sent any more
+        )
         self._holder = ""
         self._tasks: set[asyncio.Task[Any]] = set()
 
@@ -56,12 +58,11 @@ class EngineControl:
         when the engine can't be made to say that it is paused; it may be.
         """
         assert mode in ("keep", "abort")
-        number = self._command()
-        await self._finish(self._pause(mode, number))
+        await self._finish(self._pause(mode, self._resumes))
 
     async def resume(self) -> None:
         """Resume; returns once `/is_paused` says so, or the engine is not there any more. May be repeated."""
-        self._command()
+        self._resumes += 1
         await self._finish(self._resume())
 
     @contextlib.asynccontextmanager
@@ -89,10 +90,6 @@ class EngineControl:
 
     # ---- parts ----------------------------------------------------------------------------------------------------
 
-    def _command(self) -> int:
-        self._wanted += 1
-        return self._wanted
-
     async def _finish(self, work: Coroutine[Any, Any, ResultT]) -> ResultT:
         # A caller that is cancelled must not cut a call off in the middle: its outcome would be unknown.
         task = asyncio.ensure_future(work)
@@ -105,13 +102,13 @@ class EngineControl:
         if not task.cancelled() and task.exception() is not None:
             log.debug("a control call failed: %s", task.exception())
 
-    async def _pause(self, mode: str, number: int) -> None:
+    async def _pause(self, mode: str, resumes: int) -> None:
         async with self.turn(f"pause {mode}", SETTLE_S):
             end = asyncio.get_running_loop().time() + SETTLE_S
             path = f"/pause?mode={mode}&clear_cache=false"
             while True:
-                if number != self._wanted:
-                    raise refuse(Reason.ABORTED, f"The pause of {self.target} was overtaken by a newer command.")
+                if resumes != self._resumes:
+                    raise refuse(Reason.ABORTED, f"The pause of {self.target} was overtaken by a resume.")
                 answer = await self._send(path, end)
                 if answer is not None and answer.status != 200:
                     raise refuse(Reason.UNAVAILABLE, f"{path} was answered {answer.status}: {answer.body[:200]!r}.")

@@ -71,6 +71,7 @@ class EngineProxy(Proxy):
         self._control, self._pool, self._rejects = control, pool, rejects
         self.engine: Engine | None = None
         self.in_flight: dict[str, Record] = {}
+        self._working: dict[str, asyncio.Task[Any]] = {}
         self.spoke_at = 0.0
         self.weight_version = ""
         self.on_steered: Callable[[str], None] = lambda path: None
@@ -155,7 +156,9 @@ class EngineProxy(Proxy):
                 upstream = await self._dial()
             record = self._new_record(path, raw, caller)
             self.in_flight[record.request_id] = record
-            return await self._while_there(client, self._serve_one(client, head, raw, entry, record, upstream))
+            working = asyncio.create_task(self._serve_one(client, head, raw, entry, record, upstream))
+            self._working[record.request_id] = working
+            return await self._while_there(client, working)
         except BaseException as error:
             if upstream is not None:
                 upstream.link.drop(now=True)
@@ -166,10 +169,18 @@ class EngineProxy(Proxy):
             self._doors.leave(entry)
             if record is not None:
                 self.in_flight.pop(record.request_id, None)
+                self._working.pop(record.request_id, None)
 
-    async def _while_there(self, client: Link, work: Any) -> Upstream | None:
-        """Do `work` until the client leaves."""
-        working: asyncio.Task[Upstream | None] = asyncio.ensure_future(work)
+    def end_all(self) -> list[str]:
+        """Cut the connections of those whose engine has nothing more to say to them; their ids."""
+        ended = list(self._working)
+        for working in self._working.values():
+            working.cancel()
+        return ended
+
+    @staticmethod
+    async def _while_there(client: Link, working: asyncio.Task[Upstream | None]) -> Upstream | None:
+        """Until it is done, or the client leaves."""
         leaving = asyncio.create_task(client.gone.wait())
         try:
             await asyncio.wait({working, leaving}, return_when=asyncio.FIRST_COMPLETED)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Final, cast
 
@@ -166,7 +166,7 @@ def _one_prompt(prompt: Any) -> bool:
 
 def _list(value: Any) -> list[Any]:
     """`value` if it is a list; else a list of nothing that anybody wants."""
-    return cast("list[Any]", value if isinstance(value, list) else [None])
+    return list(cast("Iterable[Any]", value)) if isinstance(value, list) else [None]
 
 
 def _why_anew(body: Json) -> str:

@@ -1,0 +1,187 @@
+"""A server that behaves like vLLM until a script says otherwise: for faults that a real one can't be made to show.
+
+It generates by the clock of `step()`: a token for each running request. Knobs change what control calls do.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+from aiohttp import web
+
+
+@dataclass
+class Scripted:
+    """`pause_fault` and `resume_fault`: "lost" (served, then the connection is cut), "unserved" (cut before it is
+    served), or a status to answer; each for one call. `slow_s`: how long control calls take."""
+
+    version: str = "0.32.0"
+    dev_mode: bool = True
+    parallel: dict[str, Any] = field(default_factory=dict)
+    weight_version: str = "default"
+    pause_fault: list[Any] = field(default_factory=list)
+    resume_fault: list[Any] = field(default_factory=list)
+    slow_s: float = 0.0
+    deaf: bool = False  # is_paused does not answer
+    leaks: bool = False  # goes on generating while it is paused
+    rejects: int = 0  # status for requests
+    ends_bare: bool = False  # a stream is a bare [DONE]
+    paused: bool = False
+    calls: list[str] = field(default_factory=list)
+    at_once: int = 0
+    most_at_once: int = 0
+    connections: set[Any] = field(default_factory=set)
+    bodies: list[dict[str, Any]] = field(default_factory=list)
+    running: dict[int, asyncio.Queue[int]] = field(default_factory=dict)
+    left: int = 0  # requests whose caller went away
+    port: int = 0
+    serial: int = 0
+
+    @property
+    def target(self) -> str:
+        return f"127.0.0.1:{self.port}"
+
+    def step(self, tokens: int = 1) -> None:
+        """Every running request gets so many tokens, unless it is paused."""
+        if self.paused and not self.leaks:
+            return
+        for queue in self.running.values():
+            for _ in range(tokens):
+                queue.put_nowait(1)
+
+    async def control(self, request: web.Request) -> web.StreamResponse:
+        self.calls.append(request.path_qs)
+        self.connections.add(request.transport)
+        self.at_once += 1
+        self.most_at_once = max(self.most_at_once, self.at_once)
+        try:
+            faults = self.pause_fault if request.path == "/pause" else self.resume_fault
+            fault = faults.pop(0) if faults else None
+            if fault == "unserved":
+                assert request.transport is not None
+                request.transport.abort()
+                return web.Response()
+            if isinstance(fault, int):
+                return web.json_response({"error": "scripted"}, status=fault)
+            await asyncio.sleep(self.slow_s)
+            self.paused = request.path == "/pause"
+            if request.query.get("mode") == "abort":
+                for queue in self.running.values():
+                    queue.put_nowait(-1)
+            if fault == "lost":
+                assert request.transport is not None
+                request.transport.abort()
+            return web.json_response({"status": "paused" if self.paused else "resumed"})
+        finally:
+            self.at_once -= 1
+
+    async def look(self, request: web.Request) -> web.StreamResponse:
+        if not self.dev_mode:
+            return web.json_response({"detail": "Not Found"}, status=404)
+        if self.deaf:
+            await asyncio.sleep(3600)
+        return web.json_response({"is_paused": self.paused})
+
+    async def generate(self, request: web.Request) -> web.StreamResponse:
+        body = await request.json()
+        self.bodies.append(body)
+        if self.rejects:
+            return web.json_response({"error": {"code": self.rejects, "message": "scripted"}}, status=self.rejects)
+        chat = request.path.startswith("/v1/chat")
+        prompt = body["prompt"] if isinstance(body.get("prompt"), list) else [1, 2, 3]
+        self.serial += 1
+        mine, limit = self.serial, body.get("max_tokens", 16)
+        queue = self.running[mine] = asyncio.Queue()
+        head = {"id": f"x-{mine}", "object": "o", "created": 5, "model": "tiny"}
+        response = web.StreamResponse(headers={"content-type": "text/event-stream; charset=utf-8"})
+        if body.get("stream"):
+            await response.prepare(request)
+        words: list[int] = []
+        finish = "length"
+        try:
+            while len(words) < limit and not self.ends_bare:
+                if await queue.get() < 0:
+                    finish = "abort"
+                    break
+                # The same token at the same place, whatever was prompt and what was generated before.
+                words.append(100 + len(prompt) + len(words))
+                if body.get("stream"):
+                    last = len(words) == limit
+                    await response.write(event(head, chunk(words[-1:], chat, len(words) == 1, prompt, last)))
+            if body.get("stream"):
+                if finish == "abort":
+                    await response.write(event(head, chunk([], chat, False, prompt, True, finish)))
+                await response.write(b"data: [DONE]\n\n")
+                await response.write_eof()
+                return response
+            text = "".join(f"w{w}" for w in words)
+            return web.json_response({**head, "choices": [{"index": 0, "text": text, "finish_reason": finish}]})
+        except (ConnectionError, asyncio.CancelledError):
+            self.left += 1
+            raise
+        finally:
+            del self.running[mine]
+
+
+def event(head: dict[str, Any], choice: dict[str, Any]) -> bytes:
+    return b"data: " + json.dumps({**head, "choices": [choice]}).encode() + b"\n\n"
+
+
+def chunk(
+    ids: list[int], chat: bool, first: bool, prompt: list[int], last: bool, finish: str = "length"
+) -> dict[str, Any]:  # fmt: skip
+    text = "".join(f"w{i}" for i in ids)
+    common = {"index": 0, "finish_reason": finish if last else None, "token_ids": ids}
+    if chat:
+        entries = [{"token": f"w{i}", "logprob": -0.5, "bytes": [], "top_logprobs": []} for i in ids]
+        return {**common, "delta": {"content": text}, "logprobs": {"content": entries}}
+    return {
+        **common, "text": text, "stop_reason": None, "prompt_token_ids": prompt if first else None,
+        "logprobs": {"text_offset": [0] * len(ids), "token_logprobs": [-0.5] * len(ids),
+                     "tokens": [f"w{i}" for i in ids], "top_logprobs": [None] * len(ids)},
+    }  # fmt: skip
+
+
+@asynccontextmanager
+async def scripted(**knobs: Any) -> AsyncIterator[Scripted]:
+    """The server, listening."""
+    made = Scripted(**knobs)
+
+    async def info(_: web.Request) -> web.Response:
+        return web.json_response({"vllm_config": {"parallel_config": made.parallel}})
+
+    app = web.Application()
+    app.add_routes(
+        [
+            web.get("/version", _always({"version": made.version})),
+            web.get("/is_paused", made.look),
+            web.post("/pause", made.control),
+            web.post("/resume", made.control),
+            web.get("/v1/models", _always({"data": [{"id": "tiny", "max_model_len": 4096}]})),
+            web.get("/server_info", info),
+            web.get("/weight_info", _always({"weight_version": made.weight_version})),
+            web.post("/v1/completions", made.generate),
+            web.post("/v1/chat/completions", made.generate),
+        ]
+    )
+    runner = web.AppRunner(app, shutdown_timeout=0.1, handler_cancellation=True)
+    await runner.setup()
+    site = web.TCPSite(runner, "127.0.0.1", 0)
+    await site.start()
+    made.port = runner.addresses[0][1]
+    try:
+        yield made
+    finally:
+        await runner.cleanup()
+
+
+def _always(value: Any) -> Any:
+    async def answer(_: web.Request) -> web.Response:
+        return web.json_response(value)
+
+    return answer

@@ -1,0 +1,416 @@
+"""Faults of control calls and of discovery, against a scripted server."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import pytest
+
+from coordinator.wire.errors import Reason, SafepointError
+from coordinator.wire.terms import CheckpointMode, QuiesceMode, Role
+from participant_shims.adapter import Exported
+from participant_shims.adapters.vllm import MARKER, VllmAdapter, VllmOptions
+from participant_shims.engine import control as control_module
+from participant_shims.engine.control import EngineControl
+from participant_shims.engine.discovery import discover
+from participant_shims.engine.requests_file import read_requests
+from participant_shims.identity import CallIdentity
+from tests.vllm.real_engine import Caller, Said
+from tests.vllm.scripted_engine import Scripted, scripted
+
+ASK: dict[str, Any] = {"model": "tiny", "prompt": [1, 2, 3], "max_tokens": 8, "temperature": 0,
+                       "return_token_ids": True, "logprobs": 0}  # fmt: skip
+
+
+@asynccontextmanager
+async def covered(engine: Scripted, life: Path, **options: Any) -> AsyncIterator[tuple[VllmAdapter, Caller]]:
+    adapter = VllmAdapter(VllmOptions("engine", "127.0.0.1:0", engine.target, life, **options))
+    await adapter.start(lambda: None)
+    await adapter.describe()
+    async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as http:
+        try:
+            yield adapter, Caller(http, adapter.proxy.address)
+        finally:
+            await adapter.stop()
+
+
+async def until(condition: Any, within_s: float = 5) -> None:
+    end = time.monotonic() + within_s
+    while not condition():
+        assert time.monotonic() < end, "it did not come to that"
+        await asyncio.sleep(0.005)
+
+
+async def freeze(adapter: VllmAdapter, operation: str = "op-1", mode: QuiesceMode = QuiesceMode.HOLD) -> Any:
+    await adapter.close(operation, mode, 60)
+    return [drain async for drain in adapter.quiesce(mode, 5)][-1]
+
+
+# ---- discovery --------------------------------------------------------------------------------------------------------
+
+
+async def test_a_server_without_control_is_refused_by_the_name_of_the_variable() -> None:
+    async with scripted(dev_mode=False) as engine:
+        with pytest.raises(SafepointError) as refused:
+            await discover(engine.target)
+    assert refused.value.reason is Reason.UNSUPPORTED
+    assert "VLLM_SERVER_DEV_MODE=1" in refused.value.problem.advice
+
+
+@pytest.mark.parametrize("version", ["0.16.2", "0.9.1", "", "dev"])
+async def test_a_server_that_freezes_nothing_is_refused(version: str) -> None:
+    async with scripted(version=version) as engine:
+        with pytest.raises(SafepointError) as refused:
+            await discover(engine.target)
+    assert refused.value.reason is Reason.UNSUPPORTED
+    assert "0.17" in refused.value.problem.advice
+
+
+@pytest.mark.parametrize(
+    "parallel",
+    [
+        {"data_parallel_external_lb": True, "data_parallel_size": 2, "data_parallel_size_local": 1},
+        {"data_parallel_hybrid_lb": True, "data_parallel_size": 4, "data_parallel_size_local": 2},
+    ],
+)
+async def test_one_of_several_api_servers_is_refused(parallel: dict[str, Any]) -> None:
+    async with scripted(parallel=parallel) as engine:
+        with pytest.raises(SafepointError) as refused:
+            await discover(engine.target)
+    assert "does not reach the others" in str(refused.value)
+
+
+async def test_every_rank_behind_one_server_is_a_worker(tmp_path: Path) -> None:
+    async with scripted(parallel={"data_parallel_size": 4}) as engine, covered(engine, tmp_path) as (adapter, _):
+        what = await adapter.describe()
+        assert (what.role, what.kind, what.configured_workers) == (Role.ENGINE, "vllm", 4)
+        assert what.checkpoint_mode is CheckpointMode.EXPORT_RESTORE
+        assert len((await adapter.close("op", QuiesceMode.HOLD, 60)).workers) == 4
+
+
+async def test_it_is_known_from_which_version_on_a_paused_server_rejects() -> None:
+    for version, rejects in (("0.32.0", False), ("0.33.0", True), ("0.33.1rc2", True), ("1.0", True)):
+        async with scripted(version=version) as engine:
+            assert (await discover(engine.target)).rejects_when_paused is rejects
+
+
+async def test_a_server_that_is_not_up_is_unavailable() -> None:
+    async with scripted() as engine:
+        target = engine.target
+    with pytest.raises(SafepointError) as refused:
+        await discover(target)
+    assert refused.value.reason is Reason.UNAVAILABLE
+
+
+# ---- control calls ----------------------------------------------------------------------------------------------------
+
+
+async def test_parameters_are_in_the_query_and_wait_is_never_used() -> None:
+    async with scripted() as engine:
+        control = EngineControl(engine.target)
+        await control.pause("keep")
+        await control.resume()
+        await control.pause("abort")
+        assert engine.calls == [
+            "/pause?mode=keep&clear_cache=false", "/resume", "/pause?mode=abort&clear_cache=false"
+        ]  # fmt: skip
+        with pytest.raises(AssertionError):
+            await control.pause("wait")
+
+
+async def test_each_control_call_has_a_connection_of_its_own() -> None:
+    async with scripted() as engine:
+        control = EngineControl(engine.target)
+        for _ in range(3):
+            await control.pause("keep")
+            await control.resume()
+        assert len(engine.connections) == 6
+
+
+async def test_a_pause_whose_answer_is_lost_is_not_sent_again_when_it_was_served() -> None:
+    async with scripted(pause_fault=["lost"]) as engine:
+        await EngineControl(engine.target).pause("keep")
+        assert engine.paused
+        assert len(engine.calls) == 1
+
+
+async def test_a_pause_that_was_not_served_is_sent_again() -> None:
+    async with scripted(pause_fault=["unserved", "unserved"]) as engine:
+        await EngineControl(engine.target).pause("keep")
+        assert engine.paused
+        assert len(engine.calls) == 3
+
+
+async def test_a_resume_whose_answer_is_lost_is_settled_too() -> None:
+    async with scripted(resume_fault=["lost", "unserved"], paused=True) as engine:
+        control = EngineControl(engine.target)
+        await control.resume()
+        assert not engine.paused
+        await control.pause("keep")
+        await control.resume()
+        assert not engine.paused
+
+
+async def test_a_refused_pause_is_told_and_not_repeated() -> None:
+    async with scripted(pause_fault=[500]) as engine:
+        with pytest.raises(SafepointError) as refused:
+            await EngineControl(engine.target).pause("keep")
+        assert "500" in str(refused.value)
+        assert len(engine.calls) == 1
+
+
+async def test_control_calls_are_never_concurrent_and_the_newest_command_wins() -> None:
+    async with scripted(slow_s=0.05) as engine:
+        control = EngineControl(engine.target)
+        pauses = [asyncio.create_task(control.pause("keep")) for _ in range(3)]
+        await asyncio.sleep(0.02)
+        results = await asyncio.gather(*pauses, control.resume(), return_exceptions=True)
+        assert engine.most_at_once == 1
+        assert engine.calls[-1] == "/resume"
+        assert not engine.paused
+        # Those that had not been sent when the resume came are not sent after it.
+        assert [getattr(r, "reason", None) for r in results[1:3]] == [Reason.ABORTED, Reason.ABORTED]
+
+
+async def test_a_caller_that_gives_up_does_not_cut_a_call_off() -> None:
+    async with scripted(slow_s=0.2) as engine:
+        control = EngineControl(engine.target)
+        pausing = asyncio.create_task(control.pause("keep"))
+        await until(lambda: engine.at_once == 1)
+        pausing.cancel()
+        await asyncio.gather(pausing, return_exceptions=True)
+        await control.resume()
+        assert engine.calls == ["/pause?mode=keep&clear_cache=false", "/resume"]
+        assert (engine.paused, engine.most_at_once) == (False, 1)
+
+
+async def test_resuming_a_server_that_is_gone_is_done() -> None:
+    async with scripted() as engine:
+        control = EngineControl(engine.target)
+    await control.resume()
+
+
+async def test_a_silent_server_is_told_of_within_a_second() -> None:
+    async with scripted(deaf=True) as engine:
+        begun = time.monotonic()
+        with pytest.raises(SafepointError) as refused:
+            await EngineControl(engine.target).is_paused()
+        assert time.monotonic() - begun < 1
+        assert refused.value.reason is Reason.UNAVAILABLE
+
+
+async def test_a_pause_that_never_settles_fails_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(control_module, "SETTLE_S", 0.5)
+    async with scripted(deaf=True) as engine:
+        with pytest.raises(SafepointError) as refused:
+            await EngineControl(engine.target).pause("keep")
+        assert refused.value.reason is Reason.UNAVAILABLE
+
+
+async def test_a_wedged_server_is_seen_by_its_canary(tmp_path: Path) -> None:
+    async with scripted() as engine:
+        control = EngineControl(engine.target)
+        assert "not one token" in await control.canary("tiny", 0.2)  # nobody steps: /is_paused is false all the same
+        await until(lambda: not engine.running)
+        answer = asyncio.create_task(control.canary("tiny", 5))
+        await until(lambda: bool(engine.running))
+        engine.step()
+        assert await answer == ""
+
+
+# ---- freezing ---------------------------------------------------------------------------------------------------------
+
+
+async def test_an_engine_that_goes_on_generating_is_not_frozen(tmp_path: Path) -> None:
+    async with scripted(leaks=True) as engine, covered(engine, tmp_path) as (adapter, caller):
+        stream = asyncio.create_task(caller.stream({**ASK, "max_tokens": 4000}))
+        await until(lambda: bool(engine.running))
+
+        async def leak() -> None:
+            while True:
+                engine.step()
+                await asyncio.sleep(0.02)
+
+        leaking = asyncio.create_task(leak())
+        with pytest.raises(SafepointError) as refused:
+            await freeze(adapter)
+        assert refused.value.reason is Reason.ACTIVITY_AFTER_PREPARED
+        assert "sp-" in str(refused.value)
+        for task in (leaking, stream):
+            task.cancel()
+        await asyncio.gather(leaking, stream, return_exceptions=True)
+
+
+async def test_a_token_after_the_freeze_voids_it(tmp_path: Path) -> None:
+    async with scripted() as engine, covered(engine, tmp_path) as (adapter, caller):
+        stream = asyncio.create_task(caller.stream(ASK))
+        await until(lambda: bool(engine.running))
+        engine.step()
+        await freeze(adapter)
+        assert (await adapter.still()).activity == ""
+        engine.leaks = True
+        engine.step()
+        await until(lambda: bool(adapter.proxy.spoke_at > (adapter._frozen_at or 0)))
+        assert "generated after it was frozen" in (await adapter.still()).activity
+        stream.cancel()
+        await asyncio.gather(stream, return_exceptions=True)
+
+
+async def test_nothing_is_told_while_closed_and_the_record_goes_on_to_the_last_token(tmp_path: Path) -> None:
+    async with scripted() as engine, covered(engine, tmp_path) as (adapter, caller):
+        said = Said()
+        stream = asyncio.create_task(caller.stream(ASK, said))
+        await until(lambda: bool(engine.running))
+        engine.step(2)
+        await until(lambda: len(said.ids) == 2)
+        await adapter.close("op", QuiesceMode.HOLD, 60)
+        engine.step(3)  # between the doors and the pause
+        record = next(iter(adapter.proxy.in_flight.values()))
+        await until(lambda: len(record.token_ids) == 5)
+        assert [d.counts.held async for d in adapter.quiesce(QuiesceMode.HOLD, 5)] == [1]
+        assert len(said.ids) == 2
+        await adapter.open()
+        engine.step(3)
+        await stream
+        assert said.ids == [103 + n for n in range(8)]
+
+
+async def test_an_answer_that_ends_while_closed_is_in_the_cut_and_is_told_later(tmp_path: Path) -> None:
+    directory = tmp_path / "cut"
+    directory.mkdir()
+    async with scripted() as engine:
+        async with covered(engine, tmp_path) as (adapter, caller):
+            whole = asyncio.create_task(caller.whole({**ASK, "max_tokens": 3}))
+            await until(lambda: bool(engine.running))
+            await adapter.close("op", QuiesceMode.HOLD, 60)
+            engine.step(3)
+            await until(lambda: next(iter(adapter.proxy.in_flight.values())).finished)
+            _ = [d async for d in adapter.quiesce(QuiesceMode.HOLD, 5)]
+            exported = [step async for step in adapter.export(directory)][-1]
+            assert isinstance(exported, Exported)
+            assert not whole.done()
+            await adapter.open()
+            assert (await whole).finish == "length"
+        origin, records = read_requests(directory)
+        assert (origin.model, [r.finished for r in records]) == ("tiny", [True])
+        async with covered(engine, tmp_path) as (adapter, caller):
+            await adapter.close("op-2", QuiesceMode.HOLD, 60)
+            _ = [step async for step in adapter.load(directory, exported.files)]
+            await adapter.open()
+            sent = len(engine.bodies)
+            again = await caller.whole({**ASK, "max_tokens": 3})
+            assert again.ids == [103, 104, 105]
+            assert again.label.startswith("exact; kept=3")
+            assert [b for b in engine.bodies[sent:] if b["max_tokens"] != 1] == []  # the canary may have asked
+
+
+async def test_a_lapsed_lease_resumes_the_engine_too(tmp_path: Path) -> None:
+    async with scripted() as engine, covered(engine, tmp_path) as (adapter, _):
+        await adapter.close("op", QuiesceMode.HOLD, 0.3)
+        _ = [d async for d in adapter.quiesce(QuiesceMode.HOLD, 5)]
+        assert engine.paused
+        await until(lambda: not engine.paused)
+        assert not adapter.doors.closed
+
+
+async def test_a_pause_left_by_a_dead_shim_is_undone_by_the_next_one(tmp_path: Path) -> None:
+    async with scripted(paused=True) as engine:
+        (tmp_path / MARKER).write_text("op-1\n")
+        async with covered(engine, tmp_path):
+            await until(lambda: not engine.paused)
+        assert not (tmp_path / MARKER).exists()
+        engine.paused = True  # somebody else's, without a note of ours
+        async with covered(engine, tmp_path):
+            await asyncio.sleep(0.05)
+            assert engine.paused
+
+
+async def test_an_opening_overtakes_a_pause_that_hangs(tmp_path: Path) -> None:
+    async with scripted(slow_s=0.4) as engine, covered(engine, tmp_path) as (adapter, _):
+        await adapter.close("op", QuiesceMode.HOLD, 60)
+
+        async def quiesce() -> None:
+            async for _ in adapter.quiesce(QuiesceMode.HOLD, 5):
+                pass
+
+        freezing = asyncio.create_task(quiesce())
+        await until(lambda: engine.at_once == 1)
+        freezing.cancel()
+        await adapter.open()
+        assert (engine.paused, engine.most_at_once) == (False, 1)
+        assert not adapter.doors.closed
+
+
+async def test_an_abort_that_tells_nobody_still_ends_every_call(tmp_path: Path, monkeypatch: Any) -> None:
+    async with scripted() as engine, covered(engine, tmp_path) as (adapter, caller):
+        monkeypatch.setattr("participant_shims.adapters.vllm.ABORT_WITHIN_S", 0.3)
+        headers = CallIdentity("r-1", 0, "0.1").headers()
+        asked = asyncio.create_task(caller.whole(ASK, headers))
+        await until(lambda: bool(engine.running))
+        engine.running = dict.fromkeys(engine.running, asyncio.Queue())  # what it says now reaches nobody
+        drain = await freeze(adapter, mode=QuiesceMode.ABORT)
+        assert [r.rollout_id for r in drain.excluded] == ["r-1"]
+        assert drain.counts.in_flight == 0
+        with pytest.raises(aiohttp.ClientError):
+            await asyncio.wait_for(asked, 2)
+
+
+# ---- admission --------------------------------------------------------------------------------------------------------
+
+
+async def test_rejecting_is_typed_and_retryable(tmp_path: Path) -> None:
+    async with scripted() as engine, covered(engine, tmp_path, rejects=True) as (adapter, caller):
+        await adapter.close("op", QuiesceMode.HOLD, 60)
+        async with caller.http.post(f"http://{caller.address}/v1/completions", json=ASK) as response:
+            assert response.status == 503
+            assert response.headers["retry-after"] == "1"
+            assert (await response.json())["error"]["type"] == "engine_paused"
+        assert not engine.bodies
+        assert adapter.doors.counts().parked == 0
+
+
+async def test_a_parked_request_whose_caller_leaves_is_never_sent(tmp_path: Path) -> None:
+    async with scripted() as engine, covered(engine, tmp_path) as (adapter, caller):
+        await adapter.close("op", QuiesceMode.HOLD, 60)
+        asked = asyncio.create_task(caller.whole(ASK))
+        await until(lambda: adapter.doors.counts().parked == 1)
+        asked.cancel()
+        await until(lambda: adapter.doors.counts().parked == 0)
+        await adapter.open()
+        assert not [b for b in engine.bodies if b["max_tokens"] == 8]
+
+
+async def test_a_caller_that_leaves_takes_its_request_with_it(tmp_path: Path) -> None:
+    async with scripted() as engine, covered(engine, tmp_path) as (adapter, caller):
+        asked = asyncio.create_task(caller.whole(ASK))
+        await until(lambda: bool(engine.running))
+        asked.cancel()
+        await until(lambda: not engine.running and not adapter.proxy.in_flight)
+        assert engine.left == 1
+        assert len(adapter.pool) == 0
+
+
+async def test_a_stream_that_is_a_bare_done_is_an_aborted_answer(tmp_path: Path) -> None:
+    async with scripted(ends_bare=True) as engine, covered(engine, tmp_path) as (_, caller):
+        said = await caller.whole(ASK)
+        assert (said.finish, said.ids) == ("abort", [])
+
+
+async def test_what_a_paused_server_rejects_is_passed_on(tmp_path: Path) -> None:
+    async with scripted(version="0.33.0", rejects=503) as engine, covered(engine, tmp_path) as (_, caller):
+        status, answer = await caller.post("/v1/completions", ASK)
+        assert (status, answer["error"]["message"]) == (503, "scripted")
+        assert len(engine.bodies) == 1
+
+
+async def test_what_the_engine_does_not_let_be_recorded_is_asked_as_it_came(tmp_path: Path) -> None:
+    async with scripted(rejects=400) as engine, covered(engine, tmp_path) as (_, caller):
+        status, _answer = await caller.post("/v1/completions", {"model": "tiny", "prompt": "x"})
+        assert status == 400
+        assert [b.get("return_token_ids") for b in engine.bodies] == [True, None]
