@@ -274,7 +274,9 @@ class VllmAdapter:
             if record.rollout_id:
                 self._replace(record.rollout_id, record.attempt + 1)
         yield Progress(sum(f.size_bytes for f in files), sum(f.size_bytes for f in files), len(records), len(records))
-        yield Loaded(sessions=len(records), generation=self.doors.generation)
+        known = len(_ledger(records))
+        totals = {RolloutState.PENDING: known} if known else {}
+        yield Loaded(sessions=len(records), totals=totals, generation=self.doors.generation)
 
     async def _check_weights(self, origin: Origin) -> None:
         """Raises FINGERPRINT_MISMATCH when tokens of other weights would be continued unasked."""

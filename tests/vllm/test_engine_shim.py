@@ -1,0 +1,154 @@
+"""The shim of an engine as a participant: with the real coordinator, and as a process. The engine is scripted."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import sys
+import tempfile
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import pytest
+from safepoint.v1 import coordinator_service_pb2 as pb
+from safepoint.v1 import coordinator_service_pb2_grpc, participant_service_pb2_grpc
+from safepoint.v1 import participant_service_pb2 as participant
+
+from coordinator.server import Coordinator, serve
+from coordinator.settings import Settings
+from coordinator.wire.rpc import channel
+from participant_shims.adapters.vllm import MARKER, VllmAdapter, VllmOptions
+from participant_shims.cli import EXIT_USAGE, main
+from participant_shims.identity import CallIdentity
+from participant_shims.shim import Shim, ShimOptions
+from tests.vllm.real_engine import REPOSITORY, Caller
+from tests.vllm.scripted_engine import Scripted, scripted
+from tests.vllm.test_control import ASK, until
+
+
+@pytest.fixture
+def short_path() -> Iterator[Path]:
+    with tempfile.TemporaryDirectory(prefix="sp-") as name:
+        (Path(name) / "root").mkdir()
+        yield Path(name)
+
+
+@pytest.fixture(autouse=True)
+def _no_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("SAFEPOINT_TOKEN_FILE", raising=False)
+
+
+@asynccontextmanager
+async def beside(engine: Scripted, path: Path) -> AsyncIterator[tuple[Shim, VllmAdapter, Caller]]:
+    life = path / "life"
+    life.mkdir(exist_ok=True)
+    adapter = VllmAdapter(VllmOptions("engine", "127.0.0.1:0", engine.target, life))
+    options = ShimOptions(life, "engine", f"file:{path}/root/coordinator/address.json", path / "root", bind="unix")
+    async with Shim(options, adapter) as shim, aiohttp.ClientSession() as http:
+        yield shim, adapter, Caller(http, adapter.proxy.address)
+
+
+@asynccontextmanager
+async def coordinating(path: Path) -> AsyncIterator[tuple[Coordinator, Any]]:
+    made = await serve(Settings(root=str(path / "root"), bind=f"unix:{path}/c.sock", heartbeat_s=0.2))
+    try:
+        async with channel(made.address) as link:
+            yield made, coordinator_service_pb2_grpc.CoordinatorStub(link)
+    finally:
+        await made.kill()
+
+
+async def registered(shim: Shim, coordinator: Coordinator) -> None:
+    await until(lambda: shim.registration and shim.registration.coordinator_epoch == coordinator.epoch, 15)
+
+
+async def collect(stream: Any) -> list[Any]:
+    return [event async for event in stream]
+
+
+async def test_a_generation_in_flight_is_saved_and_goes_on_after_everything_died(short_path: Path) -> None:
+    question = {**ASK, "max_tokens": 12}
+    async with scripted() as engine:
+        async with beside(engine, short_path) as (shim, adapter, caller), coordinating(short_path) as (core, stub):
+            await registered(shim, core)
+            asked = asyncio.create_task(caller.whole(question, CallIdentity("r-1", 0, "0.1").headers()))
+            await until(lambda: bool(engine.running))
+            engine.step(5)
+            await until(lambda: len(next(iter(adapter.proxy.in_flight.values())).token_ids) == 5)
+            events = await collect(stub.Save(pb.SaveRequest(operation_id="s-1", snapshot_id="snap-1"), timeout=30))
+            assert any(event.HasField("saved") for event in events)
+            assert not engine.paused
+            assert not adapter.doors.closed
+            asked.cancel()
+        part = short_path / "root/snapshots/snap-1/engine"
+        lines = [json.loads(line) for line in (part / "requests.jsonl").read_text().splitlines()]
+        assert lines[0]["format"] == "vllm-requests-v1"
+        assert [(r["rollout_id"], len(r["token_ids"])) for r in lines[1:]] == [("r-1", 5)]
+        assert "5 tokens generated" in (part / "ledger.jsonl").read_text()
+
+    async with (
+        scripted() as engine,
+        beside(engine, short_path) as (shim, adapter, caller),
+        coordinating(short_path) as (core, stub),
+    ):
+        await registered(shim, core)
+        restore = pb.RestoreSnapshotRequest(operation_id="r-1", snapshot_id="snap-1")
+        assert any(event.HasField("restored") for event in await collect(stub.Restore(restore, timeout=30)))
+        assert adapter.doors.closed
+        asked = asyncio.create_task(caller.whole(question, CallIdentity("r-1", 1, "0.1").headers()))
+        await until(lambda: adapter.doors.counts().parked == 1)
+        await collect(stub.Resume(pb.ResumeOperationRequest(operation_id="r-1"), timeout=10))
+        await until(lambda: any(b.get("max_tokens") == 7 for b in engine.bodies))
+        engine.step(7)
+        said = await asked
+        assert said.ids == [103 + n for n in range(12)]
+        assert said.label == "exact; kept=5; again=0"
+        stale, answer = await caller.post("/v1/completions", question, CallIdentity("r-1", 0, "0.1").headers())
+        assert (stale, answer["error"]["reason"]) == (409, "STALE_ATTEMPT")
+
+
+async def test_a_shim_that_is_killed_while_it_froze_is_followed_by_one_that_resumes(short_path: Path) -> None:
+    life = short_path / "life"
+    async with scripted() as engine:
+        first, said = await process(engine, life)
+        async with channel(said["address"]) as link:
+            stub = participant_service_pb2_grpc.ParticipantStub(link)
+            what = await stub.GetCapabilities(participant.GetCapabilitiesRequest(), timeout=10)
+            assert (what.capabilities.kind, what.capabilities.state_schema) == ("vllm", "vllm-requests-v1")
+            request = participant.PrepareRequest()
+            request.context.operation_id, request.context.coordinator_epoch = "op-1", 1
+            request.lease_ttl.FromSeconds(60)
+            events = await collect(stub.Prepare(request, timeout=10))
+            assert events[-1].HasField("prepared")
+        assert engine.paused
+        assert (life / MARKER).exists()
+        first.send_signal(signal.SIGKILL)
+        await first.wait()
+        assert engine.paused
+        second, _ = await process(engine, life)
+        await until(lambda: not engine.paused)
+        second.terminate()
+        assert await asyncio.wait_for(second.wait(), 10) == 0
+
+
+async def process(engine: Scripted, life: Path) -> tuple[asyncio.subprocess.Process, dict[str, Any]]:
+    environment = {k: v for k, v in os.environ.items() if not k.startswith("SAFEPOINT_") or k == "SAFEPOINT_TEST_RUN"}
+    made = await asyncio.create_subprocess_exec(
+        sys.executable, "-m", "participant_shims.cli", "shim", "--vllm", f"127.0.0.1:0={engine.target}",
+        "--name", "engine", "--life", str(life), "--root", str(life.parent / "root"),
+        stdout=asyncio.subprocess.PIPE, cwd=REPOSITORY,
+        env={**environment, "PYTHONPATH": f"{REPOSITORY}{os.pathsep}{REPOSITORY / 'gen'}"},
+    )  # fmt: skip
+    assert made.stdout is not None
+    return made, json.loads(await asyncio.wait_for(made.stdout.readline(), 20))
+
+
+def test_an_engine_needs_a_name_and_two_places(capsys: pytest.CaptureFixture[str]) -> None:
+    for arguments in (["--vllm", "127.0.0.1:0"], ["--vllm", "127.0.0.1:0=127.0.0.1:1", "--name", ""]):
+        assert main(["shim", *arguments]) == EXIT_USAGE
+    assert "--vllm LISTEN=UPSTREAM needs --name" in capsys.readouterr().err
