@@ -41,6 +41,12 @@ def event(chunk: Json) -> bytes:
     return b"data: " + json.dumps(chunk, ensure_ascii=False, separators=(",", ":")).encode() + b"\n\n"
 
 
+def event_without(chunk: Json, ask: Ask) -> bytes:
+    """The same with what the caller did not ask for taken out; empty when nothing is left. Changes `chunk`."""
+    shown = stripped(chunk, ask)
+    return b"" if shown is None else event(shown)
+
+
 DONE = b"data: [DONE]\n\n"
 
 

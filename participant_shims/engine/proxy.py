@@ -147,7 +147,9 @@ class EngineProxy(Proxy):
                 await self._reject(client)
                 return None
             parked: list[Body | End] = []
-            if not await self._pass_doors(client, requests, entry, parked):
+            # An admitted one needs nobody who watches its caller meanwhile; its body comes, or the connection ends.
+            parks = entry.activity is Activity.PARKED
+            if parks and not await self._pass_doors(client, requests, entry, parked):
                 raise ConnectionResetError("the client left while its request was parked")
             raw = b"".join([piece async for piece in pieces(requests, parked)])
             if caller is not None:
@@ -189,8 +191,9 @@ class EngineProxy(Proxy):
             return working.result()
         finally:
             leaving.cancel()
-            working.cancel()
-            await asyncio.gather(working, leaving, return_exceptions=True)
+            if not working.done():
+                working.cancel()
+                await asyncio.wait({working})
 
     def _new_record(self, path: str, raw: bytes, caller: CallIdentity | None) -> Record:
         ask = read_ask(path, raw)
@@ -262,17 +265,20 @@ class EngineProxy(Proxy):
     ) -> Upstream | None:
         ask = record.ask
         response = await self._ask(head, head.url, upstream_body(ask), record, upstream)
-        chunks = self._stream(upstream, record, lambda chunk: read_piece(chunk, chat=ask.chat))
+        chunks = self._stream(upstream, record, lambda chunk, raw: read_piece(chunk, chat=ask.chat, raw=raw))
         if not ask.stream:
             return await self._send_whole(client, entry, record, upstream, chunks, response)
+        as_it_came = ask.wants_ids and ask.wants_logprobs
         await self._doors.hold(entry)
         await client.send(response.encode())
         try:
-            async for chunk, _ in chunks:
-                shown = answer.stripped(chunk, ask)
-                if shown is not None:
-                    await self._doors.hold(entry)
-                    await client.send(encode_body(answer.event(shown), response.chunked))
+            async for chunk, piece in chunks:
+                # What is told is what came, unless something has to be taken out of it.
+                told = piece.raw if as_it_came else answer.event_without(chunk, ask)
+                if told:
+                    if self._doors.closed:
+                        await self._doors.hold(entry)
+                    await client.send(encode_body(told, response.chunked))
         except Failure as failure:
             await client.send(encode_body(answer.event(failure.event), response.chunked))
         await self._doors.hold(entry)
@@ -358,7 +364,7 @@ class EngineProxy(Proxy):
             restored.kept = len(restored.token_ids)
             await self._ask(head, COMPLETIONS.encode(), body, restored, upstream)
             chunks = self._stream(
-                upstream, restored, lambda chunk: in_words_of(restored, read_piece(chunk, chat=False))
+                upstream, restored, lambda chunk, _: in_words_of(restored, read_piece(chunk, chat=False))
             )
         else:
             restored.kept = len(restored.token_ids)
@@ -438,7 +444,7 @@ class EngineProxy(Proxy):
             raise _Refusal(response, b"".join([piece async for piece in pieces(upstream.messages, ())]))
         return response
 
-    def _stream(self, upstream: Upstream, record: Record, understand: Callable[[Json], Piece]) -> Chunks:
+    def _stream(self, upstream: Upstream, record: Record, understand: Callable[[Json, bytes], Piece]) -> Chunks:
         return Stream(upstream.messages, record, understand, self._spoke).chunks()
 
     # ---- parts ----------------------------------------------------------------------------------------------------

@@ -27,6 +27,7 @@ class Piece:
     stop_reason: int | str | None = None
     reasoning: str = ""
     tool_calls: tuple[Json, ...] = ()
+    raw: bytes = b""  # the event as it came, with its end
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,11 +153,11 @@ def record_from_json(raw: Json) -> Record:
     return record
 
 
-def read_piece(chunk: Json, *, chat: bool) -> Piece:
+def read_piece(chunk: Json, *, chat: bool, raw: bytes = b"") -> Piece:
     """What a chunk of a stream of that kind says. Raises KeyError, TypeError for what is no chunk."""
     choices = cast("list[Json]", chunk["choices"])
     if not choices:
-        return Piece()
+        return Piece(raw=raw)
     choice = choices[0]
     ids = tuple(choice.get("token_ids") or ())
     written = cast(Json, choice.get("logprobs") or {})
@@ -172,7 +173,9 @@ def read_piece(chunk: Json, *, chat: bool) -> Piece:
             stop,
             delta.get("reasoning") or delta.get("reasoning_content") or "",
             tuple(delta.get("tool_calls") or ()),
+            raw,
         )
     columns: list[list[Any]] = [written.get(name) or [] for name in ("token_logprobs", "tokens", "top_logprobs")]
     rows: tuple[Any, ...] = tuple(list(row) for row in zip(*columns, strict=False))
-    return Piece(choice.get("text") or "", ids, rows if len(rows) == len(ids) else (None,) * len(ids), finish, stop)
+    entries = rows if len(rows) == len(ids) else (None,) * len(ids)
+    return Piece(choice.get("text") or "", ids, entries, finish, stop, raw=raw)

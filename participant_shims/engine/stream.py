@@ -34,7 +34,11 @@ class Stream:
     when something came."""
 
     def __init__(
-        self, messages: Messages, record: Record, understand: Callable[[Json], Piece], on_bytes: Callable[[], None]
+        self,
+        messages: Messages,
+        record: Record,
+        understand: Callable[[Json, bytes], Piece],
+        on_bytes: Callable[[], None],
     ) -> None:
         self._messages, self._record = messages, record
         self._understand, self._on_bytes = understand, on_bytes
@@ -61,7 +65,7 @@ class Stream:
                 chunk = cast(Json, json.loads(raw))
                 if "error" in chunk and "choices" not in chunk:
                     raise Failure(chunk)
-                piece = self._understand(chunk)
+                piece = self._understand(chunk, b"data: %s\n\n" % raw)
                 _take_head(self._record, chunk)
                 self._record.add(piece)
                 self._waiting.put_nowait((chunk, piece))

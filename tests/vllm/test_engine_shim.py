@@ -136,10 +136,12 @@ async def test_a_shim_that_is_killed_while_it_froze_is_followed_by_one_that_resu
         assert await asyncio.wait_for(second.wait(), 10) == 0
 
 
-async def process(engine: Scripted, life: Path) -> tuple[asyncio.subprocess.Process, dict[str, Any]]:
+async def process(
+    engine: Scripted, life: Path, listen: str = "127.0.0.1:0"
+) -> tuple[asyncio.subprocess.Process, dict[str, Any]]:
     environment = {k: v for k, v in os.environ.items() if not k.startswith("SAFEPOINT_") or k == "SAFEPOINT_TEST_RUN"}
     made = await asyncio.create_subprocess_exec(
-        sys.executable, "-m", "participant_shims.cli", "shim", "--vllm", f"127.0.0.1:0={engine.target}",
+        sys.executable, "-m", "participant_shims.cli", "shim", "--vllm", f"{listen}={engine.target}",
         "--name", "engine", "--life", str(life), "--root", str(life.parent / "root"),
         stdout=asyncio.subprocess.PIPE, cwd=REPOSITORY,
         env={**environment, "PYTHONPATH": f"{REPOSITORY}{os.pathsep}{REPOSITORY / 'gen'}"},
