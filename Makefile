@@ -91,6 +91,19 @@ test-python: ## tests that need no Gym, Ray or torch, under another Python: make
 test-vllm: setup setup-vllm ## the engine's tests, against a real vLLM on CPUs
 	$(PY) -m pytest tests/vllm -m vllm
 
+# Seeds are integers: `make soak SEEDS=100000 FIRST=1`. A failing one: python -m tests.simulation.run --seed N --trace
+SEEDS ?= 20000
+FIRST ?= 2001
+.PHONY: sim soak mutants
+sim: setup ## 2,000 seeds of the deterministic simulation, within 5 minutes on 2 cores; writes build/sim.json
+	PYTHONPATH=.:gen $(PY) -m tests.simulation.run --seeds 2000 --out build/sim.json
+
+soak: setup ## more seeds: SEEDS=20000 FIRST=2001; writes build/soak.json
+	PYTHONPATH=.:gen $(PY) -m tests.simulation.run --seeds $(SEEDS) --first $(FIRST) --out build/soak.json
+
+mutants: setup ## take guards away one by one: the simulation must notice each; writes build/mutants.json
+	PYTHONPATH=.:gen $(PY) -m tests.simulation.mutants --out build/mutants.json
+
 demo: setup setup-gym ## save, kill and restore 32 live rollouts on real NeMo Gym servers
 	$(PY) -m coordinator.cli demo
 

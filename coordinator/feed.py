@@ -65,7 +65,7 @@ class Feed:
     """All events of a coordinator."""
 
     def __init__(self) -> None:
-        self._followers: set[Follower] = set()
+        self._followers: dict[Follower, None] = {}  # in the order in which they came
 
     def follow(self, operation_id: str = "", limit: int = QUEUE_LENGTH) -> Follower:
         """A reader of the events of one operation, or of all."""
@@ -78,8 +78,8 @@ class Feed:
 
     def add(self, follower: Follower) -> None:
         """Called by the follower."""
-        self._followers.add(follower)
+        self._followers[follower] = None
 
     def remove(self, follower: Follower) -> None:
         """Called by the follower."""
-        self._followers.discard(follower)
+        self._followers.pop(follower, None)

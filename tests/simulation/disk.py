@@ -82,8 +82,10 @@ class SimDisk:
         process = PROCESS.get(self.loop.outside)
         if not process.alive:
             raise Killed
-        if self.loop.job is not None:
-            slow = self.loop.now < self.slow_until
+        slow = self.loop.now < self.slow_until
+        # Naming and syncing are where an order matters; between other changes little can happen, and a switch is dear.
+        dear = what.startswith(("link", "renam", "an fsync")) or self.random.random() < 0.2
+        if self.loop.job is not None and (slow or dear):
             self.loop.job.stop_for(
                 self.random.uniform(0.5, 1.5) * self.slow_s if slow else self.random.uniform(1e-5, 6e-4)
             )

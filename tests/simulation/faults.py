@@ -69,7 +69,7 @@ def make(seed: int) -> Plan:
     ):  # fmt: skip
         for number in range(random.choice([1, 1, most])):
             servers[f"{name}-{number}"] = (kind, role)
-    duration = random.uniform(12.0, 32.0)
+    duration = random.uniform(8.0, 22.0)
     events: list[Event] = []
     at = random.uniform(1.0, 4.0)
     number = 0
@@ -81,7 +81,7 @@ def make(seed: int) -> Plan:
             events.append(Event(at + random.uniform(0.05, 3.0), "abort"))
         if random.random() < 0.1:
             events.append(Event(at + random.uniform(0.0, 6.0), "prune", value=random.choice([1, 2])))
-        at += random.uniform(2.0, 9.0)
+        at += random.uniform(1.5, 7.0)
     if random.random() < 0.93:
         events += _faults(random, duration, list(servers))
     return Plan(
@@ -89,7 +89,7 @@ def make(seed: int) -> Plan:
         servers=servers,
         events=tuple(sorted(events, key=lambda e: e.at)),
         duration_s=duration,
-        rows=random.randint(3, 9),
+        rows=random.randint(2, 7),
         concurrency=random.randint(1, 4),
         straggles=random.choice([0.0, 0.0, 0.03, 0.15]),
         coordinator_leaves=random.random() < 0.2,

@@ -86,16 +86,40 @@ class Process:
                 self.ready = deque([*others, *timers])
 
 
+class Worker:
+    """A thread that runs one job after the other; kept for later worlds, since starting one is dear."""
+
+    idle: list[Worker]
+
+    def __init__(self) -> None:
+        self.go = threading.Lock()
+        self.go.acquire()
+        self.job: Job | None = None
+        threading.Thread(target=self._run, daemon=True).start()
+
+    def _run(self) -> None:
+        while True:
+            self.go.acquire()
+            job = self.job
+            assert job is not None
+            job.work()
+            self.job = None
+            Worker.idle.append(self)
+            job.stopped.release()
+
+
+Worker.idle = []
+
+
 class Job:
     """Blocking work of a process: a thread that runs only while the loop waits for it."""
 
     def __init__(self, loop: SimLoop, process: Process, work: Callable[[], Any], future: asyncio.Future[Any]) -> None:
         self.loop, self.process, self.future = loop, process, future
         self._work = work
-        self._go, self._stopped = threading.Lock(), threading.Lock()
-        self._go.acquire()
-        self._stopped.acquire()
-        self._thread: threading.Thread | None = None
+        self.stopped = threading.Lock()
+        self.stopped.acquire()
+        self.worker: Worker | None = None
         self.over = self.killed = False
         self._result: Any = None
         self._error: BaseException | None = None
@@ -107,12 +131,11 @@ class Job:
         if self.over:
             return
         before, self.loop.job = self.loop.job, self
-        if self._thread is None:
-            self._thread = threading.Thread(target=self._run, daemon=True)
-            self._thread.start()
-        else:
-            self._go.release()
-        self._stopped.acquire()
+        if self.worker is None:
+            self.worker = Worker.idle.pop() if Worker.idle else Worker()
+            self.worker.job = self
+        self.worker.go.release()
+        self.stopped.acquire()
         self.loop.job = before
         if self.over:
             self.process.jobs.remove(self)
@@ -122,27 +145,28 @@ class Job:
 
     def stop_for(self, delay_s: float) -> None:
         """Called in the thread: let virtual time pass. Raises Killed when the process died meanwhile."""
+        assert self.worker is not None
         self.loop.at(self.loop.now + delay_s, self.process, self.step)
-        self._stopped.release()
-        self._go.acquire()
+        self.stopped.release()
+        self.worker.go.acquire()
         if self.killed or not self.process.alive:
             raise Killed
 
     def kill(self) -> None:
         """The process is dead: the thread unwinds without effect."""
         self.killed = True
-        if self._thread is None:
+        if self.worker is None:
             self.over = True
         elif not self.over and self.loop.job is not self:
             self.step()
 
-    def _run(self) -> None:
+    def work(self) -> None:
+        """Called in the thread."""
         try:
             self._result = self._work()
         except BaseException as error:
             self._error = error
         self.over = True
-        self._stopped.release()
 
     def _settle(self) -> None:
         if self.future.done():
@@ -155,8 +179,24 @@ class Job:
             self.future.set_exception(self._error)
 
 
+class SimTask(asyncio.Task[Any]):
+    """A task whose place in a set is the same in each run: code that cancels all of a set does so in one order."""
+
+    def __hash__(self) -> int:
+        return self.serial  # type: ignore[attr-defined, no-any-return]
+
+
+class SimFuture(asyncio.Future[Any]):
+    """As SimTask."""
+
+    def __hash__(self) -> int:
+        return self.serial  # type: ignore[attr-defined, no-any-return]
+
+
 class SimLoop(asyncio.BaseEventLoop):
     """See the module. `steps` counts callbacks; `fingerprint` is over all of them, in order."""
+
+    forgotten = 0  # loops of this process
 
     def __init__(self, random: Random, thread_random: Random) -> None:
         super().__init__()
@@ -170,12 +210,25 @@ class SimLoop(asyncio.BaseEventLoop):
         self.after_step: Callable[[], None] = lambda: None
         self._thread_random = thread_random
         self._timers: list[tuple[float, int, Process, asyncio.Handle | Callable[[], None]]] = []
-        self._serial = 0
+        self._serial = self._made = 0
         self._with_work: dict[Process, None] = {}
         self._executors: dict[int, deque[Job]] = {}
         self._unix: dict[str, Any] = {}
         self.outside = Process(self, "world", "world")
         self.set_exception_handler(self._unexpected)
+
+    def create_future(self) -> SimFuture:
+        future = SimFuture(loop=self)
+        self._made += 1
+        future.serial = self._made  # type: ignore[attr-defined]
+        return future
+
+    def create_task(self, coro: Any, *, name: Any = None, context: Any = None) -> SimTask:  # type: ignore[override]
+        task = SimTask.__new__(SimTask)
+        self._made += 1
+        task.serial = self._made  # type: ignore[attr-defined]
+        task.__init__(coro, loop=self, name=name, context=context)  # type: ignore[misc]
+        return task
 
     # ---- time and order -----------------------------------------------------------------------------------------------
 
@@ -277,7 +330,7 @@ class SimLoop(asyncio.BaseEventLoop):
     def _begin(self, job: Job) -> None:
         if job.process.paused:
             self.at(self.now + 0.05, job.process, lambda: self._begin(job))
-        elif job.process.alive and job.future.cancelled() and job._thread is None:
+        elif job.process.alive and job.future.cancelled() and job.worker is None:
             job.over = True
             job.process.jobs.remove(job)
             job.then()
@@ -335,6 +388,8 @@ class SimLoop(asyncio.BaseEventLoop):
             self._with_work.clear()
             self._executors.clear()
             self._unix.clear()
-            gc.collect()
+            SimLoop.forgotten += 1
+            if SimLoop.forgotten % 5 == 0:  # it takes as long as a tenth of a run
+                gc.collect()
         finally:
             sys.unraisablehook = before

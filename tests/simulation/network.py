@@ -87,7 +87,7 @@ class SimServer:
         self.handlers: dict[str, Any] = {}
         self.address = ""
         self.serving = False
-        self.calls: set[ServerCall] = set()
+        self.calls: dict[ServerCall, None] = {}
         self._stopped = asyncio.Event()
         self.process.on_kill.append(self._die)
 
@@ -153,7 +153,7 @@ class ServerCall:
         self._trailers: Any = ()
         self._code: Any = None
         self._details = ""
-        server.calls.add(self)
+        server.calls[self] = None
 
     # ---- aio.ServicerContext ----------------------------------------------------------------------------------------------
 
@@ -185,7 +185,7 @@ class ServerCall:
         if self._over:
             return
         self._over = True
-        self.server.calls.discard(self)
+        self.server.calls.pop(self, None)
         client = self.client
         if client is not None:
             when = self.network.way(self.process, client.process, self._last, client.unreachable)
@@ -242,7 +242,7 @@ class ServerCall:
         if self._over:
             return
         self._over = True
-        self.server.calls.discard(self)
+        self.server.calls.pop(self, None)
         client, trailers = self.client, self._trailers
         if client is not None:
             self._send(lambda: client.ended(code, details, trailers))
@@ -267,7 +267,7 @@ class SimChannel:
     def __init__(self, network: Network, target: str) -> None:
         self.network, self.target = network, target
         self.process = PROCESS.get()
-        self.calls: set[ClientCall] = set()
+        self.calls: dict[ClientCall, None] = {}
         self.closed = False
 
     def _multi(self, method: str, request_serializer: Any, response_deserializer: Any) -> Any:
@@ -310,7 +310,7 @@ class ClientCall:
         self._server: ServerCall | None = None
         self._last = 0.0
         self._pump: asyncio.Task[Any] | None = None
-        channel.calls.add(self)
+        channel.calls[self] = None
         self.process.on_kill.append(self._gone)
         loop = self.network.loop
         if timeout is not None:
@@ -377,7 +377,7 @@ class ClientCall:
     def ended(self, code: Any, details: str, trailers: Any) -> None:
         if self._status is None:
             self._status = (code, details, trailers)
-            self.channel.calls.discard(self)
+            self.channel.calls.pop(self, None)
             self._news.set()
             if self._pump is not None:
                 self._pump.cancel()

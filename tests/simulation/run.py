@@ -10,6 +10,7 @@ The rule: a seed says everything. Whatever fails here fails again with the same 
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import multiprocessing
 import os
@@ -28,6 +29,7 @@ from tests.simulation.story import Result, play
 def one(seed: int) -> dict[str, Any]:
     """Run a seed: what is counted of it."""
     warnings.simplefilter("ignore")
+    gc.disable()
     plan = make(seed)
     result = play(plan)
     return {

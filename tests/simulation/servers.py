@@ -21,7 +21,7 @@ import multidict
 from coordinator.wire.errors import SafepointError
 from participant_shims.gate.asgi import GateMiddleware
 from participant_shims.gate.calllog import CallLog
-from participant_shims.gate.control import STATUS_GAP_S, STATUS_SILENCE_S, Control, _error
+from participant_shims.gate.control import Control, _error
 from participant_shims.gate.core import Gate
 from participant_shims.gate.describe import Server
 from participant_shims.identity import ATTEMPT_HEADER, CALL_HEADER, ROLLOUT_HEADER
@@ -30,6 +30,7 @@ from tests.simulation.loop import Process, SimLoop
 from tests.simulation.network import Network
 
 Json = dict[str, Any]
+GAP_S, SILENCE_S = 0.25, 2.0  # between what a gate pushes: rarer than the real ones, since each costs time
 
 
 class Broken(ConnectionError):
@@ -118,9 +119,9 @@ class Line:
     async def _tell(self) -> None:
         while True:
             self._push({"event": "status", "status": self._gate.status(20)})
-            await asyncio.sleep(STATUS_GAP_S)
+            await asyncio.sleep(GAP_S)
             try:
-                await asyncio.wait_for(self._dirty.wait(), STATUS_SILENCE_S)
+                await asyncio.wait_for(self._dirty.wait(), SILENCE_S)
             except TimeoutError:
                 pass
             self._dirty.clear()

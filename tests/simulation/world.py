@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import json
 import logging
 import random as global_random
@@ -121,7 +122,7 @@ class World:
 
     async def _coordinate(self, process: Process) -> None:
         settings = Settings(
-            root=ROOT, lease_ttl_s=LEASE_S, straggler_grace_s=2.0, prepare_timeout_s=12.0, commit_timeout_s=12.0,
+            root=ROOT, lease_ttl_s=LEASE_S, heartbeat_s=1.5, straggler_grace_s=2.0, prepare_timeout_s=12.0, commit_timeout_s=12.0,
             restore_timeout_s=20.0,
         )  # fmt: skip
         try:
@@ -252,6 +253,8 @@ def made(plan: Plan) -> Generator[World]:
     logging.disable(logging.CRITICAL)
     secrets.token_hex = lambda nbytes=None: f"{chance.getrandbits(8 * (nbytes or 32)):0{2 * (nbytes or 32)}x}"
     global_random.seed(f"global {plan.seed}")
+    collects = gc.isenabled()
+    gc.disable()  # when it runs is chance, and what it collects has callbacks
     try:
         with installed(world.disk) as system:
             world.system = system
@@ -267,6 +270,8 @@ def made(plan: Plan) -> Generator[World]:
                 world.loop.close()
     finally:
         world.loop.forget()
+        if collects:
+            gc.enable()
         logging.disable(level)
         secrets.token_hex = before
         global_random.setstate(state)
