@@ -60,9 +60,6 @@ class Head:
     def chunked(self) -> bool:
         return self.value(b"transfer-encoding").lower().endswith(b"chunked")
 
-    def request_has_body(self) -> bool:
-        return self.chunked or self.value(b"content-length") not in (b"", b"0")
-
     def response_has_body(self, method: bytes) -> bool:
         return not (method == b"HEAD" or self.status in _NO_BODY or 100 <= self.status < 200)
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import functools
 import json
-import os
 import sqlite3
 from collections.abc import Callable, Generator, Iterable
 from contextlib import contextmanager
@@ -107,15 +106,6 @@ class LogFile:
     def close(self) -> None:
         """Give the file back."""
         self.db.close()
-
-    def seal(self) -> None:
-        """Make the log durable against loss of the host: checkpoint the WAL and fsync the file."""
-        self.db.execute("PRAGMA wal_checkpoint(TRUNCATE)")
-        fd = os.open(self.path, os.O_RDONLY)
-        try:
-            os.fsync(fd)
-        finally:
-            os.close(fd)
 
     @contextmanager
     def together(self) -> Generator[None]:

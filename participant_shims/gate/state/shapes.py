@@ -17,10 +17,6 @@ def exact_dict(value: object) -> TypeGuard[dict[Any, Any]]:
     return type(value) is dict
 
 
-def exact_tuple(value: object) -> TypeGuard[tuple[Any, ...]]:
-    return type(value) is tuple
-
-
 def a_dict(value: object) -> TypeGuard[dict[Any, Any]]:
     return isinstance(value, dict)
 
