@@ -125,7 +125,7 @@ class VllmAdapter:
         engine = self._engine
         if engine is None:
             engine = await discover(self.target)
-            self._engine = self.proxy.engine = engine
+            self._engine = self.proxy.serving.engine = engine
             self._life_now = engine.life
             self.proxy.weights_are(engine.weight_version)
         features = [f"vllm-{engine.version}"]

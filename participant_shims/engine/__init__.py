@@ -9,7 +9,9 @@
     continuation  PURE  the request for what is missing of a restored record
     pool          restored records that nobody has asked for yet
     requests_file the snapshot's `requests.jsonl`
-    proxy         the streams themselves
+    stream        reading and recording what the engine streams
+    serving       one request: recorded, continued or passed on as it came
+    proxy         admission, the set in flight, control calls of others
 
 The rule of the package: a caller gets what the server would have said. What the proxy asks for besides is taken out again,
 and what it can't record or continue exactly is passed on untouched, or begun anew, and counted as that.

@@ -22,8 +22,9 @@ NOT_EXACT: Final = "continued_not_bit_exact"
 
 
 def label_of(record: Record) -> str:
-    """What a continuation of the record is."""
-    return EXACT if record.ask.greedy and record.continued != NOT_EXACT else NOT_EXACT
+    """What a continuation of the record is; the weights that it goes on with are its last segment's."""
+    one_policy = len({segment.weight_version for segment in record.segments}) <= 1
+    return EXACT if record.ask.greedy and one_policy and record.continued != NOT_EXACT else NOT_EXACT
 
 
 def continuation_body(record: Record, max_model_len: int) -> Json:

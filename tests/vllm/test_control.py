@@ -19,6 +19,8 @@ from participant_shims.adapters.vllm import MARKER, VllmAdapter, VllmOptions
 from participant_shims.engine import control as control_module
 from participant_shims.engine.control import EngineControl
 from participant_shims.engine.discovery import discover
+from participant_shims.engine.record import Piece, Record
+from participant_shims.engine.request import make_ask
 from participant_shims.engine.requests_file import read_requests
 from participant_shims.identity import CallIdentity
 from tests.vllm.real_engine import Caller, Said
@@ -414,3 +416,91 @@ async def test_what_the_engine_does_not_let_be_recorded_is_asked_as_it_came(tmp_
         status, _answer = await caller.post("/v1/completions", {"model": "tiny", "prompt": "x"})
         assert status == 400
         assert [b.get("return_token_ids") for b in engine.bodies] == [True, None]
+
+
+# ---- going on ---------------------------------------------------------------------------------------------------------
+
+
+def half_done(tokens: int = 3, **more: Any) -> Record:
+    made = Record("sp-old", make_ask("/v1/completions", {**ASK, **more}), prompt_ids=(1, 2, 3), served_id="x-1",
+                  model="tiny", created=5)  # fmt: skip
+    made.weights_are("default")
+    for number in range(tokens):
+        made.add(Piece(f"w{103 + number}", (103 + number,), ([-0.5, f"w{103 + number}", None],)))
+    return made
+
+
+async def test_what_comes_before_the_kept_part_is_told_is_told_once(tmp_path: Path) -> None:
+    async with scripted() as engine, covered(engine, tmp_path) as (adapter, caller):
+        adapter.pool.put(half_done())
+        may_pass = asyncio.Event()
+        held = adapter.doors.hold
+
+        async def hold(entry: Any) -> bool:
+            await may_pass.wait()
+            return await held(entry)
+
+        adapter.doors.hold = hold  # type: ignore[method-assign]
+        asked = asyncio.create_task(caller.stream(ASK))
+        await until(lambda: bool(engine.running))
+        engine.step(2)
+        await until(lambda: len(next(iter(adapter.proxy.in_flight.values())).token_ids) == 5)
+        may_pass.set()
+        engine.step(3)
+        said = await asked
+        assert said.ids == [103 + n for n in range(8)]
+        assert said.text == "".join(f"w{i}" for i in said.ids)
+        assert len(said.logprobs) == 8
+
+
+async def test_a_restored_record_survives_a_caller_that_leaves(tmp_path: Path) -> None:
+    async with scripted() as engine, covered(engine, tmp_path) as (adapter, caller):
+        adapter.pool.put(half_done())
+        asked = asyncio.create_task(caller.whole(ASK))
+        await until(lambda: bool(engine.running))
+        engine.step(1)
+        await until(lambda: len(next(iter(adapter.proxy.in_flight.values())).token_ids) == 4)
+        asked.cancel()
+        await until(lambda: len(adapter.pool) == 1)
+        again = asyncio.create_task(caller.whole(ASK))
+        await until(lambda: engine.bodies[-1]["max_tokens"] == 4 and bool(engine.running))
+        engine.step(4)
+        assert (await again).ids == [103 + n for n in range(8)]
+
+
+async def test_a_record_that_had_said_nothing_is_asked_as_if_it_were_new(tmp_path: Path) -> None:
+    async with scripted() as engine, covered(engine, tmp_path) as (adapter, caller):
+        adapter.pool.put(half_done(0))
+        asked = asyncio.create_task(caller.whole(ASK))
+        await until(lambda: bool(engine.running))
+        engine.step(8)
+        said = await asked
+        assert (said.ids, said.label) == ([103 + n for n in range(8)], "")
+        assert adapter.pool.tally.regenerated == 0
+
+
+async def test_a_continuation_that_is_refused_begins_anew_and_is_counted(tmp_path: Path) -> None:
+    async with scripted(rejects=503) as engine, covered(engine, tmp_path) as (adapter, caller):
+        adapter.pool.put(half_done())
+        assert (await caller.post("/v1/completions", ASK))[0] == 503
+        assert [b["max_tokens"] for b in engine.bodies] == [5, 8]
+        assert (adapter.pool.tally.regenerated, adapter.pool.tally.again) == (1, 3)
+
+
+async def test_answers_across_two_weights_say_so(tmp_path: Path) -> None:
+    async with scripted(weight_version="step-8") as engine, covered(engine, tmp_path) as (adapter, caller):
+        adapter.pool.put(half_done())
+        asked = asyncio.create_task(caller.whole(ASK))
+        await until(lambda: bool(engine.running))
+        engine.step(5)
+        assert (await asked).label == "continued_not_bit_exact; kept=3; weights=default@0,step-8@3"
+
+
+async def test_requests_that_nobody_has_asked_for_again_are_in_the_next_cut(tmp_path: Path) -> None:
+    directory = tmp_path / "cut"
+    directory.mkdir()
+    async with scripted() as engine, covered(engine, tmp_path) as (adapter, _):
+        adapter.pool.put(half_done())
+        await freeze(adapter)
+        _ = [step async for step in adapter.export(directory)]
+        assert [r.token_ids for r in read_requests(directory)[1]] == [[103, 104, 105]]

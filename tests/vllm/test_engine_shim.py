@@ -107,7 +107,7 @@ async def test_a_generation_in_flight_is_saved_and_goes_on_after_everything_died
         engine.step(7)
         said = await asked
         assert said.ids == [103 + n for n in range(12)]
-        assert said.label == "exact; kept=5; again=0"
+        assert said.label == "exact; kept=5"
         stale, answer = await caller.post("/v1/completions", question, CallIdentity("r-1", 0, "0.1").headers())
         assert (stale, answer["error"]["reason"]) == (409, "STALE_ATTEMPT")
 

@@ -1,0 +1,321 @@
+"""One request that generates: recorded, continued or passed on as it came.
+
+The rule: nothing is sent to the engine twice unless the engine has refused it; whatever becomes of the request, the
+connection that carries it is known to whoever has to cut it (`Exchange.upstream`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Final, cast
+
+from participant_shims.admission import Doors, Entry
+from participant_shims.engine import answer
+from participant_shims.engine.call import NotSent, Unknown, call
+from participant_shims.engine.continuation import EXACT, continuation_body, in_words_of, label_of
+from participant_shims.engine.discovery import Engine
+from participant_shims.engine.pool import Pool
+from participant_shims.engine.record import Piece, Record, read_piece
+from participant_shims.engine.request import COMPLETIONS, Ask, Json, upstream_body
+from participant_shims.engine.stream import REWRITTEN, Chunks, Failure, Stream, nothing, pieces, rewritten
+from participant_shims.identity import CallIdentity
+from participant_shims.proxy import Link, Upstream
+from participant_shims.proxy_http import Body, End, Head, Header, encode_body, encode_end
+
+log = logging.getLogger(__name__)
+
+DERENDER_S: Final = 30.0
+LABEL: Final = b"x-safepoint-continued"
+_JSON: Final[Header] = (b"content-type", b"application/json")
+_EVENTS: Final[Header] = (b"content-type", b"text/event-stream; charset=utf-8")
+
+
+class _Refusal(Exception):
+    """The engine answered something else than a stream; nothing has been generated."""
+
+    def __init__(self, head: Head, body: bytes) -> None:
+        super().__init__(head.status)
+        self.head, self.body = head, body
+
+
+@dataclass(slots=True)
+class Exchange:
+    """One request on its way. `upstream` is the connection that carries it now."""
+
+    client: Link
+    head: Head
+    raw: bytes
+    entry: Entry
+    record: Record
+    upstream: Upstream
+
+
+class Serving:
+    """Serves exchanges. `in_flight` is kept by the proxy; a record that a restored one replaces is replaced there."""
+
+    def __init__(
+        self, target: str, doors: Doors, pool: Pool, in_flight: dict[str, Record], dial: Callable[[], Awaitable[Upstream]],
+        relay: Callable[[Exchange, Head, list[Body | End]], Awaitable[Upstream | None]], spoke: Callable[[], None],
+    ) -> None:  # fmt: skip
+        self._target, self._doors, self._pool, self._in_flight = target, doors, pool, in_flight
+        self._dial, self._relay, self._spoke = dial, relay, spoke
+        self.engine: Engine | None = None
+        self.weight_version = ""
+
+    def why_not(self, ask: Ask) -> str:
+        """Why this engine can't continue it; empty when it can."""
+        if self.engine is None:
+            return "the engine was not known yet"
+        if self._parses(ask) and not self.engine.derenders:
+            return "its tool calls can't be read from tokens (vLLM without --enable-scale-out)"
+        return self.engine.why_untouched
+
+    def _parses(self, ask: Ask) -> bool:
+        return ask.parses or (ask.chat and self.engine is not None and self.engine.parses_reasoning)
+
+    def _untouched(self, ask: Ask) -> bool:
+        if self.engine is None or self.engine.why_untouched or ask.why_untouched or not ask.body:
+            return True
+        return not ask.stream and self._parses(ask) and not self.engine.derenders
+
+    async def serve(self, at: Exchange) -> Upstream | None:
+        """Answer. The connection to the engine, when it can be used again and the caller's as well.
+
+        Raises ConnectionError, BrokenMessage when the engine was lost; the caller has no whole answer then.
+        """
+        record = at.record
+        restored = self._claim(record)
+        if restored is not None:
+            why = restored.anew or record.anew
+            if not why:
+                try:
+                    return await self._continue(at, restored)
+                except _Refusal as refusal:
+                    why = f"vLLM answered {refusal.head.status} to its continuation"
+                    await self._redial(at)
+                    self._in_flight[record.request_id] = record
+            log.info("request %s begins anew: %s", restored.request_id, why)
+            self._pool.tally.regenerated += 1
+            self._pool.tally.again += len(restored.token_ids)
+        if not self._untouched(record.ask):
+            try:
+                return await self._record(at)
+            except _Refusal as refusal:
+                if refusal.head.status != 400:
+                    await self._doors.hold(at.entry)
+                    await at.client.send(rewritten(refusal.head, b"", refusal.body).encode() + refusal.body)
+                    return self._again(at, refusal.head)
+                # What we ask for besides may be what the engine does not want; it has generated nothing yet.
+                record.anew = "vLLM does not let its tokens be recorded"
+                await self._redial(at)
+        return await self._relay(at, rewritten(at.head, at.head.url, at.raw), [Body(at.raw), End()])
+
+    def _claim(self, record: Record) -> Record | None:
+        """The restored record that this request goes on from; None also when it had not said anything yet."""
+        if not record.ask.body:
+            return None
+        caller = CallIdentity(record.rollout_id, record.attempt, record.call_id) if record.rollout_id else None
+        restored = self._pool.claim(record.ask.digest, caller)
+        if restored is None or restored.finished or restored.anew:
+            return restored
+        self._pool.tally.again += restored.cut_back(record.ask.max_tokens)
+        return restored if restored.prompt_ids and restored.token_ids else None
+
+    async def _redial(self, at: Exchange) -> None:
+        at.upstream.link.drop(now=True)
+        at.upstream = await self._dial()
+
+    # ---- recording ------------------------------------------------------------------------------------------------
+
+    async def _record(self, at: Exchange) -> Upstream | None:
+        record, client, entry = at.record, at.client, at.entry
+        ask = record.ask
+        response = await self._ask(at, at.head.url, upstream_body(ask), record)
+        chunks = self._stream(at, record, lambda chunk, raw: read_piece(chunk, chat=ask.chat, raw=raw))
+        if not ask.stream:
+            return await self._send_whole(at, record, chunks, response)
+        as_it_came = ask.wants_ids and ask.wants_logprobs
+        await self._doors.hold(entry)
+        await client.send(response.encode())
+        try:
+            async for chunk, piece in chunks:
+                # What is told is what came, unless something has to be taken out of it.
+                told = piece.raw if as_it_came else answer.event_without(chunk, ask)
+                if told:
+                    if self._doors.closed:
+                        await self._doors.hold(entry)
+                    await client.send(encode_body(told, response.chunked))
+        except Failure as failure:
+            await client.send(encode_body(answer.event(failure.event), response.chunked))
+        await self._doors.hold(entry)
+        await client.send(encode_body(answer.DONE, response.chunked) + encode_end(End(), response.chunked))
+        return self._again(at, response)
+
+    async def _send_whole(
+        self, at: Exchange, record: Record, chunks: Chunks, response: Head | None, label: str = ""
+    ) -> Upstream | None:
+        """Wait for the end, then answer in one."""
+        status, phrase = 200, b"OK"
+        try:
+            async for _ in chunks:
+                pass
+            shown = await self._complete(record)
+        except Failure as failure:
+            shown = failure.event
+            code = cast(Json, shown.get("error") or {}).get("code")
+            status, phrase = (code if isinstance(code, int) and 400 <= code < 600 else 500), b"Error"
+        await self._doors.hold(at.entry)
+        body = json.dumps(shown, ensure_ascii=False, separators=(",", ":")).encode("utf-8", "surrogatepass")
+        kept = [h for h in (response.headers if response else []) if h[0].lower() not in (*REWRITTEN, b"content-type")]
+        out = Head([*kept, _JSON], status=status, phrase=phrase)
+        if label:
+            out.headers.append((LABEL, label.encode()))
+        out.headers.append((b"content-length", b"%d" % len(body)))
+        await at.client.send(out.encode() + body)
+        return self._again(at, out)
+
+    async def _complete(self, record: Record) -> Json:
+        if not record.finish_reason:
+            record.finish_reason = "abort"  # a request that is aborted before its first token ends without a word
+        shown = answer.whole(record)
+        if self._parses(record.ask):
+            choice = cast("list[Json]", shown["choices"])[0]
+            parsed = await self._derender(record)
+            choice["message"], choice["finish_reason"] = parsed["message"], parsed["finish_reason"]
+        return shown
+
+    async def _derender(self, record: Record) -> Json:
+        """The choice that vLLM itself makes of the tokens, read for tool calls and reasoning."""
+        reason = "stop" if record.finish_reason == "tool_calls" else record.finish_reason
+        choice = {"index": 0, "token_ids": record.token_ids, "finish_reason": reason, "logprobs": None}
+        body: Json = {
+            "model": record.ask.body.get("model"),
+            "generate_response": {"request_id": record.request_id, "choices": [choice]},
+            "prompt_tokens": len(record.prompt_ids),
+            "prompt_token_ids": list(record.prompt_ids),
+            "chat_request": {k: v for k, v in record.ask.body.items() if k not in ("stream", "stream_options")},
+        }
+        try:
+            answered = await call(self._target, "POST", "/v1/chat/completions/derender", body, timeout_s=DERENDER_S)
+            found = answered.value("choices")
+        except (NotSent, Unknown) as error:
+            raise ConnectionResetError(f"the engine does not read tool calls: {error}") from error
+        if answered.status != 200 or not found:
+            raise ConnectionResetError(
+                f"the engine does not read tool calls: {answered.status} {answered.body[:200]!r}"
+            )
+        return cast(Json, found[0])
+
+    # ---- continuing -----------------------------------------------------------------------------------------------
+
+    async def _continue(self, at: Exchange, restored: Record) -> Upstream | None:
+        """Answer from a restored record and what it lacks. Raises _Refusal when vLLM does not go on with it."""
+        record, client, entry, tally = at.record, at.client, at.entry, self._pool.tally
+        ask = record.ask
+        # In the caller's words: it may stream now and not before, or the other way round.
+        restored.ask, restored.request_id = ask, record.request_id
+        restored.rollout_id, restored.attempt, restored.call_id = record.rollout_id, record.attempt, record.call_id
+        self._in_flight[record.request_id] = restored
+        restored.kept = len(restored.token_ids)
+        # Taken before anything more is read: what comes now is told after it.
+        kept = Piece(
+            restored.text, tuple(restored.token_ids), tuple(restored.logprobs), restored.finish_reason,
+            restored.stop_reason, restored.reasoning,
+        )  # fmt: skip
+        chunks: Chunks = nothing()
+        if not restored.finished:
+            restored.weights_are(self.weight_version)
+            restored.continued = label_of(restored)
+            restored.usage = None
+            body = continuation_body(restored, self.engine.max_model_len if self.engine else 0)
+            await self._ask(at, COMPLETIONS.encode(), body, restored)
+            chunks = self._stream(at, restored, lambda chunk, _: in_words_of(restored, read_piece(chunk, chat=False)))
+        tally.exact += int(restored.continued in ("", EXACT))
+        tally.not_exact += int(restored.continued not in ("", EXACT))
+        tally.kept += restored.kept
+        label = _label(restored)
+        if not ask.stream:
+            return await self._send_whole(at, restored, chunks, None, label)
+        out = Head([_EVENTS, (b"transfer-encoding", b"chunked"), (LABEL, label.encode())], status=200, phrase=b"OK")
+        await self._doors.hold(entry)
+        await client.send(out.encode())
+        try:
+            async for shown in self._continued_chunks(restored, kept, chunks):
+                await self._doors.hold(entry)
+                await client.send(encode_body(answer.event(shown), True))
+        except Failure as failure:
+            await client.send(encode_body(answer.event(failure.event), True))
+        await self._doors.hold(entry)
+        await client.send(encode_body(answer.DONE, True) + encode_end(End(), True))
+        return self._again(at, out)
+
+    async def _continued_chunks(self, record: Record, kept: Piece, chunks: Chunks) -> AsyncIterator[Json]:
+        first = answer.first_chunk(record)
+        if first is not None:
+            yield first
+        if self._parses(record.ask):
+            async for _ in chunks:
+                pass
+            choice = await self._derender(record)
+            message = cast(Json, choice["message"])
+            calls = tuple({"index": n, **c} for n, c in enumerate(cast("list[Json]", message.get("tool_calls") or [])))
+            yield answer.chunk_of(
+                record,
+                Piece(
+                    message.get("content") or "", tuple(record.token_ids), tuple(record.logprobs),
+                    choice["finish_reason"], record.stop_reason, message.get("reasoning") or "", calls,
+                ),
+                0,
+            )  # fmt: skip
+        else:
+            offset = 0
+            if kept.token_ids or kept.finish_reason:
+                yield answer.chunk_of(record, kept, offset, first=True)
+                offset += _width(kept.logprobs)
+            async for _, piece in chunks:
+                if piece.token_ids or piece.text or piece.finish_reason:
+                    yield answer.chunk_of(record, piece, offset)
+                    offset += _width(piece.logprobs)
+        if record.ask.wants_usage:
+            yield answer.usage_chunk(record)
+
+    # ---- talking with the engine ----------------------------------------------------------------------------------
+
+    async def _ask(self, at: Exchange, url: bytes, body: Json, record: Record) -> Head:
+        """Send the request; the head of a stream. Raises _Refusal for any other answer."""
+        raw = json.dumps(body, ensure_ascii=False, separators=(",", ":")).encode("utf-8", "surrogatepass")
+        out = rewritten(at.head, url, raw)
+        if not out.value(b"x-request-id"):
+            out.headers.append((b"x-request-id", record.request_id.encode()))
+        await at.upstream.link.send(out.encode() + raw)
+        response = await at.upstream.messages.next()
+        if not isinstance(response, Head):
+            raise ConnectionResetError("vLLM closed the connection before its response")
+        if response.status != 200 or b"event-stream" not in response.value(b"content-type"):
+            raise _Refusal(response, b"".join([piece async for piece in pieces(at.upstream.messages, ())]))
+        return response
+
+    def _stream(self, at: Exchange, record: Record, understand: Callable[[Json, bytes], Piece]) -> Chunks:
+        return Stream(at.upstream.messages, record, understand, self._spoke).chunks()
+
+    @staticmethod
+    def _again(at: Exchange, response: Head) -> Upstream | None:
+        at.upstream.used_at = asyncio.get_running_loop().time()
+        return at.upstream if at.head.keep_alive and response.keep_alive else None
+
+
+def _label(record: Record) -> str:
+    """What the caller is told of a continuation, beside the answer."""
+    versions = {s.weight_version for s in record.segments}
+    weights = ",".join(f"{s.weight_version}@{s.start}" for s in record.segments) if len(versions) > 1 else ""
+    return f"{record.continued or EXACT}; kept={record.kept}" + (f"; weights={weights}" if weights else "")
+
+
+def _width(entries: Sequence[Any]) -> int:
+    """Characters of the tokens of a completion's entries; those of a chat are objects, and count for nothing."""
+    rows = [cast("Sequence[Any]", entry) for entry in entries if isinstance(entry, list)]
+    return sum(len(str(row[1])) for row in rows)
