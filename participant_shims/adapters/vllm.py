@@ -51,6 +51,7 @@ log = logging.getLogger(__name__)
 
 QUIET_S: Final = 0.1  # no byte for so long, and nothing is on its way any more
 QUIET_WITHIN_S: Final = 3.0
+READS: Final = 4  # turns of the event loop from the arrival of a byte to its record
 ABORT_WITHIN_S: Final = 5.0
 DIGEST_S: Final = 120.0
 SHOWN: Final = 20
@@ -222,7 +223,12 @@ class VllmAdapter:
         while True:
             quiet_at = max(begun, self.proxy.spoke_at) + QUIET_S
             if quiet_at <= loop.time():
-                return
+                # Were we the ones who stood still, what came meanwhile is read only now.
+                for _ in range(READS):
+                    await asyncio.sleep(0.001)
+                if quiet_at == max(begun, self.proxy.spoke_at) + QUIET_S:
+                    return
+                continue
             if loop.time() - begun > QUIET_WITHIN_S:
                 who = ", ".join(sorted(r.request_id for r in self.proxy.in_flight.values() if not r.finished)[:5])
                 raise refuse(
@@ -230,7 +236,7 @@ class VllmAdapter:
                     f"vLLM at {self.target} says that it is paused and goes on generating ({who or 'unrecorded requests'}).",
                     next_step="Restart it: a rank of it did not stop.",
                 )
-            await asyncio.sleep(quiet_at - loop.time())
+            await asyncio.sleep(max(0.0, quiet_at - loop.time()))
             self._check_closed()
 
     def _check_closed(self) -> None:
