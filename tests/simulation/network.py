@@ -228,11 +228,12 @@ class ServerCall:
         self.network.on_reply(self, reply)
         raw = handler.response_serializer(reply)
         client = self.client
-        if client is None or self._over:
+        if client is None or self._over or self._unheard:
             return
         weather = self.network.weather
         if weather.cut and handler.response_streaming and self.network.random.random() < weather.cut:
             self.network.trace(self.process, f"{self.name}: the stream is cut")
+            self._unheard = True
             self.network.loop.after(self.network.random.uniform(0.001, 0.2), client.unreachable)
             self.cancel()
             return
