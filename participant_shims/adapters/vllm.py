@@ -19,14 +19,13 @@ from pathlib import Path
 from typing import Any, Final
 
 from coordinator.wire.errors import Reason, SafepointError, refuse
-from coordinator.wire.terms import Activity, CheckpointMode, QuiesceMode, Role, RolloutState
+from coordinator.wire.terms import Activity, CheckpointMode, QuiesceMode, Role
 from participant_shims.adapter import (
     Closed,
     Counts,
     Description,
     Drain,
     Exported,
-    LedgerLine,
     LiveRollout,
     Loaded,
     Opened,
@@ -36,14 +35,15 @@ from participant_shims.adapter import (
     Worker,
     WrittenFile,
 )
-from participant_shims.adapters.ledger_file import LEDGER, write_ledger
+from participant_shims.adapters.vllm_cut import check_weights, totals_of, write_cut
 from participant_shims.admission import ANONYMOUS, Doors, Released, Standing
 from participant_shims.engine.control import EngineControl
 from participant_shims.engine.discovery import Engine, discover, life, weight_digest, weight_version
+from participant_shims.engine.pause_note import PauseNote
 from participant_shims.engine.pool import Pool
 from participant_shims.engine.proxy import EngineProxy
 from participant_shims.engine.record import Record
-from participant_shims.engine.requests_file import REQUESTS, Origin, encode, read_requests, write_requests
+from participant_shims.engine.requests_file import REQUESTS, Origin, read_requests
 from participant_shims.identity import CallIdentity
 from participant_shims.running import Pulse
 
@@ -54,8 +54,9 @@ QUIET_WITHIN_S: Final = 3.0
 READS: Final = 4  # turns of the event loop from the arrival of a byte to its record
 ABORT_WITHIN_S: Final = 5.0
 DIGEST_S: Final = 120.0
+LOOK_AGAIN_S: Final = 1.0
+MAX_REPLACED: Final = 200_000  # rollouts whose older attempts are refused; a trainer retires them long before
 SHOWN: Final = 20
-MARKER: Final = "paused-by-us"
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,13 +94,13 @@ class VllmAdapter:
             options.listen, self.target, self.doors, self.control, self.pool, self._is_stale, rejects=options.rejects
         )
         self.proxy.on_steered = self._steered
+        self._note = PauseNote(options.life)
         self._min_attempt: dict[str, int] = {}
         self._engine: Engine | None = None
         self._ours = False  # whether a pause of ours may be in force
         self._frozen_at: float | None = None  # loop time from which on nothing may come any more
         self._released: Released | None = None  # what an opening has released that is not over yet
         self._wedged = ""
-        self._life_now = ""
         self._tasks: set[asyncio.Task[Any]] = set()
 
     async def start(self, on_change: Callable[[], None]) -> None:
@@ -127,7 +128,6 @@ class VllmAdapter:
         if engine is None:
             engine = await discover(self.target)
             self._engine = self.proxy.serving.engine = engine
-            self._life_now = engine.life
             self.proxy.weights_are(engine.weight_version)
         features = [f"vllm-{engine.version}"]
         features += ["continues-tool-calls"] if engine.derenders else []
@@ -147,7 +147,7 @@ class VllmAdapter:
     # ---- closing --------------------------------------------------------------------------------------------------
 
     async def close(self, operation_id: str, mode: QuiesceMode, lease_ttl_s: float) -> Closed:
-        await self.describe()
+        await self._same_engine()
         self._frozen_at = None
         generation = self.doors.close(operation_id, mode, lease_ttl_s)
         # A rank of a data-parallel engine has no voice of its own: all of them have stopped, or the pause fails.
@@ -192,6 +192,24 @@ class VllmAdapter:
             return Stillness(generation, error.problem.message)
         return Stillness(generation)
 
+    async def _same_engine(self) -> None:
+        """Look again when the server was started anew behind us. Raises INCARNATION_CHANGED when it is another one now."""
+        await self.describe()
+        engine = self._engine
+        if engine is None or not engine.life or await life(self.target) == engine.life:
+            return
+        now = await discover(self.target)
+        if now.config_digest != engine.config_digest:
+            raise refuse(
+                Reason.INCARNATION_CHANGED,
+                f"vLLM at {self.target} was started anew as another server ({now.model}, {now.max_model_len} tokens, "
+                f"{now.ranks} ranks; it was {engine.model}, {engine.max_model_len}, {engine.ranks}).",
+                next_step="Restart the shim, which then describes the new one.",
+            )
+        log.warning("vLLM at %s was started anew", self.target)
+        self._engine = self.proxy.serving.engine = now
+        self.proxy.weights_are(now.weight_version)
+
     async def _until_empty(self, limit_s: float) -> AsyncIterator[Drain]:
         """Progress until nothing of ours runs, or `limit_s` seconds are over."""
         loop = asyncio.get_running_loop()
@@ -213,7 +231,7 @@ class VllmAdapter:
             log.warning("vLLM at %s is paused already, by somebody else; it stays so when we open", self.target)
             return
         self._ours = True
-        self._mark()
+        self._note.write(self.doors.operation_id)
         await self.control.pause(mode)
         self._check_closed()
 
@@ -252,55 +270,24 @@ class VllmAdapter:
         origin = Origin(engine.model, engine.version, await weight_version(self.target), digest)
         # Restored ones that nobody has asked for yet are as much in flight as before.
         records = [*self.proxy.in_flight.values(), *self.pool.records()]
-        lines: list[str] = []
-        for number, record in enumerate(records):
-            lines.append(encode(record))
-            if number % 64 == 63:
-                yield Progress(items_done=number + 1, items_total=len(records))
-                await asyncio.sleep(0)
-        written = await asyncio.to_thread(write_requests, directory, origin, lines)
-        files = [written]
-        ledger = _ledger(records)
-        if ledger:
-            files.append(await asyncio.to_thread(write_ledger, directory, ledger, self._options.participant_id))
-        size = sum(f.size_bytes for f in files)
-        yield Progress(size, size, len(records), len(records))
-        yield Exported(
-            tuple(files), LEDGER if ledger else "", {RolloutState.PENDING: len(ledger)} if ledger else {},
-            sessions=len(records), recorded_calls=sum(not r.anew for r in records),
-        )  # fmt: skip
+        async for step in write_cut(directory, origin, records, self._options.participant_id):
+            yield step
 
     async def load(self, directory: Path, files: Sequence[WrittenFile]) -> AsyncIterator[Progress | Loaded]:
         records: list[Record] = []
         if any(f.path == REQUESTS for f in files):
             origin, records = await asyncio.to_thread(read_requests, directory)
-            await self._check_weights(origin)
+            digest = await weight_digest(self.target, DIGEST_S) if self._options.weight_digest else ""
+            now = Origin(origin.model, "", await weight_version(self.target), digest)
+            self.proxy.weights_are(now.weight_version)
+            check_weights(origin, now, self.target, marks=self._options.weights == "mark")
         self.pool.replace(records)
         for record in records:
             if record.rollout_id:
                 self._replace(record.rollout_id, record.attempt + 1)
-        yield Progress(sum(f.size_bytes for f in files), sum(f.size_bytes for f in files), len(records), len(records))
-        known = len(_ledger(records))
-        totals = {RolloutState.PENDING: known} if known else {}
-        yield Loaded(sessions=len(records), totals=totals, generation=self.doors.generation)
-
-    async def _check_weights(self, origin: Origin) -> None:
-        """Raises FINGERPRINT_MISMATCH when tokens of other weights would be continued unasked."""
-        now = await weight_version(self.target)
-        self.proxy.weights_are(now)
-        differs = f"version {origin.weight_version!r}, not {now!r}" if origin.weight_version != now else ""
-        compares = bool(origin.weight_digest) and self._options.weight_digest
-        if not differs and compares and await weight_digest(self.target, DIGEST_S) != origin.weight_digest:
-            differs = f"another digest, under the same version {now!r}"
-        if differs and self._options.weights != "mark":
-            raise refuse(
-                Reason.FINGERPRINT_MISMATCH,
-                f"The tokens of the snapshot are of weights of {differs}, which vLLM at {self.target} has.",
-                next_step="Load the weights of the snapshot first, or start the shim with --weights mark: answers then "
-                "have segments of both.",
-            )
-        if differs:
-            log.warning("off-policy: the snapshot's tokens are of weights of %s", differs)
+        size = sum(f.size_bytes for f in files)
+        yield Progress(size, size, len(records), len(records))
+        yield Loaded(sessions=len(records), totals=totals_of(records), generation=self.doors.generation)
 
     # ---- opening --------------------------------------------------------------------------------------------------
 
@@ -352,24 +339,41 @@ class VllmAdapter:
     async def _resume(self) -> None:
         await self.control.resume()
         self._ours = False
-        self._unmark()
+        self._note.remove()
 
     async def _settle(self) -> None:
-        """Undo what a shim before us has left paused: its noted pause, never somebody else's."""
-        marker = self._marker()
-        if marker is None or not marker.exists():
-            return
-        log.warning("the shim before this one ended while vLLM at %s was paused by it", self.target)
+        """Undo what a shim before us has left paused: its noted pause, never somebody else's. Then get to know the
+        engine, however long it takes to start: requests are recorded only from then on."""
+        if self._note.there():
+            log.warning("the shim before this one ended while vLLM at %s was paused by it", self.target)
+            try:
+                await self._resume()
+            except SafepointError as error:
+                log.error("%s", error)
+        while self._engine is None:
+            try:
+                await self.describe()
+            except SafepointError as error:
+                if error.reason is not Reason.UNAVAILABLE:
+                    log.error("%s", error)
+                    return
+                await asyncio.sleep(LOOK_AGAIN_S)
+
+    async def alive(self) -> str:
+        """Whether the engine does something, which its /health does not tell: empty, or what is wrong.
+
+        Asks whether it is paused, which it must answer at once, and when it is not, for one token.
+        """
         try:
-            await self._resume()
+            if await self.control.is_paused() or self._engine is None:
+                return ""
         except SafepointError as error:
-            log.error("%s", error)
+            return error.problem.message
+        wrong = await self.control.canary(self._engine.model)
+        return "" if self.doors.closed else wrong  # closed meanwhile: then no token was to come
 
     async def _look_alive(self) -> None:
-        engine = self._engine
-        self._wedged = await self.control.canary(engine.model) if engine else ""
-        if self.doors.closed:
-            self._wedged = ""  # it was paused again meanwhile
+        self._wedged = await self.alive()
         if self._wedged:
             log.error("%s", self._wedged)
             self._changed()
@@ -385,26 +389,6 @@ class VllmAdapter:
 
     async def _learn_weights(self) -> None:
         self.proxy.weights_are(await weight_version(self.target))
-        self._life_now = await life(self.target)
-
-    def _marker(self) -> Path | None:
-        return self._options.life / MARKER if self._options.life else None
-
-    def _mark(self) -> None:
-        marker = self._marker()
-        if marker is not None:
-            try:
-                marker.write_text(self.doors.operation_id + "\n")
-            except OSError as error:
-                log.warning("%s can't be written: %s", marker, error.strerror)
-
-    def _unmark(self) -> None:
-        marker = self._marker()
-        if marker is not None:
-            try:
-                marker.unlink(missing_ok=True)
-            except OSError as error:
-                log.warning("%s can't be removed: %s", marker, error.strerror)
 
     def _all_running(self) -> tuple[LiveRollout, ...]:
         count = self.doors.rollouts(0, only=(Activity.RUNNING,))[1]
@@ -422,7 +406,9 @@ class VllmAdapter:
         return call.attempt < self._min_attempt.get(call.rollout_id, 0)
 
     def _replace(self, rollout_id: str, min_attempt: int) -> None:
-        self._min_attempt[rollout_id] = max(min_attempt, self._min_attempt.get(rollout_id, 0))
+        self._min_attempt[rollout_id] = max(min_attempt, self._min_attempt.pop(rollout_id, 0))
+        while len(self._min_attempt) > MAX_REPLACED:
+            del self._min_attempt[next(iter(self._min_attempt))]
 
     def _moved(self) -> None:
         self._pulse.beat()
@@ -442,19 +428,3 @@ class VllmAdapter:
 
 def _live(s: Standing) -> LiveRollout:
     return LiveRollout(s.rollout_id or ANONYMOUS, s.activity, s.attempt, s.turn, s.age_s, s.waiting_on)
-
-
-def _ledger(records: Sequence[Record]) -> list[LedgerLine]:
-    """What is known of rollouts that say who they are: one line for each, its newest attempt."""
-    newest: dict[str, list[Record]] = {}
-    for record in records:
-        if record.rollout_id:
-            newest.setdefault(record.rollout_id, []).append(record)
-    lines: list[LedgerLine] = []
-    for rollout_id, mine in sorted(newest.items()):
-        attempt = max(r.attempt for r in mine)
-        tokens = sum(len(r.token_ids) for r in mine)
-        reason = "; ".join(sorted({r.anew for r in mine if r.anew}))
-        text = f"{tokens} tokens generated" + (f"; begins anew: {reason}" if reason else "")
-        lines.append(LedgerLine(rollout_id, attempt, RolloutState.PENDING, text, len(mine)))
-    return lines

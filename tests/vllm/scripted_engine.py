@@ -41,6 +41,8 @@ class Scripted:
     left: int = 0  # requests whose caller went away
     port: int = 0
     serial: int = 0
+    started: float = 1000.0
+    model: str = "tiny"
 
     @property
     def target(self) -> str:
@@ -155,6 +157,15 @@ async def scripted(**knobs: Any) -> AsyncIterator[Scripted]:
     async def info(_: web.Request) -> web.Response:
         return web.json_response({"vllm_config": {"parallel_config": made.parallel}})
 
+    async def models(_: web.Request) -> web.Response:
+        return web.json_response({"data": [{"id": made.model, "max_model_len": 4096}]})
+
+    async def weights(_: web.Request) -> web.Response:
+        return web.json_response({"weight_version": made.weight_version})
+
+    async def metrics(_: web.Request) -> web.Response:
+        return web.Response(text=f"# HELP x\nprocess_start_time_seconds {made.started}\n")
+
     app = web.Application()
     app.add_routes(
         [
@@ -162,9 +173,10 @@ async def scripted(**knobs: Any) -> AsyncIterator[Scripted]:
             web.get("/is_paused", made.look),
             web.post("/pause", made.control),
             web.post("/resume", made.control),
-            web.get("/v1/models", _always({"data": [{"id": "tiny", "max_model_len": 4096}]})),
+            web.get("/v1/models", models),
+            web.get("/metrics", metrics),
             web.get("/server_info", info),
-            web.get("/weight_info", _always({"weight_version": made.weight_version})),
+            web.get("/weight_info", weights),
             web.post("/v1/completions", made.generate),
             web.post("/v1/chat/completions", made.generate),
         ]

@@ -15,10 +15,11 @@ import pytest
 from coordinator.wire.errors import Reason, SafepointError
 from coordinator.wire.terms import CheckpointMode, QuiesceMode, Role
 from participant_shims.adapter import Exported
-from participant_shims.adapters.vllm import MARKER, VllmAdapter, VllmOptions
+from participant_shims.adapters.vllm import VllmAdapter, VllmOptions
 from participant_shims.engine import control as control_module
 from participant_shims.engine.control import EngineControl
 from participant_shims.engine.discovery import discover
+from participant_shims.engine.pause_note import NAME as MARKER
 from participant_shims.engine.record import Piece, Record
 from participant_shims.engine.request import make_ask
 from participant_shims.engine.requests_file import read_requests
@@ -108,6 +109,31 @@ async def test_a_server_that_is_not_up_is_unavailable() -> None:
     with pytest.raises(SafepointError) as refused:
         await discover(target)
     assert refused.value.reason is Reason.UNAVAILABLE
+
+
+async def test_a_server_that_was_started_anew_is_looked_at_again(tmp_path: Path) -> None:
+    async with scripted() as engine, covered(engine, tmp_path) as (adapter, _):
+        engine.started, engine.weight_version = 2000.0, "step-9"
+        await adapter.close("op-1", QuiesceMode.HOLD, 60)
+        assert adapter.proxy.serving.weight_version == "step-9"
+        await adapter.open()
+        engine.started, engine.model = 3000.0, "another"
+        with pytest.raises(SafepointError) as refused:
+            await adapter.close("op-2", QuiesceMode.HOLD, 60)
+        assert refused.value.reason is Reason.INCARNATION_CHANGED
+        assert not adapter.doors.closed
+
+
+async def test_a_shim_that_was_there_first_gets_to_know_its_engine_by_itself(tmp_path: Path, monkeypatch: Any) -> None:
+    monkeypatch.setattr("participant_shims.adapters.vllm.LOOK_AGAIN_S", 0.01)
+    async with scripted(version="") as engine:
+        target = engine.target
+    adapter = VllmAdapter(VllmOptions("engine", "127.0.0.1:0", target, tmp_path))
+    await adapter.start(lambda: None)
+    async with scripted() as engine:
+        adapter.target = engine.target
+        await until(lambda: adapter.proxy.serving.engine is not None)
+    await adapter.stop()
 
 
 # ---- control calls ----------------------------------------------------------------------------------------------------

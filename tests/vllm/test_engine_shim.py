@@ -22,8 +22,9 @@ from safepoint.v1 import participant_service_pb2 as participant
 from coordinator.server import Coordinator, serve
 from coordinator.settings import Settings
 from coordinator.wire.rpc import channel
-from participant_shims.adapters.vllm import MARKER, VllmAdapter, VllmOptions
+from participant_shims.adapters.vllm import VllmAdapter, VllmOptions
 from participant_shims.cli import EXIT_USAGE, main
+from participant_shims.engine.pause_note import NAME as MARKER
 from participant_shims.identity import CallIdentity
 from participant_shims.shim import Shim, ShimOptions
 from tests.vllm.real_engine import REPOSITORY, Caller
