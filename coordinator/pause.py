@@ -2,9 +2,10 @@
 
     pause = max over p of (closed_at[p] + closed_for[p])  -  min over p of closed_at[p]
 
-`closed_at[p]` is when AdmissionClosed of participant p arrived here, `closed_for[p]` is what p itself says it was closed
-for, measured there. So the length of a closing is the participant's own, and only the offsets between participants are
-ours: a resume reply that arrives late does not lengthen the pause. Where a participant does not say, the arrival of its
+`closed_for[p]` is what participant p itself says it was closed for, measured there. `closed_at[p]` is when its
+AdmissionClosed arrived here or, when that is earlier, when its resume reply arrived less `closed_for[p]`: news can be late
+and never early. So the length of a closing is the participant's own, and only the offsets between participants are ours:
+a late message neither lengthens the pause nor hides a part of it. Where a participant does not say, the arrival of its
 reply bounds it from above. Who has not opened yet is not counted; the summary lists it as unconfirmed.
 """
 
@@ -31,8 +32,13 @@ class PauseMeter:
         closed_at = self._closed_at.get(participant_id)
         if closed_at is None:
             return
-        at = now if closed_for_s is None else min(now, closed_at + closed_for_s)
-        self._opened_at.setdefault(participant_id, at)
+        if participant_id in self._opened_at:
+            return
+        if closed_for_s is None:
+            self._opened_at[participant_id] = now
+            return
+        self._closed_at[participant_id] = closed_at = min(closed_at, now - closed_for_s)
+        self._opened_at[participant_id] = closed_at + closed_for_s
 
     def seconds(self) -> float:
         """First closed to last open, of those that are known to be open; zero before the first."""

@@ -142,7 +142,7 @@ def _signal_group(group: int, number: signal.Signals) -> None:
 
 def _end_group(group: int) -> None:
     """Kill what the command left in its group. SIGTERM first: shims say goodbye, so that nobody waits for them."""
-    for number, wait_s in ((signal.SIGTERM, 2.0), (signal.SIGKILL, 2.0)):
+    for number, wait_s in ((signal.SIGTERM, 5.0), (signal.SIGKILL, 2.0)):
         end = time.monotonic() + wait_s
         _signal_group(group, number)
         while time.monotonic() < end:

@@ -179,6 +179,13 @@ def test_the_pause_is_first_closed_to_last_open_with_each_closing_as_its_gate_me
     assert meter.seconds() == pytest.approx(2.5)
 
 
+def test_news_of_a_closing_that_comes_late_hides_no_part_of_the_pause() -> None:
+    meter = PauseMeter()
+    meter.closed(ParticipantId("a"), 10.3)  # it had closed at 10.0
+    meter.opened(ParticipantId("a"), 10.4, 0.4)
+    assert meter.seconds() == pytest.approx(0.4)
+
+
 def test_a_participant_survives_the_wire() -> None:
     found = Participant(
         ParticipantId("m"), Role.POLICY_MODEL, "gym.model", CheckpointMode.STATELESS, IncarnationId("i"), "x:1",
