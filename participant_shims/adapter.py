@@ -12,6 +12,7 @@ Who calls what, and when:
     export(directory)   commit: writes files, fsyncs them, yields progress, ends with Exported
     load(directory)     restore: verifies nothing (the service has), loads, yields progress, ends with Loaded
     unload()            abort of a restore: what load() brought is forgotten, before open(); optional (see Unloads)
+    loaded_by(), keep() at start, and after resume: whose restore is in the server, and that it is there for good
     open()              resume, abort, lapse: must work in every state, without disk, and within 1 s
     renew(ttl)          passes the lease on to the gates, which open by themselves if the shim is gone
     retire(attempts)    forgets rollouts
@@ -250,4 +251,15 @@ class Unloads(Protocol):
 
     async def unload(self) -> None:
         """Forget what a load brought, unless work was served since. May be repeated; nothing loaded: changes nothing."""
+        ...
+
+    async def loaded_by(self) -> str:
+        """The operation whose load is in the server and was neither kept nor forgotten; empty when there is none.
+
+        It outlives the shim: one that replaces a shim that was killed has to know what an Abort gives up.
+        """
+        ...
+
+    async def keep(self) -> None:
+        """The restore was resumed: what it loaded is the server's own from now on."""
         ...

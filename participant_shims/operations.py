@@ -90,8 +90,13 @@ class Operations:
     # ---- life -----------------------------------------------------------------------------------------------------
 
     async def start(self) -> None:
-        """Begin to listen to the adapter."""
+        """Begin to listen to the adapter, and ask what a shim before this one had it load."""
         await self.adapter.start(self._notice)
+        if isinstance(self.adapter, Unloads):
+            try:
+                self.loaded_by = await self.adapter.loaded_by()
+            except Exception:  # a shim that does not start would be worse
+                log.exception("whether a restore is loaded cannot be read")
 
     async def stop(self) -> None:
         """End: open admission if it can be opened, whoever owns it."""
@@ -151,14 +156,19 @@ class Operations:
         Raises what the fence refuses; UNAVAILABLE when a gate has not confirmed within 1 s: the operation is finished
         all the same, opening goes on, and a repeat waits again.
         """
+        loaded_here = operation_id == self.loaded_by
         decision = self.call(rpc, operation_id, epoch, digest)
         if not isinstance(decision, Accept):
             reply = getattr(decision, "reply", None)
             assert isinstance(reply, Opened)  # nothing else is recorded for an end
             return reply
-        if rpc is Rpc.ABORT and decision.ended is None and operation_id == self.loaded_by:  # its lease had lapsed
+        if rpc is Rpc.ABORT and decision.ended is None and loaded_here:
+            # Its lease had lapsed, or the shim that loaded was killed: the fence of this one has never heard of it.
             self._given_up = True
             await self._unload()
+        if rpc is Rpc.RESUME and loaded_here:
+            self.loaded_by = ""
+            self.spawn(self._keep())  # Resume needs no disk, and waits for none
         opened = await self._confirm_open(operation_id)
         self.fence.record_end(rpc, operation_id, opened)
         return opened
@@ -322,6 +332,13 @@ class Operations:
                 await self.adapter.unload()
             except Exception:  # whatever the disk does, admission opens
                 log.exception("what the aborted restore had loaded is still there: restart the server")
+
+    async def _keep(self) -> None:
+        if isinstance(self.adapter, Unloads):
+            try:
+                await self.adapter.keep()
+            except Exception:
+                log.exception("that the restore was resumed is not noted: a late abort to another shim may undo it")
 
     def _why_over(self, ended: Ended, why: str) -> Problem:
         reason = Reason.LEASE_LAPSED if ended.cause is Cause.LAPSED else Reason.OPERATION_FINISHED

@@ -224,7 +224,9 @@ class GymAdapter:
         if not all(s.fresh for s in await self._statuses(0)):
             raise refuse(Reason.NOT_FRESH, f"{self._participant_id} has served work since it started.")
         # Shielded: a thread cannot be cancelled, and an unload has to come after it.
-        self._loading = asyncio.ensure_future(asyncio.to_thread(self._files.load, directory, [f.path for f in files]))
+        self._loading = asyncio.ensure_future(
+            asyncio.to_thread(self._files.load, directory, [f.path for f in files], self._last_operation)
+        )
         log_load = await asyncio.shield(self._loading)
         yield Progress(sum(f.size_bytes for f in files if f.path in self._files.names))
         progress: asyncio.Queue[Progress] = asyncio.Queue()
@@ -255,11 +257,18 @@ class GymAdapter:
         # Agents continue what is in their log, whether the servers they call have loaded it or not. Sessions stay in
         # memory: without the log nobody has their cookies.
         loading, self._loading = self._loading, None
-        if loading is None:
+        if loading is not None:
+            await asyncio.wait({loading})
+        if not await self.loaded_by():
             return
-        await asyncio.wait({loading})
         if all(s.fresh for s in await self._statuses(0)):
             await asyncio.to_thread(self._files.unload)
+
+    async def loaded_by(self) -> str:
+        return await asyncio.to_thread(self._files.loaded_by)
+
+    async def keep(self) -> None:
+        await asyncio.to_thread(self._files.keep)
 
     # ---- opening --------------------------------------------------------------------------------------------------
 

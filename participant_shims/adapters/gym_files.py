@@ -57,8 +57,10 @@ class GymFiles:
             recorded_calls=done.recorded_calls,
         )
 
-    def load(self, directory: Path, paths: Sequence[str]) -> calllog_files.LogLoad:
+    def load(self, directory: Path, paths: Sequence[str], operation_id: str) -> calllog_files.LogLoad:
         """Install the call log. Rollouts that any participant of the snapshot lost restart from their input here.
+
+        The log notes `operation_id`, so that a shim that replaces this one knows whose it is (`loaded_by`).
 
         Raises NOT_FRESH, SNAPSHOT_CORRUPT: nothing has changed then.
         """
@@ -67,7 +69,7 @@ class GymFiles:
             return calllog_files.LogLoad()
         log = CallLog(self._database)
         try:
-            return calllog_files.load(log, logs, excluded_in(directory.parent))
+            return calllog_files.load(log, logs, excluded_in(directory.parent), operation_id)
         finally:
             log.close()
 
@@ -76,6 +78,26 @@ class GymFiles:
         log = CallLog(self._database)
         try:
             calllog_files.unload(log)
+        finally:
+            log.close()
+
+    def loaded_by(self) -> str:
+        """The restore whose call log is installed and was not resumed yet, empty when none. Raises sqlite3.Error."""
+        if not self._database.exists():  # the first gate makes it
+            return ""
+        log = CallLog(self._database)
+        try:
+            return calllog_files.loaded_by(log)
+        finally:
+            log.close()
+
+    def keep(self) -> None:
+        """That restore was resumed. Raises sqlite3.Error."""
+        if not self._database.exists():
+            return
+        log = CallLog(self._database)
+        try:
+            calllog_files.keep(log)
         finally:
             log.close()
 

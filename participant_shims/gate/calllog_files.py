@@ -30,6 +30,7 @@ from participant_shims.gate.calllog import FORMAT, CallLog
 FILE: Final = "calls.jsonl"
 MAX_LINE_BYTES: Final = 256 * 1024 * 1024  # one response with its token ids; the largest seen is 4 MB
 MAX_LINES: Final = 20_000_000
+_LOADED: Final = "loaded"  # the key under which the log says which restore it holds, until that is resumed
 _FAILED: Final = "its last dispatch failed with status {}"
 
 
@@ -171,11 +172,13 @@ def _records(db: sqlite3.Connection, ledger: Sequence[LedgerLine], skip: set[str
         yield {"t": "mark", "rollout_id": r[0], "min_attempt": r[1], "min_base": r[2]}
 
 
-def load(log: CallLog, files: Sequence[Path], excluded: Mapping[str, str] | None = None) -> LogLoad:
+def load(
+    log: CallLog, files: Sequence[Path], excluded: Mapping[str, str] | None = None, operation_id: str = ""
+) -> LogLoad:
     """Install the rollouts of `files` as attempt N+1, in one transaction, into the log of a fresh life.
 
     `excluded` (rollout to reason) comes from the snapshot's whole ledger: rollouts that another server could not save
-    restart from their input here. May be repeated until the first dispatch; a repeat replaces. Raises NOT_FRESH, or
+    restart from their input here. `operation_id`: the restore, see `loaded_by`. May be repeated until the first dispatch; a repeat replaces. Raises NOT_FRESH, or
     SNAPSHOT_CORRUPT naming file and line: nothing has changed then.
     """
     lost = dict(excluded or {})
@@ -188,6 +191,8 @@ def load(log: CallLog, files: Sequence[Path], excluded: Mapping[str, str] | None
         if not log.is_fresh():
             raise refuse(Reason.NOT_FRESH, f"{log.path.parent.name} has served rollouts since it started.")
         _clear(log)
+        if operation_id:
+            log.note(_LOADED, operation_id)
         for r in read(files):
             kind, rollout_id = r["t"], r["rollout_id"]
             if kind == "excluded" or (
@@ -254,9 +259,20 @@ def unload(log: CallLog) -> None:
             _clear(log)
 
 
+def loaded_by(log: CallLog) -> str:
+    """The restore that was loaded and neither kept nor unloaded; empty when there is none."""
+    return str(log.noted(_LOADED) or "")
+
+
+def keep(log: CallLog) -> None:
+    """What was loaded is the server's own from now on."""
+    log.note(_LOADED, "")
+
+
 def _clear(log: CallLog) -> None:
     for table in ("rollouts", "calls", "executed", "sessions", "marks", "excluded"):
         log.db.execute(f"DELETE FROM {table}")
+    log.note(_LOADED, "")
 
 
 def _install_rollout(log: CallLog, r: Mapping[str, Any]) -> None:

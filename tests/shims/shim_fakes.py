@@ -98,6 +98,8 @@ class FakeAdapter:
     open_now: bool = True
     generation: int = 0
     loaded: dict[str, bytes] = field(default_factory=dict)
+    loaded_for: str = ""  # outlives the shim, as the server does
+    closed_for: str = ""
     retired: list[tuple[str, int]] = field(default_factory=list)
     lease_s: float = 0.0
     changed: Callable[[], None] = lambda: None
@@ -134,7 +136,7 @@ class FakeAdapter:
         await self._step("close")
         if self.open_now:
             self.generation += 1
-        self.open_now, self.lease_s = False, lease_ttl_s
+        self.open_now, self.lease_s, self.closed_for = False, lease_ttl_s, operation_id
         return Closed((Worker("worker-0", 7, True),), Counts(len(self.in_flight), self.parked, 0), self.generation)
 
     async def quiesce(self, mode: QuiesceMode, exclude_after_s: float | None) -> AsyncIterator[Drain]:
@@ -173,6 +175,7 @@ class FakeAdapter:
 
     async def load(self, directory: Path, files: Sequence[WrittenFile]) -> AsyncIterator[Progress | Loaded]:
         await self._step("load")
+        self.loaded_for = self.closed_for
         for file in files:
             yield Progress(file.size_bytes)
             self.loaded[file.path] = (directory / file.path).read_bytes()
@@ -181,6 +184,14 @@ class FakeAdapter:
     async def unload(self) -> None:
         await self._step("unload")
         self.loaded.clear()
+        self.loaded_for = ""
+
+    async def loaded_by(self) -> str:
+        return self.loaded_for
+
+    async def keep(self) -> None:
+        await self._step("keep")
+        self.loaded_for = ""
 
     async def open(self) -> Opened:
         await self._step("open")

@@ -21,6 +21,7 @@ from coordinator.wire.manifest_file import write_snapshot_manifest
 from coordinator.wire.terms import QuiesceMode, Role
 from participant_shims.adapter import Loaded
 from participant_shims.adapters.gate_link import read_status
+from participant_shims.adapters.gym import GymAdapter
 from participant_shims.adapters.gym_files import excluded_in
 from participant_shims.adapters.gym_terms import role_named
 from participant_shims.gate import calllog_files
@@ -224,6 +225,35 @@ async def test_a_worker_that_was_replaced_while_closed_voids_the_cut(bench: GymB
     pid, generation = bench.adapter._pause.workers["worker-0"]
     bench.adapter._pause.workers["worker-0"] = (pid + 1, generation)  # another process had closed than is there now
     assert f"worker-0 was restarted: pid {pid}" in (await bench.adapter.still()).activity
+
+
+async def test_what_a_restore_loaded_is_known_to_the_next_shim_until_it_is_resumed(short_path: Path) -> None:
+    saved = short_path / "snap" / "agent"
+    saved.mkdir(parents=True)
+    log = CallLog(short_path / "before.db")
+    log.claim("r-1", True, "sha", b"{}", "")
+    written = calllog_files.export(log, saved).files
+    log.close()
+    life = short_path / "life"
+    life.mkdir()
+    async with gym_bench(life, kind="gym.agent", role="agent", workers=1) as bench:
+        gate = bench.gates[0]
+        assert await bench.adapter.loaded_by() == ""
+        await close(bench, "op-1")
+        assert [step async for step in bench.adapter.load(saved, written)]
+        await bench.adapter.stop()  # as if it was killed: nothing was opened or unloaded
+        bench.adapter = GymAdapter(bench.life, "counter")
+        await bench.adapter.start(bench.changed)
+        await until(lambda: len(bench.adapter._links) == 1)
+        assert await bench.adapter.loaded_by() == "op-1"
+        await bench.adapter.unload()
+        assert gate.log.attempt_of("r-1") == -1
+        assert await bench.adapter.loaded_by() == ""
+        await close(bench, "op-2")
+        assert [step async for step in bench.adapter.load(saved, written)]
+        await bench.adapter.keep()
+        await bench.adapter.unload()
+        assert gate.log.attempt_of("r-1") == 1
 
 
 async def test_an_agent_does_not_continue_what_an_aborted_restore_had_loaded(short_path: Path) -> None:

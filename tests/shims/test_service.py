@@ -561,6 +561,31 @@ async def test_a_resumed_restore_keeps_what_it_loaded_whatever_comes_later(shim:
     assert "unload" not in shim.adapter.calls
 
 
+async def test_an_abort_to_a_shim_that_replaced_the_one_that_loaded_forgets_what_was_loaded(
+    shim: Shim, tmp_path: Path
+) -> None:
+    committed = await saved(shim)
+    await collect(shim.restore(committed.manifest_sha256))
+    async with serve(shim.adapter, tmp_path, "i-2") as replaced:  # the first was killed: nobody opened or unloaded
+        assert shim.adapter.loaded
+        await replaced.abort("op-3")  # of somebody else
+        assert shim.adapter.loaded
+        await replaced.abort("op-2")
+        assert not shim.adapter.loaded
+
+
+async def test_an_abort_to_a_shim_that_replaced_one_that_resumed_keeps_what_was_loaded(
+    shim: Shim, tmp_path: Path
+) -> None:
+    committed = await saved(shim)
+    await collect(shim.restore(committed.manifest_sha256))
+    await shim.resume("op-2")
+    await until(lambda: "keep" in shim.adapter.calls)
+    async with serve(shim.adapter, tmp_path, "i-2") as replaced:
+        await replaced.abort("op-2")
+        assert shim.adapter.loaded
+
+
 async def test_a_server_opens_although_it_cannot_forget_what_was_loaded(shim: Shim) -> None:
     committed = await saved(shim)
     await collect(shim.restore(committed.manifest_sha256))
