@@ -97,6 +97,7 @@ class VllmAdapter:
         self._note = PauseNote(options.life)
         self._min_attempt: dict[str, int] = {}
         self._engine: Engine | None = None
+        self._looking: asyncio.Task[Engine] | None = None
         self._ours = False  # whether a pause of ours may be in force
         self._frozen_at: float | None = None  # loop time from which on nothing may come any more
         self._released: Released | None = None  # what an opening has released that is not over yet
@@ -119,16 +120,12 @@ class VllmAdapter:
                     await self._resume()
             except (SafepointError, TimeoutError) as error:
                 log.error("vLLM at %s may still be paused: %s", self.target, error)
-        for task in list(self._tasks):
+        for task in [*self._tasks, *([self._looking] if self._looking else [])]:
             task.cancel()
         await self.proxy.stop()
 
     async def describe(self) -> Description:
-        engine = self._engine
-        if engine is None:
-            engine = await discover(self.target)
-            self._engine = self.proxy.serving.engine = engine
-            self.proxy.weights_are(engine.weight_version)
+        engine = self._engine or await self._discover()
         features = [f"vllm-{engine.version}"]
         features += ["continues-tool-calls"] if engine.derenders else []
         features += ["rejects-when-paused"] if engine.rejects_when_paused else []
@@ -143,6 +140,16 @@ class VllmAdapter:
             config_digest=engine.config_digest,
             features=tuple(features),
         )
+
+    async def _discover(self) -> Engine:
+        """Look at the server: once, for all who wait, and to the end when they do not."""
+        if self._looking is None or self._looking.done():
+            self._looking = asyncio.create_task(discover(self.target))
+        engine = await asyncio.shield(self._looking)
+        if self._engine is None:
+            self._engine = self.proxy.serving.engine = engine
+            self.proxy.weights_are(engine.weight_version)
+        return self._engine
 
     # ---- closing --------------------------------------------------------------------------------------------------
 

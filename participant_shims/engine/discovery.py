@@ -14,7 +14,8 @@ from typing import Any, Final, cast
 from coordinator.wire.errors import Reason, refuse
 from participant_shims.engine.call import Answer, NotSent, Unknown, call
 
-LOOK_S: Final = 5.0
+LOOK_S: Final = 10.0
+INFO_S: Final = 90.0  # the first answer runs a dozen commands to describe the machine
 # Before, a pause is a flag of each API server and not of the engine.
 OLDEST: Final = (0, 17)
 # From here on new requests are rejected (503) while paused in other modes than keep.
@@ -76,7 +77,7 @@ async def discover(target: str) -> Engine:
         raise refuse(Reason.UNAVAILABLE, f"vLLM at {target} answered /is_paused with {paused.status}.")
     models: Any = (await _get(target, "/v1/models")).value("data")
     first = cast("dict[str, Any]", models[0] if models else {})
-    info = await _get(target, "/server_info?config_format=json")
+    info = await _get(target, "/server_info?config_format=json", INFO_S)
     config = cast("dict[str, Any]", info.value("vllm_config") or {}) if info.status == 200 else {}
     parallel = _part(config, "parallel_config")
     _refuse_balancers(target, parallel)
@@ -141,8 +142,8 @@ def _part(config: dict[str, Any], name: str) -> dict[str, Any]:
     return cast("dict[str, Any]", found) if isinstance(found, dict) else {}
 
 
-async def _get(target: str, path: str) -> Answer:
+async def _get(target: str, path: str, timeout_s: float = LOOK_S) -> Answer:
     try:
-        return await call(target, "GET", path, timeout_s=LOOK_S)
+        return await call(target, "GET", path, timeout_s=timeout_s)
     except (NotSent, Unknown) as error:
         raise refuse(Reason.UNAVAILABLE, f"vLLM at {target} is not up: {error}.") from error

@@ -530,3 +530,24 @@ async def test_requests_that_nobody_has_asked_for_again_are_in_the_next_cut(tmp_
         await freeze(adapter)
         _ = [step async for step in adapter.export(directory)]
         assert [r.token_ids for r in read_requests(directory)[1]] == [[103, 104, 105]]
+
+
+async def test_a_pause_of_somebody_else_that_still_drains_is_no_freeze(tmp_path: Path) -> None:
+    # Their `wait` says that it is paused from its first moment on, and goes on generating.
+    async with scripted(leaks=True) as engine, covered(engine, tmp_path) as (adapter, caller):
+        stream = asyncio.create_task(caller.stream({**ASK, "max_tokens": 4000}))
+        await until(lambda: bool(engine.running))
+        engine.paused = True
+
+        async def drain() -> None:
+            while True:
+                engine.step()
+                await asyncio.sleep(0.02)
+
+        draining = asyncio.create_task(drain())
+        with pytest.raises(SafepointError) as refused:
+            await freeze(adapter)
+        assert refused.value.reason is Reason.ACTIVITY_AFTER_PREPARED
+        for task in (draining, stream):
+            task.cancel()
+        await asyncio.gather(draining, stream, return_exceptions=True)
