@@ -447,6 +447,9 @@ class ParticipantStatus(_message.Message):
     LAST_FAILURE_FIELD_NUMBER: _builtins.int
     ANONYMOUS_REQUESTS_FIELD_NUMBER: _builtins.int
     CLOSED_FOR_FIELD_NUMBER: _builtins.int
+    WARNINGS_FIELD_NUMBER: _builtins.int
+    REPLAYED_CALLS_FIELD_NUMBER: _builtins.int
+    DIVERGED_ROLLOUTS_FIELD_NUMBER: _builtins.int
     participant_id: _builtins.str
     """REQUIRED. Who answers."""
     incarnation_id: _builtins.str
@@ -471,6 +474,10 @@ class ParticipantStatus(_message.Message):
     """OPTIONAL. Why the last operation ended without success; empty when it did not."""
     anonymous_requests: _builtins.int
     """REQUIRED. Work that carried no rollout identity since the start: it can't be restored one by one."""
+    replayed_calls: _builtins.int
+    """REQUIRED. Calls that were answered from the call log since the start, where a restored rollout repeated them."""
+    diverged_rollouts: _builtins.int
+    """REQUIRED. Rollouts that did not repeat their recorded calls since the start, and so began again from their input."""
     @_builtins.property
     def lease_remaining(self) -> _duration_pb2.Duration:
         """OPTIONAL. What is left of the lease; absent when open."""
@@ -486,6 +493,12 @@ class ParticipantStatus(_message.Message):
     @_builtins.property
     def closed_for(self) -> _duration_pb2.Duration:
         """OPTIONAL. How long admission has been closed; absent when open."""
+
+    @_builtins.property
+    def warnings(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """OPTIONAL. What people should mend, each a sentence with what happened, to whom, and how often: at most 20, the newest
+        last, each at most 500 bytes. They stay until the server ends.
+        """
 
     def __init__(
         self,
@@ -506,10 +519,13 @@ class ParticipantStatus(_message.Message):
         last_failure: _builtins.str = ...,
         anonymous_requests: _builtins.int = ...,
         closed_for: _duration_pb2.Duration | None = ...,
+        warnings: _abc.Iterable[_builtins.str] | None = ...,
+        replayed_calls: _builtins.int = ...,
+        diverged_rollouts: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["closed_for", b"closed_for", "lease_remaining", b"lease_remaining"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["anonymous_requests", b"anonymous_requests", "closed_for", b"closed_for", "coordinator_epoch", b"coordinator_epoch", "held", b"held", "in_flight", b"in_flight", "incarnation_id", b"incarnation_id", "last_failure", b"last_failure", "lease_remaining", b"lease_remaining", "operation_id", b"operation_id", "parked", b"parked", "participant_id", b"participant_id", "rollout_count", b"rollout_count", "rollouts", b"rollouts", "state", b"state", "waiting_for", b"waiting_for", "workers", b"workers"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["anonymous_requests", b"anonymous_requests", "closed_for", b"closed_for", "coordinator_epoch", b"coordinator_epoch", "diverged_rollouts", b"diverged_rollouts", "held", b"held", "in_flight", b"in_flight", "incarnation_id", b"incarnation_id", "last_failure", b"last_failure", "lease_remaining", b"lease_remaining", "operation_id", b"operation_id", "parked", b"parked", "participant_id", b"participant_id", "replayed_calls", b"replayed_calls", "rollout_count", b"rollout_count", "rollouts", b"rollouts", "state", b"state", "waiting_for", b"waiting_for", "warnings", b"warnings", "workers", b"workers"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

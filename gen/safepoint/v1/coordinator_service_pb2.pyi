@@ -1177,23 +1177,49 @@ class RetireRolloutsResponse(_message.Message):
 
     DESCRIPTOR: _descriptor.Descriptor
 
+    @_typing.final
+    class CausesEntry(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: _builtins.int
+        VALUE_FIELD_NUMBER: _builtins.int
+        key: _builtins.str
+        value: _builtins.str
+        def __init__(
+            self,
+            *,
+            key: _builtins.str = ...,
+            value: _builtins.str = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
     RETIRED_FIELD_NUMBER: _builtins.int
     UNCONFIRMED_FIELD_NUMBER: _builtins.int
+    CAUSES_FIELD_NUMBER: _builtins.int
     retired: _builtins.int
     """REQUIRED. How many records were dropped in all."""
     @_builtins.property
     def unconfirmed(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """REQUIRED. Participants that could not be told: repeat the call."""
 
+    @_builtins.property
+    def causes(self) -> _containers.ScalarMap[_builtins.str, _builtins.str]:
+        """OPTIONAL. Why, for each of `unconfirmed` that said so: a sentence of at most 500 bytes, by participant id."""
+
     def __init__(
         self,
         *,
         retired: _builtins.int = ...,
         unconfirmed: _abc.Iterable[_builtins.str] | None = ...,
+        causes: _abc.Mapping[_builtins.str, _builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["retired", b"retired", "unconfirmed", b"unconfirmed"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["causes", b"causes", "retired", b"retired", "unconfirmed", b"unconfirmed"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
