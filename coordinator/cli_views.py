@@ -85,7 +85,19 @@ def status_view(status: pb.GetCoordinatorStatusResponse) -> Group:
     parts: list[Any] = [Text(status_text(status)), people if people.row_count else Text("nobody is registered")]
     if rollouts.row_count:
         parts.append(rollouts)
+    parts += [Text(line) for health in status.participants for line in _remarks(health)]
     return Group(*parts)
+
+
+def _remarks(health: pb.ParticipantHealth) -> list[str]:
+    name, seen = health.info.capabilities.participant_id, health.status
+    lines = [f"warning: {name}: {warning}" for warning in seen.warnings]
+    if seen.replayed_calls or seen.diverged_rollouts:
+        lines.append(
+            f"{name}: {seen.replayed_calls} calls answered from the call log; "
+            f"{seen.diverged_rollouts} rollouts asked something else and began again"
+        )
+    return lines
 
 
 def _past(failure: str) -> str:

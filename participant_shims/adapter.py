@@ -191,6 +191,9 @@ class Snapshot:
     anonymous_requests: int = 0
     closed_for_s: float | None = None
     fresh: bool = True  # no stateful work was served since the start: a snapshot may be loaded
+    warnings: tuple[str, ...] = ()  # what people should mend, the newest last; the last 20 are shown
+    replayed_calls: int = 0
+    diverged_rollouts: int = 0
 
 
 class Adapter(Protocol):

@@ -37,6 +37,7 @@ MIN_LEASE_S: Final = 1.0
 MAX_LEASE_S: Final = 3600.0
 MAX_LISTED: Final = 20  # rollouts in a reply; the rest is counted, and read with GetStatus
 MAX_DIVERGED_ONCE: Final = 1000
+MAX_WARNING_BYTES: Final = 500
 MAX_ASKED: Final = 1000  # rollouts that one status may hold
 MANIFEST_FORMAT: Final = 1
 
@@ -275,6 +276,9 @@ def status(snapshot: Snapshot) -> capabilities_pb2.ParticipantStatus:
         rollout_count=snapshot.rollout_count,
         waiting_for=snapshot.waiting_for,
         anonymous_requests=snapshot.anonymous_requests,
+        warnings=[w.encode()[:MAX_WARNING_BYTES].decode(errors="ignore") for w in snapshot.warnings[-MAX_LISTED:]],
+        replayed_calls=snapshot.replayed_calls,
+        diverged_rollouts=snapshot.diverged_rollouts,
     )
     if snapshot.closed_for_s is not None:
         out.closed_for.CopyFrom(duration(snapshot.closed_for_s))

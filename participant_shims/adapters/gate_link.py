@@ -42,6 +42,9 @@ class GateStatus:
     anonymous_requests: int = 0
     closed_for_s: float | None = None
     fresh: bool = True
+    warnings: tuple[str, ...] = ()
+    replayed_calls: int = 0
+    diverged_rollouts: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,6 +79,9 @@ def read_status(raw: object) -> GateStatus:
             anonymous_requests=int(status.get("anonymous_requests") or 0),
             closed_for_s=None if closed_for is None else float(closed_for),
             fresh=bool(status.get("fresh", True)),
+            warnings=tuple(str(w) for w in cast("list[Any]", status.get("warnings") or [])),
+            replayed_calls=int(status.get("replayed_calls") or 0),
+            diverged_rollouts=int(status.get("diverged") or 0),
         )
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise refuse(Reason.PROTOCOL_VIOLATION, f"A gate sent a status that can't be read: {error!r}.") from error

@@ -37,6 +37,7 @@ from participant_shims.adapter import (
 from participant_shims.adapters.gate_link import GateHub, GateLink, GateStatus, Json, read_rollout, read_status
 from participant_shims.adapters.gym_files import GymFiles
 from participant_shims.adapters.gym_terms import (
+    join_warnings,
     mode_named,
     progress_until,
     read_file,
@@ -308,6 +309,9 @@ class GymAdapter:
             anonymous_requests=sum(s.anonymous_requests for s in statuses),
             closed_for_s=max(closed_for) if closed_for else None,
             fresh=all(s.fresh for s in statuses),
+            warnings=join_warnings({link.worker_id: link.status for link in links}),
+            replayed_calls=sum(s.replayed_calls for s in statuses),
+            diverged_rollouts=sum(s.diverged_rollouts for s in statuses),
         )
 
     # ---- gates come, speak and go ---------------------------------------------------------------------------------

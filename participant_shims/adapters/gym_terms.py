@@ -57,6 +57,12 @@ def sum_counts(statuses: Sequence[GateStatus]) -> Counts:
     )
 
 
+def join_warnings(statuses: Mapping[str, GateStatus]) -> tuple[str, ...]:
+    """What the gates of a server warn of, each with the name of its worker where there are several."""
+    several = len(statuses) > 1
+    return tuple(f"{name}: {w}" if several else w for name, status in statuses.items() for w in status.warnings)
+
+
 def mode_named(name: str) -> CheckpointMode:
     upper = name.upper()
     return CheckpointMode[upper] if upper in CheckpointMode.__members__ else CheckpointMode.UNSPECIFIED

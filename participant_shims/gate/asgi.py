@@ -16,7 +16,7 @@ from typing import Final
 from urllib.parse import unquote
 
 from participant_shims.admission import Entry
-from participant_shims.gate.calllog import Answer, Stale, Verdict
+from participant_shims.gate.calllog import Answer, Claim, Stale, Verdict
 from participant_shims.gate.core import Gate
 from participant_shims.gate.digest import body_sha256, canonical, cookies_of_header, request_digest
 from participant_shims.gate.dispatch import rollout_of, wait_for_other_worker
@@ -115,23 +115,23 @@ class GateMiddleware:
             # From here to the start of the execution nothing awaits: a retry cannot slip in between.
             stale = None if own else log.stale(identity)
             if stale is not None:
-                gate.warn("stale calls refused")
+                gate.count("stale calls refused")
                 await send_answer(send, _refusal(stale, identity, gate.name))
                 return
             running, remembered = gate.executions.get(key), log.recall(identity, digest)
             if running is not None:
-                gate.warn("calls joined")
+                gate.count("calls joined")
                 await self._follow(running, entry, exempt, receive, send)
                 return
             if remembered is not None and remembered[0] == digest:
-                gate.warn("calls answered from memory")
+                gate.count("calls answered from memory")
                 if exempt or await self._held(entry, receive):
                     await send_answer(send, remembered[1])
                 return
             if remembered is not None or any(other[:2] == key[:2] for other in gate.executions):
                 # Of an agent that died: its next life begins with the same ids. Both are remembered, each by its request,
                 # else the cut would hold the effect of the newer one and not its answer.
-                gate.warn("call ids met again with another request")
+                gate.count("call ids met again with another request")
             gate.served = True
             execution = gate.executions[key] = Execution(digest)
             execution.task = asyncio.create_task(
@@ -182,7 +182,7 @@ class GateMiddleware:
         body = await read_body(receive)
         if body is None:
             return
-        found = rollout_of(body, headers, gate.name)
+        found = rollout_of(body, headers, gate.name, gate.warn)
         if found is None:
             await self._anonymous(scope, receive, send, body)
             return
@@ -197,22 +197,20 @@ class GateMiddleware:
                 claim = gate.dispatches.claim(rollout_id, explicit, sha256, body, headers.get("cookie", ""))
                 entry.attempt = claim.attempt
                 if claim.verdict is Verdict.JOIN and rollout_id not in gate.dispatches.running:
-                    gate.warn("dispatches joined")
+                    gate.count("dispatches joined")
                     await wait_for_other_worker(gate.log, rollout_id)
                     continue
                 break
             gate.served = True
             if claim.verdict is Verdict.CONFLICT:
-                gate.warn("dispatches of a running id with another input, not logged")
-                CURRENT.set(NOBODY)
-                await self._app(scope, _again(body, receive), send)
+                await self._beside(rollout_id, claim, entry, scope, _again(body, receive), send)
             elif claim.verdict is Verdict.ANSWER and claim.result is not None:
                 if await self._held(entry, receive):
                     await send_answer(send, claim.result)
                     gate.log.delivered(rollout_id, claim.attempt)
             else:
                 if claim.verdict is Verdict.JOIN:
-                    gate.warn("dispatches joined")
+                    gate.count("dispatches joined")
                     followed = gate.dispatches.running[rollout_id]
                 else:
                     started = execution = gate.dispatches.start(
@@ -224,6 +222,26 @@ class GateMiddleware:
                     gate.log.delivered(rollout_id, gate.log.attempt_of(rollout_id))
         finally:
             self._leave(entry, execution)
+
+    async def _beside(
+        self, rollout_id: str, claim: Claim, entry: Entry, scope: Scope, receive: Receive, send: Send
+    ) -> None:  # fmt: skip
+        # Refusing it would break runs that never checkpoint; logging it under the same id would mix two rollouts.
+        gate = self._gate
+        if not claim.reason:  # with one the log has failed, which is told by itself
+            gate.warn(
+                "id with two inputs",
+                f"Rollout {rollout_id} was dispatched again with another input while it runs. The second one runs, but its"
+                " calls are not logged, and a save leaves both out. Give every row an id of its own.",
+            )
+
+        async def held_send(message: Message) -> None:
+            await gate.doors.hold(entry)
+            await send(message)
+
+        CURRENT.set(NOBODY)
+        with gate.unlogged(rollout_id):
+            await self._app(scope, receive, held_send)
 
     # -- waiting, with an eye on the client
 

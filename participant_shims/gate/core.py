@@ -12,7 +12,7 @@ import logging
 import os
 import sqlite3
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final, Protocol
 
@@ -24,12 +24,14 @@ from participant_shims.gate.describe import Server
 from participant_shims.gate.dispatch import Dispatches
 from participant_shims.gate.execution import Execution
 from participant_shims.gate.outbound import Outbound
+from participant_shims.gate.remarks import Remarks
 from participant_shims.gate.replay import PATIENCE_S, Dispatch
 from participant_shims.identity import CallIdentity
 
 log = logging.getLogger(__name__)
 
 _DOORS: Final = "doors"  # the key under which workers tell one that joins later that admission is closed
+_TWICE: Final = "it was dispatched again with another input while it ran: one id cannot name both in a snapshot, so both begin again"
 _STRAGGLER: Final = "its request did not end before the cut"
 _MAX_TURNS: Final = 100_000
 MAX_WAITING_FOR: Final = 20
@@ -82,11 +84,12 @@ class Gate:
         self.on_end: Callable[[], None] | None = None
         self.doors = Doors(clock=clock, on_change=self._changed, on_lapse=self._lapsed)
         self.outbound = Outbound(self.doors, calls, server.name, is_agent=self.is_agent, patience_s=patience_s)
-        self.dispatches = Dispatches(calls, self.outbound)
+        self.remarks = Remarks()
+        self.dispatches = Dispatches(calls, self.outbound, self.warn)
         self.executions: dict[tuple[str, str, str], Execution] = {}  # rollout, call, digest
         self.guests: dict[tuple[str, int], tuple[Dispatch, int]] = {}  # and how many of its requests run here
         self.turns: dict[str, int] = self.outbound.turns if self.is_agent else {}
-        self.warnings: dict[str, int] = {}
+        self.beside: dict[str, int] = {}  # ids that run twice with different inputs -> how many run unlogged
         self.served = False
         self.started = False
         self._loaded: tuple[tuple[str, tuple[str, ...]], dict[str, Any]] | None = None
@@ -169,9 +172,25 @@ class Gate:
             if len(self.turns) > _MAX_TURNS:
                 del self.turns[next(iter(self.turns))]
 
-    def warn(self, what: str) -> None:
-        """Count something that people may want to know."""
-        self.warnings[what] = self.warnings.get(what, 0) + 1
+    def count(self, what: str) -> None:
+        """Count something that is as it should be."""
+        self.remarks.count(what)
+
+    def warn(self, kind: str, sentence: str) -> None:
+        """Tell people what they should mend; it reaches the participant's status. The first of a kind is logged as well."""
+        if self.remarks.warn(kind, sentence):
+            log.warning("%s: %s", self.name, sentence)
+
+    @contextlib.contextmanager
+    def unlogged(self, rollout_id: str) -> Generator[None]:
+        """A second dispatch of a running id with another input runs in this block: a save meanwhile excludes the id."""
+        self.beside[rollout_id] = self.beside.get(rollout_id, 0) + 1
+        try:
+            yield
+        finally:
+            self.beside[rollout_id] -= 1
+            if not self.beside[rollout_id]:
+                del self.beside[rollout_id]
 
     # -- what the shim asks; each runs on the loop
 
@@ -226,6 +245,9 @@ class Gate:
             )
         for rollout_id, reason in self.log.damaged.items():
             self.log.exclude(rollout_id, max(0, self.log.attempt_of(rollout_id)), reason)
+        # One that has completed meanwhile stays completed, as everywhere; the other is then dispatched as a new attempt.
+        for rollout_id in self.beside:
+            self.log.exclude(rollout_id, max(0, self.log.attempt_of(rollout_id)), _TWICE)
         if self.sessions is None:
             return {"files": [], "sessions": 0, "bytes": 0, "excluded": []}
         generation = self.doors.generation
@@ -306,7 +328,8 @@ class Gate:
             "fresh": not self.served,
             "replayed_calls": self.outbound.replayed,
             "diverged": self.dispatches.diverged_total,
-            "warnings": dict(self.warnings) | ({"call log failures": self.log.failures} if self.log.failures else {}),
+            "counters": dict(self.remarks.counters),
+            "warnings": self.remarks.texts() + self._log_warning(),
         }
 
     def describe(self) -> dict[str, Any]:
@@ -348,6 +371,14 @@ class Gate:
         return value if isinstance(value, str) else ""
 
     # -- inner workings
+
+    def _log_warning(self) -> list[str]:
+        if not self.log.failures:
+            return []
+        return [
+            f"{self.log.failures} times the call log {self.log.path} failed, the last time with {self.log.last_failure!r}:"
+            " rollouts concerned are left out of saves. Free space on its disk, which is that of SAFEPOINT_RUN_DIR."
+        ]
 
     def _running_sessions(self) -> set[str]:
         return {found for e in self.executions.values() if (found := self.session_of(e.scope))}

@@ -26,13 +26,19 @@ log = logging.getLogger(__name__)
 MAX_RESTARTS: Final = 5
 # What a handler gets to end by itself after its rollout has diverged.
 _GRACE_S: Final = 5.0
+_MALFORMED: Final = "malformed rollout id"
 
 
-def rollout_of(body: bytes, headers: dict[str, str], agent: str) -> tuple[str, bool] | None:
+def rollout_of(
+    body: bytes, headers: dict[str, str], agent: str, warn: Callable[[str, str], None] = lambda kind, sentence: None
+) -> tuple[str, bool] | None:
     """The rollout id of a row and whether it is explicit (unique for ever); None for work without identity.
 
     Indices are those of one batch and come again in the next one, where the row may be another agent's; the servers that
     agents share must not take its first attempt for an old one of the other. So an id made of indices names its agent.
+
+    An id that cannot be one is never refused: a run that does not checkpoint must not break on it. `warn` is told, since
+    a row that lost its id this way is not continued by it after a restore.
     """
     try:
         row: Any = json.loads(body)
@@ -42,18 +48,31 @@ def rollout_of(body: bytes, headers: dict[str, str], agent: str) -> tuple[str, b
         explicit = row.get("_ng_rollout_id")  # pyright: ignore[reportUnknownMemberType, reportUnknownVariableType]
         if isinstance(explicit, (str, int)) and not isinstance(explicit, bool) and is_rollout_id(str(explicit)):
             return str(explicit), True
+        if explicit is not None:
+            warn(_MALFORMED, _malformed("_ng_rollout_id", explicit))  # pyright: ignore[reportUnknownArgumentType]
         task, index = row.get("_ng_task_index"), row.get("_ng_rollout_index")  # pyright: ignore
         if isinstance(task, (int, str)) and isinstance(index, (int, str)) and is_rollout_id(f"{task}-{index}@{agent}"):
             return f"{task}-{index}@{agent}", False
     given = headers.get(ROLLOUT_HEADER, "")
+    if given and not is_rollout_id(given):
+        warn(_MALFORMED, _malformed(ROLLOUT_HEADER, given))
     return (given, True) if is_rollout_id(given) else None
+
+
+def _malformed(where: str, value: object) -> str:
+    shown = value if isinstance(value, str) else repr(value)
+    return (
+        f"{where} {shown[:60]!r} is not used: an id has 1 to 256 characters of A-Z a-z 0-9 . _ : @ + = - and begins with a"
+        " letter or digit. Its row is known by its indices, or by nothing and then is not saved."
+    )
 
 
 class Dispatches:
     """The dispatches that run in this process."""
 
-    def __init__(self, calls: CallLog, outbound: Outbound) -> None:
+    def __init__(self, calls: CallLog, outbound: Outbound, warn: Callable[[str, str], None]) -> None:
         self._log = calls
+        self._warn = warn
         self._outbound = outbound
         self.running: dict[str, Execution] = {}
         self.attempts: dict[str, Dispatch] = {}
@@ -96,7 +115,10 @@ class Dispatches:
                 if not dispatch.diverged or self._log.attempt_of(rollout_id) != attempt:
                     break
                 self.diverged_total += 1
-                log.warning("rollout %s attempt %d restarts from its input: %s", rollout_id, attempt, dispatch.diverged)
+                self._warn(
+                    "diverged",
+                    f"Rollout {rollout_id} began again from its input after attempt {attempt}: {dispatch.diverged}",
+                )
                 self._outbound.restarted(rollout_id)
                 answer = error = None
                 attempt = base = self._log.restart(rollout_id, attempt, f"replay diverged: {dispatch.diverged}"[:1000])

@@ -21,7 +21,7 @@ class Verdict(Enum):
     REPLAY = "replay"  # from the input, recorded calls are answered from the log
     ANSWER = "answer"  # with the recorded result
     JOIN = "join"  # it runs already, in this process or in another worker
-    CONFLICT = "conflict"  # the id runs already with another input: run it unlogged beside
+    CONFLICT = "conflict"  # the id runs already with another input, or the log failed: run it unlogged beside
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +39,7 @@ class Claim:
 class DispatchLog(LogFile):
     """The table `rollouts`, and the calls of a rollout as far as they begin and end with it."""
 
-    @tolerated(Claim(Verdict.CONFLICT))
+    @tolerated(Claim(Verdict.CONFLICT, reason="the call log failed"))
     def claim(self, rollout_id: str, explicit: bool, sha256: str, body: bytes, cookie: str) -> Claim:
         """Decide about a dispatch of `rollout_id` with this input, and record that it runs if it does.
 

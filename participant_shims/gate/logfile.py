@@ -76,6 +76,7 @@ def tolerated(
                 if not self.tolerant:
                     raise
                 self.failures += 1
+                self.last_failure = str(error)[:100]
                 first = args[0] if args else None
                 rollout_id = first.rollout_id if isinstance(first, CallIdentity) else first
                 if isinstance(rollout_id, str):
@@ -97,6 +98,7 @@ class LogFile:
         self.path = path
         self.tolerant = tolerant
         self.failures = 0
+        self.last_failure = ""
         self.damaged: dict[str, str] = {}  # rollouts whose log has a hole, with the reason
         self.db = sqlite3.connect(path, isolation_level=None, timeout=_BUSY_S, check_same_thread=False)
         self.db.execute("PRAGMA journal_mode=WAL")

@@ -27,6 +27,17 @@ def test_a_failure_of_the_past_is_not_shown_as_what_a_participant_waits_for() ->
     assert "before:" not in shown(status)
 
 
+def test_what_a_participant_warns_of_is_shown_with_its_name() -> None:
+    status = pb.GetCoordinatorStatusResponse()
+    health = status.participants.add(reachable=True)
+    health.info.capabilities.participant_id = "agent"
+    assert "call log" not in shown(status)
+    health.status.warnings.append("The disk is full.")
+    health.status.replayed_calls, health.status.diverged_rollouts = 7, 2
+    assert "warning: agent: The disk is full." in shown(status)
+    assert "7 calls answered from the call log; 2 rollouts" in shown(status)
+
+
 def test_who_waits_for_the_trainer_is_not_called_maybe_paused() -> None:
     operation = pb.OperationStatus(
         operation_id="op-1", outcome=pb.OPERATION_OUTCOME_PAUSED, unconfirmed=["counter"], waiting_for="Resume"

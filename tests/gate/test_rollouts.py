@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import os
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -47,6 +48,13 @@ async def cut_at_model(world: World, turn: int, row: dict[str, Any] = ROW) -> as
     return running
 
 
+async def ledger(world: World, directory: Path) -> dict[str, Any]:
+    """What a save of the agent says now."""
+    os.mkdir(directory)
+    await world.agent.gate.export(str(directory), "")
+    return {line.rollout_id: line for line in calllog_files.export(world.agent.log, directory).ledger}
+
+
 async def test_an_undisturbed_rollout_ends_as_without_a_gate(world: World) -> None:
     client = await world.run(ROW)
     assert (client.status, client.json()) == (200, EXPECTED)
@@ -75,7 +83,7 @@ async def test_a_running_duplicate_joins(world: World) -> None:
     first = asyncio.create_task(world.run(ROW))
     await until(lambda: world.model.gate.doors.counts().in_flight == 1)
     second = asyncio.create_task(world.run(ROW))
-    await until(lambda: world.agent.gate.warnings.get("dispatches joined"))
+    await until(lambda: world.agent.gate.remarks.counters.get("dispatches joined"))
     world.block["/v1/responses"].set()
     a, b = await asyncio.gather(first, second)
     assert a.body == b.body
@@ -93,6 +101,65 @@ async def test_a_running_id_with_another_input_runs_beside_and_leaves_the_first_
     a, b = await asyncio.gather(first, other)
     assert a.json() == EXPECTED
     assert b.json()["count"] == 5 + 4 + 5 + 6
+    (warning,) = world.agent.gate.status()["warnings"]
+    assert "Rollout r-1 was dispatched again with another input" in warning
+
+
+async def test_a_save_leaves_out_an_id_that_runs_twice_with_different_inputs(world: World, tmp_path: Path) -> None:
+    world.block["/v1/responses"] = asyncio.Event()
+    first = asyncio.create_task(world.run(ROW))
+    await until(lambda: world.model.gate.doors.counts().in_flight == 1)
+    other = asyncio.create_task(world.run({**ROW, "input": "abcd"}))
+    await until(lambda: world.model.gate.doors.counts().in_flight == 2)
+    close_all(world)
+    assert (await ledger(world, tmp_path / "one"))["r-1"].state is RolloutState.EXCLUDED
+    assert "another input" in (await ledger(world, tmp_path / "two"))["r-1"].reason
+    open_all(world)
+    world.block["/v1/responses"].set()
+    await asyncio.gather(first, other)
+    close_all(world)  # a later cut: nothing runs twice any more
+    assert (await ledger(world, tmp_path / "three"))["r-1"].state is RolloutState.COMPLETED
+
+
+async def test_the_response_of_a_rollout_that_is_not_logged_is_held_like_any_other(world: World) -> None:
+    go, verify = asyncio.Event(), world.counter.routes["/verify"]
+
+    async def slow(scope: Any, body: Any, headers: dict[str, str]) -> Any:
+        await go.wait()
+        return await verify(scope, body, headers)
+
+    world.counter.routes["/verify"] = slow
+    first = asyncio.create_task(world.run(ROW))
+    await until(lambda: world.agent.served)
+    other = asyncio.create_task(world.run({**ROW, "input": "abcd"}))
+    await until(lambda: world.counter.served.count("/verify") == 2)
+    world.agent.gate.close("op", HOLD, 60)
+    go.set()
+    for _ in range(500):
+        await asyncio.sleep(0)
+    assert not first.done()
+    assert not other.done()
+    open_all(world)
+    await asyncio.gather(first, other)
+
+
+@pytest.mark.parametrize("bad", ["r 1", "-1", "a/b", "x" * 257, "", True, 1.5, ["r-1"]])
+async def test_a_rollout_id_that_cannot_be_one_is_told_and_the_row_runs(world: World, bad: Any) -> None:
+    row = {**ROW, "_ng_rollout_id": bad, "_ng_task_index": 7, "_ng_rollout_index": 1}
+    assert (await world.run(row)).json() == EXPECTED
+    assert world.agent.log.attempt_of("7-1@agent") == 0
+    (warning,) = world.agent.gate.status()["warnings"]
+    assert "A-Z a-z 0-9 . _ : @ + = -" in warning
+    assert str(bad)[:60] in warning
+    assert len(warning) < 500
+    await world.run(row)
+    assert world.agent.gate.status()["warnings"][0].endswith("(2 times)")
+
+
+async def test_a_row_without_an_id_is_nothing_to_warn_of(world: World) -> None:
+    await world.run({"_ng_rollout_id": None, "input": "abc", "start": 5})
+    await world.run({"input": "abc", "start": 5})
+    assert world.agent.gate.status()["warnings"] == []
 
 
 async def test_new_dispatches_park_while_closed_and_run_when_open(world: World) -> None:
@@ -188,7 +255,7 @@ async def test_a_call_executed_before_the_cut_and_not_recorded_is_answered_from_
     running.cancel()
     assert (await new.run(ROW)).json() == EXPECTED
     assert len(new.model_calls) == 1  # the third; the second was remembered by the model's gate
-    assert new.model.gate.warnings == {"calls answered from memory": 1}
+    assert new.model.gate.remarks.counters == {"calls answered from memory": 1}
     new.close()
     await asyncio.gather(running, return_exceptions=True)
 
@@ -306,7 +373,7 @@ async def test_a_response_that_never_reached_its_client_answers_the_retry(world:
 async def test_a_call_that_is_retried_after_its_response_was_lost_is_executed_once(world: World) -> None:
     world.lose = {"/add", "/v1/responses"}
     assert (await world.run(ROW)).json() == EXPECTED
-    assert world.counter.gate.warnings == {"calls answered from memory": 1}
+    assert world.counter.gate.remarks.counters == {"calls answered from memory": 1}
 
 
 async def test_a_retry_joins_the_call_that_still_runs(world: World) -> None:
@@ -317,7 +384,7 @@ async def test_a_retry_joins_the_call_that_still_runs(world: World) -> None:
         asyncio.create_task(Client().send_request(world.counter.app, "POST", "/add", b'{"n": 4}', headers))
         for _ in range(2)
     ]
-    await until(lambda: world.counter.gate.warnings.get("calls joined"))
+    await until(lambda: world.counter.gate.remarks.counters.get("calls joined"))
     world.block["/add"].set()
     a, b = await asyncio.gather(*both)
     assert (a.json(), b.json()) == ({"count": 4}, {"count": 4})
@@ -346,7 +413,7 @@ async def test_the_same_call_id_with_another_request_is_another_call(world: Worl
     await Client().send_request(world.counter.app, "POST", "/add", b'{"n": 4}', headers)
     other = await Client().send_request(world.counter.app, "POST", "/add", b'{"n": 5}', headers)
     assert other.json() == {"count": 9}
-    assert world.counter.gate.warnings == {"call ids met again with another request": 1}
+    assert world.counter.gate.remarks.counters == {"call ids met again with another request": 1}
 
 
 async def test_a_call_whose_id_an_earlier_life_of_the_agent_has_used_is_remembered_as_well(world: World) -> None:

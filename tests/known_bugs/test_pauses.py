@@ -78,7 +78,7 @@ async def test_sixteen_rollouts_in_flight_are_aborted_by_no_pause(world: World) 
     results = await asyncio.gather(*running)
     assert [client.json()["count"] for client in results] == [n + 12 for n in range(16)]
     assert len(world.model_calls) == 48
-    assert all(node.gate.warnings == {} for node in world.nodes.values())
+    assert all(node.gate.remarks.counters == {} for node in world.nodes.values())
 
 
 async def test_a_save_aborts_nobody(bench: Bench) -> None:  # A23

@@ -116,7 +116,7 @@ async def test_an_effect_that_was_applied_and_not_acknowledged_is_applied_once(w
     new = world.restarted(tmp_path / "second")
     cut.cancel()
     assert (await new.run(ROW)).json()["count"] == 5 + 3 + 4 + 5
-    assert new.counter.gate.warnings == {"calls answered from memory": 1}
+    assert new.counter.gate.remarks.counters == {"calls answered from memory": 1}
     new.close()
     await asyncio.gather(cut, return_exceptions=True)
 
@@ -378,6 +378,6 @@ async def test_two_agents_may_have_the_same_indices_one_after_the_other(world: W
     client = gym.Client()
     await client.send_request(helper.app, "POST", "/run", json.dumps({**row, "input": "other"}).encode())
     assert (client.status, client.json()) == (200, {"said": [5, 6, 7]})
-    assert world.model.gate.warnings == {}
+    assert world.model.gate.remarks.counters == {}
     assert helper.log.attempt_of("7-1@helper") == 0
     assert world.agent.log.attempt_of("7-1@agent") == 2

@@ -9,6 +9,7 @@ import os
 import stat
 import time
 from collections.abc import AsyncIterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from coordinator.wire.beneath import Directory
 from coordinator.wire.errors import Reason, SafepointError
 from coordinator.wire.manifest_file import write_snapshot_manifest
 from coordinator.wire.terms import QuiesceMode, Role
+from participant_shims import messages
 from participant_shims.adapter import Loaded
 from participant_shims.adapters.gate_link import read_status
 from participant_shims.adapters.gym import GymAdapter
@@ -27,6 +29,7 @@ from participant_shims.adapters.gym_terms import role_named
 from participant_shims.gate import calllog_files
 from participant_shims.gate.calllog import Answer, CallLog, Verdict
 from participant_shims.gate.control import Control
+from participant_shims.gate.remarks import Remarks
 from tests.shims.benches import GymBench, gym_bench
 from tests.shims.shim_fakes import until
 
@@ -218,6 +221,29 @@ async def test_rollouts_that_another_server_lost_restart(short_path: Path) -> No
     with pytest.raises(SafepointError) as raised:
         excluded_in(snapshot)
     assert raised.value.reason is Reason.SNAPSHOT_CORRUPT
+
+
+async def test_what_the_gates_warn_of_and_count_is_in_the_status(bench: GymBench) -> None:
+    bench.gates[1].warn("a kind", "Mend this.")
+    bench.gates[1].warn("a kind", "Mend that.")
+    for gate in bench.gates:
+        gate.outbound.replayed, gate.dispatches.diverged_total = 3, 1
+    status = await bench.adapter.status(0)
+    assert status.warnings == ("worker-1: Mend that. (2 times)",)
+    assert (status.replayed_calls, status.diverged_rollouts) == (6, 2)
+    wire = messages.status(replace(status, warnings=tuple(f"{n} " + "ä" * 400 for n in range(30))))
+    assert [w.split()[0] for w in wire.warnings] == [str(n) for n in range(10, 30)]
+    assert max(len(w.encode()) for w in wire.warnings) <= 500
+    assert (wire.replayed_calls, wire.diverged_rollouts) == (6, 2)
+
+
+def test_a_gate_keeps_twenty_kinds_of_warnings() -> None:
+    remarks = Remarks()
+    for n in range(30):
+        remarks.warn(f"kind {n}", f"{n} " + "x" * 1000)
+    assert [text.split()[0] for text in remarks.texts()] == [str(n) for n in range(10, 30)]
+    remarks.warn("kind 15", "again")
+    assert remarks.texts()[-1] == "again (2 times)"
 
 
 async def test_a_worker_that_was_replaced_while_closed_voids_the_cut(bench: GymBench) -> None:
