@@ -25,8 +25,8 @@ from coordinator.protocol.operation import Outcome
 from coordinator.protocol.topology import Participant
 from coordinator.protocol.transaction import Transaction
 from coordinator.wire.errors import SafepointError
-from coordinator.wire.ids import OperationId
-from coordinator.wire.terms import Phase
+from coordinator.wire.ids import OperationId, SnapshotId
+from coordinator.wire.terms import OperationKind, Phase
 
 log = logging.getLogger(__name__)
 
@@ -51,7 +51,10 @@ async def recover(operations: Operations) -> None:
 
 
 async def _drive(operations: Operations, records: list[core.Record], begun: Entry, entries: list[Entry]) -> Drive:
-    snapshot_id = cast("dict[str, Any]", records[0].data["operation"])["snapshot_id"]
+    asked = cast("dict[str, Any]", records[0].data["operation"])
+    snapshot_id = SnapshotId(asked["snapshot_id"])
+    if asked["kind"] == OperationKind.SAVE.name:
+        await _settle_on_disk(operations, snapshot_id)
     manifest = await asyncio.to_thread(operations.store.published_by, snapshot_id, begun.operation_id)
     transaction = Transaction.from_records(
         records, published=manifest is not None, coordinator_epoch=operations.journal.epoch
@@ -68,6 +71,14 @@ async def _drive(operations: Operations, records: list[core.Record], begun: Entr
                 entry.data["result"], coordinator_service_pb2.OperationEvent(), ignore_unknown_fields=True
             )
     return drive
+
+
+async def _settle_on_disk(operations: Operations, snapshot_id: SnapshotId) -> None:
+    """Publish or abort is decided by who makes the manifest's name: the coordinator before us may be alive after all."""
+    try:
+        await asyncio.to_thread(operations.store.void, snapshot_id)
+    except SafepointError as error:  # aborting needs no disk; only one that lives and has a better one could contradict
+        log.warning("%s is given up without a mark on the disk: %s", snapshot_id, error)
 
 
 async def _restored_manifest(operations: Operations, drive: Drive) -> Any:

@@ -34,7 +34,9 @@ from coordinator.wire.ids import SnapshotId, is_wire_id
 from coordinator.wire.manifest_file import (
     MANIFEST_NAME,
     MAX_UNLISTED,
+    VOID,
     is_sha256,
+    is_void,
     read_participant_manifest,
     read_snapshot_manifest,
     verify_files,
@@ -125,13 +127,35 @@ class SnapshotStore:
         """Write the manifest: the one commit point. `still_valid` is asked right before, and raises to forbid it.
 
         When it raises, `published_by` says whether the manifest is there: a failed fsync of the directory comes after.
+        Raises STALE_EPOCH when a newer coordinator has taken the name (`void`), or the directory, in the meantime.
         """
+        taken = f"A newer coordinator has given up the snapshot {manifest.snapshot_id}."
         with self.open(manifest.snapshot_id) as directory:
             still_valid()
             try:
-                return write_snapshot_manifest(directory, manifest)
+                written = write_snapshot_manifest(directory, manifest)
             except FileExistsError:
+                if is_void(directory):
+                    raise refuse(Reason.STALE_EPOCH, taken) from None
                 raise refuse(Reason.SNAPSHOT_EXISTS, f"The snapshot {manifest.snapshot_id} is published.") from None
+        if self.published_by(SnapshotId(manifest.snapshot_id), manifest.operation_id) is None:
+            raise refuse(Reason.STALE_EPOCH, taken)  # we wrote into a directory that was being deleted
+        return written
+
+    def void(self, snapshot_id: SnapshotId) -> None:
+        """Take the manifest's name, so that a coordinator before us that still runs cannot publish this snapshot.
+
+        Whoever makes the name first has decided, so look with `published_by` afterwards. Raises STORAGE_FULL,
+        STORAGE_FAILED: then nothing is decided.
+        """
+        try:
+            with self.open(snapshot_id) as directory:
+                directory.write_new(MANIFEST_NAME, VOID)
+        except FileExistsError:
+            pass
+        except SafepointError as error:
+            if error.reason is not Reason.SNAPSHOT_NOT_FOUND:  # without a directory nothing can be published
+                raise
 
     def published_by(self, snapshot_id: SnapshotId, operation_id: str) -> manifest_pb2.SnapshotManifest | None:
         """The manifest, if that operation has published it. Raises STORAGE_FAILED when the disk cannot say."""
@@ -217,7 +241,7 @@ class SnapshotStore:
         with self._snapshots() as snapshots:
             try:
                 with snapshots.child(snapshot_id) as directory:
-                    if directory.has(MANIFEST_NAME):
+                    if directory.has(MANIFEST_NAME) and not is_void(directory):
                         raise refuse(Reason.SNAPSHOT_IN_USE, f"The snapshot {snapshot_id} is published.")
                 _remove(snapshots, snapshot_id)
             except FileNotFoundError:
@@ -275,6 +299,8 @@ class SnapshotStore:
 
     def _manifest(self, directory: Directory, snapshot_id: str) -> manifest_pb2.SnapshotManifest:
         try:
+            if is_void(directory):
+                raise _not_found(snapshot_id)
             manifest, _ = read_snapshot_manifest(directory)
         except FileNotFoundError:
             raise _not_found(snapshot_id) from None
@@ -407,7 +433,7 @@ def _claim(top: Directory, job_id: str) -> None:
 def _unpublished(snapshots: Directory, name: str) -> bool:
     try:
         with snapshots.child(name) as directory:
-            return not directory.has(MANIFEST_NAME)
+            return not directory.has(MANIFEST_NAME) or is_void(directory)
     except (SafepointError, FileNotFoundError):
         return False
 

@@ -32,6 +32,7 @@ FORMAT_VERSION: Final = 1
 MANIFEST_NAME: Final = "manifest.json"
 PARTICIPANT_KIND: Final = "participant-manifest"
 SNAPSHOT_KIND: Final = "snapshot-manifest"
+VOID: Final = b'{"safepoint":"void"}\n'  # in place of a manifest: this snapshot is never published
 MAX_MANIFEST_BYTES: Final = 64 << 20  # some 300,000 files; a reader must bound what a stranger's file may cost
 MAX_FILES: Final = 200_000
 MAX_UNLISTED: Final = 100
@@ -100,6 +101,11 @@ def write_participant_manifest(directory: Directory, manifest: manifest_pb2.Part
 def write_snapshot_manifest(directory: Directory, manifest: manifest_pb2.SnapshotManifest) -> FileDigest:
     """Publish: as `write_participant_manifest`, for the snapshot. From here on the snapshot exists."""
     return directory.write_new(MANIFEST_NAME, encode(SNAPSHOT_KIND, manifest))
+
+
+def is_void(directory: Directory) -> bool:
+    """Whether the name of a snapshot's manifest was taken by VOID. Raises FileNotFoundError when nobody has it."""
+    return directory.size(MANIFEST_NAME) == len(VOID) and directory.read(MANIFEST_NAME, len(VOID)) == VOID
 
 
 def read_participant_manifest(

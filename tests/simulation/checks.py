@@ -58,6 +58,7 @@ class Checks:
         self.decisions: list[str] = []
         self.coordinators: dict[int, Coordinator] = {}
         self.met: dict[str, set[str]] = {}  # operation -> whom its coordinator had met when it began
+        self.given_up: dict[str, int] = {}  # operation -> the highest epoch that has aborted it
         self.partial = 0  # published without somebody whom that coordinator had never met
 
     # ---- who comes ----------------------------------------------------------------------------------------------------------
@@ -88,6 +89,9 @@ class Checks:
         incarnation = self.incarnation_of.get(call.process)
         if call.name in CHANGING and incarnation is not None:
             context = request.context
+            if call.name == "Abort":
+                before = self.given_up.get(context.operation_id, 0)
+                self.given_up[context.operation_id] = max(before, context.coordinator_epoch)
             running = self.coordinators.get(context.coordinator_epoch)
             if call.name == "Prepare" and running is not None and context.operation_id not in self.met:
                 registry = running.operations.discovery.registry
@@ -197,11 +201,9 @@ class Checks:
         self.linked_by[snapshot] = operation
         if operation in self.aborted:
             self.world.violation(f"I1: {operation} is published after it was told aborted")
-        newest = max(
-            (int(n[6:]) for n in self.world.disk.listing(f"{ROOT}/coordinator") if n.startswith("epoch-")), default=0
-        )
-        if newest > epoch:
-            self.world.violation(f"I7: {operation} of epoch {epoch} is published after epoch {newest} began")
+        newer = self.given_up.get(operation, 0)
+        if newer > epoch:
+            self.world.violation(f"I7: {operation} of epoch {epoch} is published after epoch {newer} gave it up")
         for reference in manifest["participants"]:
             self._froze(operation, reference["participant_id"])
         names = {reference["participant_id"] for reference in manifest["participants"]}
@@ -213,6 +215,8 @@ class Checks:
 
     def _manifest(self, node: Node) -> dict[str, Any] | None:
         head, _, body = bytes(node.data).partition(b"\n")
+        if not body:
+            return None  # the name is taken, so that nobody publishes
         found: dict[str, Any] = json.loads(body)
         return found if json.loads(head).get("safepoint") == "snapshot-manifest" else None
 

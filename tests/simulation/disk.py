@@ -72,10 +72,16 @@ class SimDisk:
         self.slow_until = 0.0
         self.slow_s = 0.0
         self.changes = 0
+        self.before_publish: Callable[[], float] | None = None  # called once, before a manifest is linked: a delay
         self.on_link: Callable[[str, str, Node], None] = lambda path, name, node: None
         self.trace: Callable[[str], None] = lambda text: None
 
     # ---- faults -----------------------------------------------------------------------------------------------------------
+
+    def gone(self, directory: Node) -> None:
+        """Nothing can be made in a directory that was removed, although somebody holds it open."""
+        if directory.links == 0 and directory is not self.top:
+            raise FileNotFoundError(errno.ENOENT, "No such file or directory")
 
     def change(self, what: str, *, space: bool = False) -> None:
         """Before each change: a thread lets time pass here, and a process may die or the disk fail."""
@@ -221,6 +227,7 @@ class SimOs:
             if node is not None and flags & os.O_EXCL:
                 raise FileExistsError(errno.EEXIST, "File exists", str(path))
             if node is None:
+                disk.gone(directory)
                 node = disk.new(False)
                 directory.change((name, node))
         else:
@@ -304,6 +311,7 @@ class SimOs:
     def mkdir(self, path: Any, mode: int = 0o777, *, dir_fd: int | None = None) -> None:
         self._disk.change(f"mkdir {path}", space=True)
         directory, name = self._disk.parent(path, dir_fd)
+        self._disk.gone(directory)
         if name in directory.names:
             raise FileExistsError(errno.EEXIST, "File exists", str(path))
         directory.change((name, self._disk.new(True)))
@@ -321,9 +329,15 @@ class SimOs:
         follow_symlinks: bool = True,
     ) -> None:  # fmt: skip
         disk = self._disk
+        racing = disk.before_publish
+        depth = disk.path_of(disk.parent(dst, dst_dir_fd)[0]).count("/")  # 3: of a snapshot, not of a part of it
+        if racing is not None and disk.loop.job is not None and dst == "manifest.json" and depth == 3:
+            disk.before_publish = None
+            disk.loop.job.stop_for(racing())
         disk.change(f"linking {dst}", space=True)
         node = disk.resolve(src, src_dir_fd)
         directory, name = disk.parent(dst, dst_dir_fd)
+        disk.gone(directory)
         if name in directory.names:
             raise FileExistsError(errno.EEXIST, "File exists", dst)
         directory.change((name, node))

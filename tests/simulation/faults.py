@@ -12,7 +12,7 @@ LEASE_S = 6.0
 FAULTS = (
     "crash coordinator", "crash shim", "crash server", "pause coordinator", "pause shim", "pause server", "partition",
     "weather", "disk full", "disk slow", "fsync fails", "dies in disk", "second coordinator", "power loss",
-    "pause trainer", "leave and come back",
+    "pause trainer", "leave and come back", "race at publish",
 )  # fmt: skip
 
 
@@ -119,6 +119,9 @@ def _faults(random: Random, duration: float, servers: list[str]) -> list[Event]:
         elif kind == "dies in disk":
             whom = random.choice([*servers, "coordinator", "coordinator"])
             length = random.randint(1, 60)
+        elif kind == "race at publish":
+            extra = random.choice(["second", "second", "crash", "power", "slow"])
+            length = 10 ** random.uniform(-3.0, 0.6)
         elif kind == "fsync fails":
             length = random.randint(1, 3)
         out.append(Event(max(0.1, at), kind, whom, length, extra))

@@ -152,6 +152,8 @@ class Story:
                 if process is not None:
                     self._extra.append(process)
                 world.start_coordinator()
+            case "race at publish":
+                disk.before_publish = lambda: self._race(event)
             case "power loss":
                 self._lose_power()
             case "leave and come back":
@@ -159,6 +161,19 @@ class Story:
                 server.process.kill()
             case other:
                 raise AssertionError(other)
+
+    def _race(self, event: Event) -> float:
+        """The moment between the last look and the link: what may come in between."""
+        world, process = self.world, self.world.coordinator_process
+        world.trace("EVENT", f"race at publish: {event.extra}")
+        if event.extra == "second" and process is not None:
+            self._extra.append(process)
+            world.start_coordinator()
+        elif event.extra == "crash" and process is not None:
+            world.loop.after(event.value * 0.7, process.kill)
+        elif event.extra == "power":
+            world.loop.after(event.value * 0.7, self._lose_power)
+        return event.value
 
     def _process(self, kind: str, whom: str) -> Process | None:
         world = self.world

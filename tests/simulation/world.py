@@ -235,6 +235,7 @@ class World:
         self.network.weather = Weather()
         self.disk.full_until = self.disk.slow_until = 0.0
         self.disk.fail_fsync = self.disk.fail_read = 0
+        self.disk.before_publish = None
         for process in self.checks.processes:
             process.crash_in_disk_ops = -1
             process.go_on()
