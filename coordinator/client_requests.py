@@ -178,12 +178,13 @@ def no_snapshot(skipped: Mapping[str, str]) -> Refused:
     return refuse(Reason.SNAPSHOT_NOT_FOUND, text, next_step="Start from scratch, or look at `safepoint snapshots ls`.")
 
 
-def not_told(participant_ids: set[str]) -> Unanswered:
-    """A retire that did not reach everybody."""
+def not_told(causes: Mapping[str, str]) -> Unanswered:
+    """A retire that did not reach everybody: participant id to why, empty where nobody said."""
+    why = "; ".join(f"{name}: {cause}" for name, cause in sorted(causes.items()) if cause)
     return Unanswered(
         Problem(
             Reason.UNREACHABLE,
-            f"Could not tell {', '.join(sorted(participant_ids))} to forget the rollouts.",
+            f"Could not tell {', '.join(sorted(causes))} to forget the rollouts.{' ' + why if why else ''}"[:900],
             next_step="Retire the same rollouts again: it is idempotent.",
         )
     )

@@ -325,12 +325,12 @@ class Client:
 
         Raises Unanswered naming participants that could not be told; repeat it then.
         """
-        retired, missing = 0, set[str]()
+        retired, missing = 0, dict[str, str]()
         for part in requests.checked_rollout_ids(list(rollout_ids)):
             request = pb.RetireRolloutsRequest(rollout_ids=part)
             answer = self._calls.ask("RetireRollouts", "Retire", lambda stub: stub.RetireRollouts, request, timeout)
             retired += answer.retired
-            missing.update(answer.unconfirmed)
+            missing |= {name: answer.causes.get(name, "") for name in answer.unconfirmed}
         if missing:
             raise requests.not_told(missing)
         return retired

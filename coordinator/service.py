@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import logging
 from collections.abc import AsyncIterator, Sequence
 from contextlib import suppress
 from itertools import islice
@@ -38,11 +39,13 @@ from coordinator.wire.rpc import time_budget
 from coordinator.wire.terms import OperationKind
 
 Context = aio.ServicerContext[Any, Any]
+log = logging.getLogger(__name__)
 
 LEDGER_AT_ONCE: Final = 1000
 MAX_RETIRED: Final = 1024
 DEFAULT_PAGE: Final = 100
 MAX_PAGE: Final = 1000
+MAX_RETIRE_CAUSE_BYTES: Final = 500
 MAX_CAUSE_BYTES: Final = 1000
 MAX_INVALID: Final = 1000  # names in one ListSnapshotsResponse, which must stay under 4 MiB
 
@@ -166,9 +169,9 @@ class CoordinatorService(coordinator_service_pb2_grpc.CoordinatorServicer):
                 raise refuse(Reason.MALFORMED_ID, f"{rollout_id[:260]!r} cannot name a rollout.")
         everybody = self._operations.discovery.registry.participants()
         told = await asyncio.gather(*(self._retire(p, request.rollout_ids, budget_s) for p in everybody))
+        causes = {p.participant_id: c for p, c in zip(everybody, told, strict=True) if isinstance(c, str)}
         return pb.RetireRolloutsResponse(
-            retired=sum(count for count in told if count is not None),
-            unconfirmed=[p.participant_id for p, count in zip(everybody, told, strict=True) if count is None],
+            retired=sum(count for count in told if isinstance(count, int)), unconfirmed=list(causes), causes=causes
         )
 
     # ---- looking ----------------------------------------------------------------------------------------------------
@@ -325,11 +328,13 @@ class CoordinatorService(coordinator_service_pb2_grpc.CoordinatorServicer):
     def _until(self, budget_s: float, longest_s: float) -> float:
         return self._operations.clock() + min(budget_s * 2 / 3, longest_s)  # a third is kept for opening everybody
 
-    async def _retire(self, who: Participant, rollout_ids: Sequence[str], budget_s: float) -> int | None:
+    async def _retire(self, who: Participant, rollout_ids: Sequence[str], budget_s: float) -> int | str:
+        """How many it knew, or why it could not be told."""
         try:
             return await self._operations.participants.retire(who, rollout_ids, budget_s)
-        except SafepointError:
-            return None
+        except SafepointError as error:
+            log.warning("%s was not told to forget rollouts: %s", who.participant_id, error)
+            return str(error).encode()[:MAX_RETIRE_CAUSE_BYTES].decode(errors="ignore")
 
 
 def _digest(request: Message) -> str:

@@ -176,7 +176,8 @@ class GateLink:
     def _refusal(self, error: Json) -> SafepointError:
         name = str(error.get("reason", "INTERNAL"))
         reason = Reason[name] if name in Reason.__members__ else Reason.INTERNAL
-        return refuse(reason, str(error.get("message") or f"Worker {self.worker_id} refused."))
+        message = str(error.get("message") or f"Worker {self.worker_id} refused.")
+        return refuse(reason, message, next_step=str(error.get("next_step") or ""))
 
 
 class GateHub:

@@ -9,7 +9,9 @@ the same `calls.db` as the gates, from the shim's process. Everything blocks: th
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import sqlite3
+from collections.abc import Generator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Final
 
@@ -21,6 +23,7 @@ from participant_shims.adapter import Description, Exported, LedgerLine
 from participant_shims.adapters.ledger_file import LEDGER, read_ledger, write_ledger
 from participant_shims.gate import calllog_files
 from participant_shims.gate.calllog import CallLog
+from participant_shims.gate.logfile import log_failure
 
 
 class GymFiles:
@@ -33,17 +36,14 @@ class GymFiles:
         self._participant_id = participant_id
 
     def export(self, directory: Path, what: Description) -> Exported:
-        """Write the call log and the ledger, fsynced. Raises OSError; partial files are left for the caller."""
-        log = CallLog(self._database)
-        try:
+        """Write the call log and the ledger, fsynced. Raises OSError, and STORAGE_* for the log; partial files are left for the caller."""
+        with self._log() as log:
             done = calllog_files.export(
                 log,
                 directory,
                 stateful=what.checkpoint_mode is not CheckpointMode.RESTART_ONLY,
                 lost_reason=what.checkpoint_mode_reason or f"{what.participant_id} can't save its state",
             )
-        finally:
-            log.close()
         totals: dict[RolloutState, int] = {}
         for line in done.ledger:
             totals[line.state] = totals.get(line.state, 0) + 1
@@ -62,44 +62,44 @@ class GymFiles:
 
         The log notes `operation_id`, so that a shim that replaces this one knows whose it is (`loaded_by`).
 
-        Raises NOT_FRESH, SNAPSHOT_CORRUPT: nothing has changed then.
+        Raises NOT_FRESH, SNAPSHOT_CORRUPT, STORAGE_*: nothing has changed then.
         """
         logs = [directory / path for path in paths if path == calllog_files.FILE]
         if not logs:
             return calllog_files.LogLoad()
-        log = CallLog(self._database)
-        try:
+        with self._log() as log:
             return calllog_files.load(log, logs, excluded_in(directory.parent), operation_id)
-        finally:
-            log.close()
 
     def unload(self) -> None:
-        """Forget everything: the call log of a life that has loaded a snapshot and served nothing. Raises sqlite3.Error."""
-        log = CallLog(self._database)
-        try:
+        """Forget everything: the call log of a life that has loaded a snapshot and served nothing. Raises STORAGE_*."""
+        with self._log() as log:
             calllog_files.unload(log)
-        finally:
-            log.close()
 
     def loaded_by(self) -> str:
-        """The restore whose call log is installed and was not resumed yet, empty when none. Raises sqlite3.Error."""
+        """The restore whose call log is installed and was not resumed yet, empty when none. Raises STORAGE_*."""
         if not self._database.exists():  # the first gate makes it
             return ""
-        log = CallLog(self._database)
-        try:
+        with self._log() as log:
             return calllog_files.loaded_by(log)
-        finally:
-            log.close()
 
     def keep(self) -> None:
-        """That restore was resumed. Raises sqlite3.Error."""
+        """That restore was resumed. Raises STORAGE_*."""
         if not self._database.exists():
             return
-        log = CallLog(self._database)
-        try:
+        with self._log() as log:
             calllog_files.keep(log)
+
+    @contextmanager
+    def _log(self) -> Generator[CallLog]:
+        log: CallLog | None = None
+        try:
+            log = CallLog(self._database)
+            yield log
+        except sqlite3.Error as error:
+            raise log_failure(self._database, error) from error
         finally:
-            log.close()
+            if log is not None:
+                log.close()
 
     def diverged_line(self, raw: Mapping[str, Any]) -> LedgerLine:
         """A rollout that a gate could not bring back."""

@@ -9,7 +9,7 @@ Messages (one JSON object a line; `id` is numbered by its sender):
     gate -> shim   {"hello": {"worker_id", "pid", "server_name", "kind", "configured_workers", "describe": {...}}}
                    {"event": "status", "status": {...}}          each change (at most every 50 ms), and each second
                    {"event": "opened", "cause": "lease"}
-                   {"id": n, "ok": {...}} | {"id": n, "error": {"reason": "DECLINED", "message": "..."}}
+                   {"id": n, "ok": {...}} | {"id": n, "error": {"reason": "DECLINED", "message", "next_step"}}
                    {"id": n, "progress": {"bytes_done": n, "items_done": n}}
     shim -> gate   {"id": n, "op": "close", "params": {"operation_id", "mode": "hold"|"drain", "lease_s"}}
                        ok: {"counts": {"in_flight","parked","held","calling"}, "generation"}
@@ -45,6 +45,7 @@ from typing import Any, Final
 from coordinator.wire.errors import Reason, SafepointError, refuse
 from coordinator.wire.terms import QuiesceMode
 from participant_shims.gate.core import Gate
+from participant_shims.gate.logfile import log_failure
 
 log = logging.getLogger(__name__)
 
@@ -203,7 +204,7 @@ class Control:
         try:
             result = self._operation(op)(params)
         except Exception as error:
-            self._push({"id": number, "error": _error(error)})
+            self._push({"id": number, "error": _error(error, self._gate.log.path)})
             return
         if inspect.isawaitable(result):
             task = asyncio.ensure_future(result)
@@ -217,7 +218,7 @@ class Control:
         if task.cancelled():
             self._push({"id": number, "error": {"reason": "ABORTED", "message": "The server is ending."}})
         elif (error := task.exception()) is not None:
-            self._push({"id": number, "error": _error(error)})
+            self._push({"id": number, "error": _error(error, self._gate.log.path)})
         else:
             self._push({"id": number, "ok": task.result()})
 
@@ -244,14 +245,13 @@ def _mode(text: str) -> QuiesceMode:
     return modes[text]
 
 
-def _error(error: BaseException) -> dict[str, str]:
+def _error(error: BaseException, call_log: Path) -> dict[str, str]:
+    if isinstance(error, sqlite3.Error):
+        error = log_failure(call_log, error)
     if isinstance(error, SafepointError):
         return {"reason": error.reason.name, "message": error.problem.message, "next_step": error.problem.next_step}
     if isinstance(error, OSError):
         full = error.errno in (28, 122)  # ENOSPC, EDQUOT
         return {"reason": "STORAGE_FULL" if full else "STORAGE_FAILED", "message": str(error)}
-    if isinstance(error, sqlite3.Error):
-        full = "full" in str(error)
-        return {"reason": "STORAGE_FULL" if full else "STORAGE_FAILED", "message": f"The call log: {error}"}
     log.error("a gate operation failed", exc_info=error)
     return {"reason": "INTERNAL", "message": f"{type(error).__name__}: {error}"[:500]}

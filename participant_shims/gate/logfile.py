@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Concatenate, Final, ParamSpec, TypeVar
 
+from coordinator.wire.errors import Reason, Refused, refuse
 from participant_shims.identity import CallIdentity
 
 _P = ParamSpec("_P")
@@ -60,6 +61,15 @@ class Answer:
     body: bytes
     phrase: str = ""
     url: str = ""
+
+
+def log_failure(path: Path, error: sqlite3.Error) -> Refused:
+    """STORAGE_FULL or STORAGE_FAILED for a call log that cannot be used: its disk is not that of the snapshots."""
+    reason = Reason.STORAGE_FULL if "full" in str(error) else Reason.STORAGE_FAILED
+    return refuse(
+        reason, f"The call log {path} failed: {error}.",
+        next_step=f"Free space on the disk of {path.parent}, or set SAFEPOINT_RUN_DIR to another one and restart the server.",
+    )  # fmt: skip
 
 
 def tolerated(

@@ -68,6 +68,7 @@ class FakeCoordinator(CoordinatorServicer):
     rollouts: list[manifest_pb2.LedgerEntry] = field(default_factory=list)
     ledger_part: int = 2
     unconfirmed: list[str] = field(default_factory=list)
+    causes: dict[str, str] = field(default_factory=dict)
     phase: str = ""  # of the trainer-driven operation: prepared, committed, published
     active: str = ""
     findings: list[pb.Finding] = field(default_factory=list)
@@ -295,7 +296,9 @@ class FakeCoordinator(CoordinatorServicer):
 
     async def RetireRollouts(self, request, context):
         await self._unary("RetireRollouts", request, context)
-        return pb.RetireRolloutsResponse(retired=len(request.rollout_ids), unconfirmed=self.unconfirmed)
+        return pb.RetireRolloutsResponse(
+            retired=len(request.rollout_ids), unconfirmed=self.unconfirmed, causes=self.causes
+        )
 
     async def Explain(self, request, context):
         await self._unary("Explain", request, context)

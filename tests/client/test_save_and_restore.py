@@ -176,6 +176,9 @@ async def test_any_number_of_rollouts_is_retired_in_calls_that_fit(driver: Drive
     fake.unconfirmed = ["counter"]
     with pytest.raises(Exception, match="Could not tell counter"):
         await driver.do("retire", ["r-1"])
+    fake.causes = {"counter": "Its call log is full."}
+    with pytest.raises(Exception, match="counter: Its call log is full"):
+        await driver.do("retire", ["r-1"])
 
 
 async def test_watch_begins_with_the_status_and_ends_with_its_operation(driver: Driver) -> None:

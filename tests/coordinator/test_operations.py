@@ -188,6 +188,7 @@ async def test_retired_rollouts_are_told_to_everybody_and_who_could_not_be_told_
     await bench.start(model_0=Knobs(hang_on={"RetireAttempts"}))
     reply = await unary(bench.stub().RetireRollouts(pb.RetireRolloutsRequest(rollout_ids=["r-1", "r-2"]), timeout=1))
     assert list(reply.unconfirmed) == ["model-0"]
+    assert "model-0" in reply.causes["model-0"]
     assert set(bench.shims["agent-0"].retired) == {"r-1", "r-2"}
     assert reply.retired == 4
 

@@ -6,6 +6,7 @@ import asyncio
 import hashlib
 import json
 import os
+import sqlite3
 import stat
 import time
 from collections.abc import AsyncIterator
@@ -21,7 +22,7 @@ from coordinator.wire.errors import Reason, SafepointError
 from coordinator.wire.manifest_file import write_snapshot_manifest
 from coordinator.wire.terms import QuiesceMode, Role
 from participant_shims import messages
-from participant_shims.adapter import Loaded
+from participant_shims.adapter import Loaded, Progress
 from participant_shims.adapters.gate_link import read_status
 from participant_shims.adapters.gym import GymAdapter
 from participant_shims.adapters.gym_files import excluded_in
@@ -235,6 +236,33 @@ async def test_what_the_gates_warn_of_and_count_is_in_the_status(bench: GymBench
     assert [w.split()[0] for w in wire.warnings] == [str(n) for n in range(10, 30)]
     assert max(len(w.encode()) for w in wire.warnings) <= 500
     assert (wire.replayed_calls, wire.diverged_rollouts) == (6, 2)
+
+
+async def test_a_full_disk_of_the_call_log_is_told_with_its_path_and_not_as_that_of_the_snapshots(
+    bench: GymBench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*args: Any, **kwargs: Any) -> Any:
+        raise sqlite3.OperationalError("database or disk is full")
+
+    async def told(awaitable: Any) -> None:
+        problem = (await refusal(awaitable)).problem
+        assert problem.reason is Reason.STORAGE_FULL
+        assert str(bench.life / "calls.db") in problem.message
+        assert "SAFEPOINT_RUN_DIR" in problem.next_step
+        assert "prune" not in problem.next_step
+
+    bench.gates[0].log.retire = full  # type: ignore[method-assign]
+    await told(bench.adapter.retire([("r-1", 0)]))
+    await close(bench)
+    monkeypatch.setattr(calllog_files, "export", full)
+    (bench.life / "out").mkdir()
+    await told(anext(aiter_exported(bench)))
+
+
+async def aiter_exported(bench: GymBench) -> AsyncIterator[Any]:
+    async for step in bench.adapter.export(bench.life / "out"):
+        if not isinstance(step, Progress):
+            yield step
 
 
 def test_a_gate_keeps_twenty_kinds_of_warnings() -> None:
