@@ -59,6 +59,8 @@ ABORT_WITHIN_S: Final = 3.0
 FIT_EVERY_S: Final = 2.0
 QUIET_WITHIN_S: Final = 10.0
 _UNIX: Final = "unix:"
+_DIRECTORY: Final = "coordinator"
+_MAX_ADDRESS: Final = 1 << 16
 _MAX_MESSAGE: Final = 4 << 20
 
 
@@ -128,6 +130,20 @@ class Coordinator:
                 await asyncio.sleep(0.1)
         self._ending = asyncio.create_task(self.kill())  # not from here: it ends us, too
 
+    def keep_announced(self) -> None:
+        """Write where we listen, unless it is written there. Blocks. Raises STORAGE_FULL, STORAGE_FAILED.
+
+        A coordinator that began before us and was slow may have written its own address over ours: nobody would find us.
+        """
+        line = self.announcement().encode() + b"\n"
+        with self.operations.store.directory(_DIRECTORY) as directory:
+            try:
+                written = directory.read(ADDRESS_NAME, _MAX_ADDRESS)
+            except FileNotFoundError:
+                written = b""
+            if written != line:
+                directory.replace(ADDRESS_NAME, line)
+
     async def _why_unfit(self) -> Problem | None:
         journal = self.operations.journal
         if journal.broken:
@@ -138,6 +154,8 @@ class Coordinator:
         except SafepointError:
             return None  # the disk does not say; the next look may
         if ours:
+            with suppress(SafepointError):
+                await asyncio.to_thread(self.keep_announced)
             return None
         return Problem(Reason.STALE_EPOCH, f"A newer coordinator than epoch {self.epoch} has started in this root.")
 
@@ -160,7 +178,7 @@ async def serve(
     loop = asyncio.get_running_loop()
     store = await asyncio.to_thread(SnapshotStore, settings.root, settings.job_id)
     lock = _lock_socket(settings.bind)
-    journal = await asyncio.to_thread(lambda: Journal(store.directory("coordinator")))
+    journal = await asyncio.to_thread(lambda: Journal(store.directory(_DIRECTORY)))
     registry = Registry(loop.time, settings.heartbeat_s * settings.missed_heartbeats)
     discovery = Discovery(
         registry, Participants(journal.epoch, token, dial), settings.participants, settings.policy_endpoints
@@ -196,8 +214,7 @@ async def serve(
         asyncio.create_task(_look_around(operations), name="look around"),
     ]
     running = Coordinator(address, journal.epoch, secrets.token_hex(8), operations, server, healthy, tasks, lock)
-    with store.directory("coordinator") as directory:
-        await asyncio.to_thread(directory.replace, ADDRESS_NAME, running.announcement().encode() + b"\n")
+    await asyncio.to_thread(running.keep_announced)
     tasks.append(asyncio.create_task(running.stay_fit(), name="stay fit"))
     log.info("coordinator epoch %d of job %s serves at %s", journal.epoch, settings.job_id, address)
     return running
