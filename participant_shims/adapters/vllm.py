@@ -38,7 +38,7 @@ from participant_shims.adapter import (
 from participant_shims.adapters.vllm_cut import check_weights, totals_of, write_cut
 from participant_shims.admission import ANONYMOUS, Doors, Released, Standing
 from participant_shims.engine.control import EngineControl
-from participant_shims.engine.discovery import Engine, discover, life, weight_digest, weight_version
+from participant_shims.engine.discovery import Engine, discover, life, look_again, weight_digest, weight_version
 from participant_shims.engine.pause_note import PauseNote
 from participant_shims.engine.pool import Pool
 from participant_shims.engine.proxy import EngineProxy
@@ -205,12 +205,12 @@ class VllmAdapter:
         engine = self._engine
         if engine is None or not engine.life or await life(self.target) == engine.life:
             return
-        now = await discover(self.target)
+        now = await look_again(self.target, engine)
         if now.config_digest != engine.config_digest:
             raise refuse(
                 Reason.INCARNATION_CHANGED,
-                f"vLLM at {self.target} was started anew as another server ({now.model}, {now.max_model_len} tokens, "
-                f"{now.ranks} ranks; it was {engine.model}, {engine.max_model_len}, {engine.ranks}).",
+                f"vLLM at {self.target} was started anew as another server ({now.model}, {now.max_model_len} tokens; it "
+                f"was {engine.model}, {engine.max_model_len}).",
                 next_step="Restart the shim, which then describes the new one.",
             )
         log.warning("vLLM at %s was started anew", self.target)

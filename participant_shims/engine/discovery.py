@@ -8,7 +8,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Final, cast
 
 from coordinator.wire.errors import Reason, refuse
@@ -75,8 +75,7 @@ async def discover(target: str) -> Engine:
         )  # fmt: skip
     if paused.status != 200:
         raise refuse(Reason.UNAVAILABLE, f"vLLM at {target} answered /is_paused with {paused.status}.")
-    models: Any = (await _get(target, "/v1/models")).value("data")
-    first = cast("dict[str, Any]", models[0] if models else {})
+    model, max_model_len = await _model(target)
     info = await _get(target, "/server_info?config_format=json", INFO_S)
     config = cast("dict[str, Any]", info.value("vllm_config") or {}) if info.status == 200 else {}
     parallel = _part(config, "parallel_config")
@@ -84,8 +83,8 @@ async def discover(target: str) -> Engine:
     renders = await call(target, "POST", "/v1/chat/completions/derender", {}, timeout_s=LOOK_S)
     return Engine(
         version=version,
-        model=str(first.get("id") or ""),
-        max_model_len=int(first.get("max_model_len") or 0),
+        model=model,
+        max_model_len=max_model_len,
         ranks=int(parallel.get("data_parallel_size") or 1),
         weight_version=await weight_version(target),
         life=await life(target),
@@ -96,6 +95,23 @@ async def discover(target: str) -> Engine:
         if _part(config, "model_config").get("enable_return_routed_experts")
         else "",
     )
+
+
+async def look_again(target: str, before: Engine) -> Engine:
+    """The same server after a restart. Only what is quickly had: a save waits for it. Raises UNAVAILABLE."""
+    version = str((await _get(target, "/version")).value("version") or "")
+    model, max_model_len = await _model(target)
+    return replace(
+        before, version=version, model=model, max_model_len=max_model_len,
+        weight_version=await weight_version(target), life=await life(target),
+    )  # fmt: skip
+
+
+async def _model(target: str) -> tuple[str, int]:
+    """The name it is asked by, and how many tokens it can hold."""
+    models: Any = (await _get(target, "/v1/models")).value("data")
+    first = cast("dict[str, Any]", models[0] if models else {})
+    return str(first.get("id") or ""), int(first.get("max_model_len") or 0)
 
 
 def _refuse_balancers(target: str, parallel: dict[str, Any]) -> None:

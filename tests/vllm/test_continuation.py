@@ -157,7 +157,7 @@ async def test_after_kill_nine_each_call_goes_on_from_its_prefix(
 
 async def third_life(adapter: VllmAdapter, caller: Caller) -> None:
     """Who says which rollout he is gets his own record, and a cut holds those that nobody has asked for yet."""
-    question = completion("siblings", tokens=40)
+    question = completion("siblings", tokens=150)
     headers = [CallIdentity(f"r-{n}", 0, "0.1").headers() for n in range(2)]
     asked = [asyncio.create_task(caller.whole(question, h)) for h in headers]
     await until(
