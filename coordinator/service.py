@@ -169,7 +169,7 @@ class CoordinatorService(coordinator_service_pb2_grpc.CoordinatorServicer):
                 raise refuse(Reason.MALFORMED_ID, f"{rollout_id[:260]!r} cannot name a rollout.")
         everybody = self._operations.discovery.registry.participants()
         told = await asyncio.gather(*(self._retire(p, request.rollout_ids, budget_s) for p in everybody))
-        causes = {p.participant_id: c for p, c in zip(everybody, told, strict=True) if isinstance(c, str)}
+        causes = {str(p.participant_id): c for p, c in zip(everybody, told, strict=True) if isinstance(c, str)}
         return pb.RetireRolloutsResponse(
             retired=sum(count for count in told if isinstance(count, int)), unconfirmed=list(causes), causes=causes
         )
