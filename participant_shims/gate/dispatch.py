@@ -16,7 +16,7 @@ from coordinator.wire.ids import is_rollout_id
 from participant_shims.gate.calllog import Answer, CallLog, Claim, Verdict
 from participant_shims.gate.execution import App, Execution, Run
 from participant_shims.gate.execution import Scope as AsgiScope
-from participant_shims.gate.outbound import CURRENT, Outbound
+from participant_shims.gate.outbound import CURRENT, NOBODY, Outbound
 from participant_shims.gate.replay import Dispatch, Scope
 from participant_shims.identity import ROLLOUT_HEADER, root
 
@@ -121,7 +121,11 @@ class Dispatches:
                 )
                 self._outbound.restarted(rollout_id)
                 answer = error = None
-                attempt = base = self._log.restart(rollout_id, attempt, f"replay diverged: {dispatch.diverged}"[:1000])
+                begun = self._log.restart(rollout_id, attempt, f"replay diverged: {dispatch.diverged}"[:1000])
+                if begun is None:  # what is recorded cannot be forgotten: the client gets its result all the same
+                    answer = await self._unlogged(app, dict(scope), body, execution)
+                    break
+                attempt = base = begun
             if answer is not None:
                 self._log.finish(rollout_id, attempt, answer)
                 self._outbound.finished(rollout_id, attempt)
@@ -137,6 +141,13 @@ class Dispatches:
             self.attempts.pop(rollout_id, None)
             execution.end(answer, error if answer is None else None)
             on_end()
+
+    async def _unlogged(self, app: App, scope: AsgiScope, body: bytes, execution: Execution) -> Answer | None:
+        run: Run = execution.new_run(passes_on=False)
+        execution.scope = scope
+        CURRENT.set(NOBODY)
+        await run.of(app, scope, body)
+        return run.answer()
 
     async def _once(
         self, app: App, scope: AsgiScope, body: bytes, dispatch: Dispatch, execution: Execution

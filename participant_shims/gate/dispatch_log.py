@@ -6,11 +6,12 @@ one transaction, so that two workers never run the same rollout.
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass
 from enum import Enum
+from typing import Final, cast
 
 from participant_shims.gate.logfile import Answer, LogFile, answer_of, dump_headers, tolerated
+from participant_shims.gate.process import lives, own
 from participant_shims.identity import CallIdentity
 
 
@@ -36,6 +37,9 @@ class Claim:
     cookie: str | None = None
 
 
+_NO_ATTEMPT: Final = cast("int | None", None)
+
+
 class DispatchLog(LogFile):
     """The table `rollouts`, and the calls of a rollout as far as they begin and end with it."""
 
@@ -50,7 +54,7 @@ class DispatchLog(LogFile):
         with self.together():
             row = self.db.execute(
                 "SELECT attempt, base, input_sha256, state, restored, claimed, delivered, pid, status, headers, body,"
-                " guest, cookie FROM rollouts WHERE rollout_id=?", (rollout_id,),
+                " guest, cookie, began FROM rollouts WHERE rollout_id=?", (rollout_id,),
             ).fetchone()  # fmt: skip
             floor = self.db.execute("SELECT min_attempt FROM marks WHERE rollout_id=?", (rollout_id,)).fetchone()
             lowest = int(floor[0]) if floor else 0
@@ -59,7 +63,7 @@ class DispatchLog(LogFile):
             attempt, base, known, state, restored, claimed, delivered, pid = row[:8]
             same = known == sha256
             waiting = bool(restored and not claimed)
-            if state in ("running", "diverged") and _alive(pid):
+            if state in ("running", "diverged") and lives(pid, row[13]):
                 return Claim(Verdict.JOIN if same else Verdict.CONFLICT, attempt, base)
             if state == "completed" and same and (explicit or waiting or not delivered):
                 self.db.execute("UPDATE rollouts SET claimed=1 WHERE rollout_id=?", (rollout_id,))
@@ -69,8 +73,9 @@ class DispatchLog(LogFile):
                 attempt = attempt if waiting else attempt + 1
                 if same and rollout_id not in self.damaged:  # a call that is not in the log would be made twice
                     self.db.execute(
-                        "UPDATE rollouts SET attempt=?, state='running', claimed=1, pid=?, turns=0 WHERE rollout_id=?",
-                        (attempt, os.getpid(), rollout_id),
+                        "UPDATE rollouts SET attempt=?, state='running', claimed=1, pid=?, began=?, turns=0"
+                        " WHERE rollout_id=?",
+                        (attempt, *own(), rollout_id),
                     )
                     return Claim(Verdict.REPLAY, attempt, base, cookie=row[12])
                 reason = self.damaged.get(rollout_id, "input changed")
@@ -84,14 +89,18 @@ class DispatchLog(LogFile):
         self.db.execute("DELETE FROM calls WHERE rollout_id=?", (rollout_id,))
         self.db.execute(
             "INSERT OR REPLACE INTO rollouts(rollout_id, attempt, base, explicit, input_sha256, input, cookie, state,"
-            " reason, pid) VALUES(?,?,?,?,?,?,?,'running',?,?)",
-            (rollout_id, attempt, attempt, int(explicit), sha256, body, cookie, reason, os.getpid()),
+            " reason, pid, began) VALUES(?,?,?,?,?,?,?,'running',?,?,?)",
+            (rollout_id, attempt, attempt, int(explicit), sha256, body, cookie, reason, *own()),
         )
         self.damaged.pop(rollout_id, None)  # its log is whole again: empty
         return Claim(Verdict.RUN, attempt, attempt, reason)
 
-    def restart(self, rollout_id: str, attempt: int, reason: str) -> int:
-        """Forget every call of the running `attempt`; the new attempt, which is its base as well."""
+    @tolerated(_NO_ATTEMPT)
+    def restart(self, rollout_id: str, attempt: int, reason: str) -> int | None:
+        """Forget every call of the running `attempt`; the new attempt, which is its base as well.
+
+        None when the log failed: its calls are still there, and no attempt of it may be answered from them.
+        """
         with self.together():
             self.db.execute("DELETE FROM calls WHERE rollout_id=?", (rollout_id,))
             self.db.execute(
@@ -154,8 +163,8 @@ class DispatchLog(LogFile):
 
     def runs_elsewhere(self, rollout_id: str) -> bool:
         """Whether another live worker runs it."""
-        row = self.db.execute("SELECT state, pid FROM rollouts WHERE rollout_id=?", (rollout_id,)).fetchone()
-        return row is not None and row[0] in ("running", "diverged") and row[1] != os.getpid() and _alive(row[1])
+        row = self.db.execute("SELECT state, pid, began FROM rollouts WHERE rollout_id=?", (rollout_id,)).fetchone()
+        return row is not None and row[0] in ("running", "diverged") and row[1:] != own() and lives(row[1], row[2])
 
     def is_fresh(self) -> bool:
         """No dispatch has been served in this life but, at most, a snapshot has been loaded."""
@@ -174,18 +183,6 @@ class DispatchLog(LogFile):
                 self.db.execute("DELETE FROM calls WHERE rollout_id=?", (call.rollout_id,))
             self.db.execute(
                 "INSERT OR REPLACE INTO rollouts(rollout_id, attempt, base, explicit, input_sha256, input, cookie,"
-                " state, guest, pid) VALUES(?,?,?,0,'',x'','','running',1,?)",
-                (call.rollout_id, call.attempt, call.base, os.getpid()),
+                " state, guest, pid, began) VALUES(?,?,?,0,'',x'','','running',1,?,?)",
+                (call.rollout_id, call.attempt, call.base, *own()),
             )
-
-
-def _alive(pid: int) -> bool:
-    if pid == os.getpid():
-        return True
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:
-        return True
-    return pid > 0

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Final
 
 from coordinator.wire.errors import Reason, refuse
+from participant_shims.gate.process import lives, started
 
 LIFE_VARIABLE: Final = "SAFEPOINT_LIFE"
 SOCKET: Final = "gate.sock"
@@ -64,7 +65,7 @@ def create(server_name: str, kind: str, workers: int, parent: Path) -> Path:
     life.mkdir(mode=0o700)
     record = {
         "server_name": server_name, "kind": kind, "configured_workers": workers,
-        "pid": os.getpid(), "started": _started(os.getpid()),
+        "pid": os.getpid(), "started": started(os.getpid()),
     }  # fmt: skip
     (life / _RECORD).write_text(json.dumps(record) + "\n")
     return life
@@ -76,7 +77,7 @@ def sweep(safe_name: str, parent: Path) -> int:
     for life in parent.glob(f"{safe_name}-????????"):
         try:
             record = json.loads((life / _RECORD).read_text())
-            alive = _started(int(record["pid"])) == record["started"]
+            alive = lives(int(record["pid"]), str(record["started"]))
         except FileNotFoundError:
             continue  # being made, or not ours
         except (OSError, ValueError, KeyError, TypeError):
@@ -116,7 +117,7 @@ def bury(life: Path, within_s: float = 2.0) -> bool:
         record = json.loads((life / _RECORD).read_text())
         if not (life / _ENDED).exists():
             return False
-        while _started(int(record["pid"])) == record["started"]:
+        while lives(int(record["pid"]), str(record["started"])):
             if time.monotonic() >= until:
                 return False
             time.sleep(0.02)
@@ -140,13 +141,3 @@ def claim_worker(life: Path, configured: int) -> tuple[str, int]:
             continue
         return f"worker-{n}", fd
     raise refuse(Reason.WORKERS_MISSING, f"{life.name} has {configured} workers already.")
-
-
-def _started(pid: int) -> str:
-    """When a process began, in ticks since boot: tells it from a later one with the same pid. Empty when it is gone."""
-    try:
-        text = Path(f"/proc/{pid}/stat").read_text()
-    except OSError:
-        return ""
-    fields = text[text.rindex(")") + 2 :].split()
-    return "" if fields[0] == "Z" else fields[19]

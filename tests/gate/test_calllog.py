@@ -62,6 +62,15 @@ def test_a_commit_outlives_a_process_that_is_killed(tmp_path: Path) -> None:
     log.close()
 
 
+def test_a_process_that_has_the_pid_of_a_dead_one_is_not_taken_for_it(log: CallLog) -> None:
+    log.claim("r-1", True, "sha", b"{}", "")
+    assert log.claim("r-1", True, "sha", b"{}", "").verdict is Verdict.JOIN
+    log.db.execute("UPDATE rollouts SET began='1'")  # whoever had this pid then
+    assert not log.runs_elsewhere("r-1")
+    claim = log.claim("r-1", True, "sha", b"{}", "")
+    assert (claim.verdict, claim.attempt) == (Verdict.REPLAY, 1)
+
+
 def test_what_was_exported_is_loaded_as_the_next_attempt(log: CallLog, tmp_path: Path) -> None:
     dispatched(log, calls=3)
     log.remember(CallIdentity("r-9", 0, "0.4"), "dig", BINARY, "session-1")

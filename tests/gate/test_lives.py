@@ -12,7 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from participant_shims.gate.life import _started, bury, create, mark_ended
+from participant_shims.gate.life import bury, create, mark_ended
+from participant_shims.gate.process import started
 from participant_shims.gate.shim_process import ShimProcess
 
 
@@ -28,7 +29,7 @@ def server() -> Iterator[subprocess.Popen[bytes]]:
 def life_of(pid: int, parent: Path) -> Path:
     life = create("counter", "gym.resources", 1, parent)
     record = json.loads((life / "life.json").read_text())
-    (life / "life.json").write_text(json.dumps(record | {"pid": pid, "started": _started(pid)}))
+    (life / "life.json").write_text(json.dumps(record | {"pid": pid, "started": started(pid)}))
     return life
 
 

@@ -14,6 +14,7 @@ import pytest
 from coordinator.wire.terms import QuiesceMode, RolloutState
 from participant_shims.gate import calllog_files
 from participant_shims.identity import ATTEMPT_HEADER, CALL_HEADER, ROLLOUT_HEADER
+from tests.gate.test_calllog import FullDisk
 from tests.gate.world import Client, World, until
 
 HOLD = QuiesceMode.HOLD
@@ -313,6 +314,23 @@ async def test_an_agent_that_uses_chance_restarts_with_the_reason(world: World, 
     assert "replay diverged" in reason
     assert reason.count("digest") == 2
     assert new.counter.served.count("/seed") == 1  # a session of its own, not the old one with its count
+    new.close()
+    await asyncio.gather(running, return_exceptions=True)
+
+
+async def test_a_rollout_that_diverges_on_a_full_disk_still_has_its_result(world: World, tmp_path: Path) -> None:
+    world.chance = itertools.count(1)
+    running = await cut_at_model(world, 2)
+    new = world.restarted(tmp_path / "second")
+    running.cancel()
+    new.chance = itertools.count(100)
+    disk: Any = FullDisk(new.agent.log.db, "DELETE FROM calls")
+    new.agent.log.db = disk
+    client = await new.run(ROW)
+    assert (client.status, client.json()["said"]) == (200, EXPECTED["said"])
+    assert len(new.model_calls) == 3  # the seed was answered from the log before it was found out
+    assert "call log" in new.agent.gate.status()["warnings"][-1]
+    disk.full = False
     new.close()
     await asyncio.gather(running, return_exceptions=True)
 
