@@ -8,9 +8,9 @@ the turn boundary: everything a rollout does to the world passes through `Outbou
 from __future__ import annotations
 
 import sys
-from collections import deque
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextvars import ContextVar
+from itertools import islice
 from typing import Any, Final
 from urllib.parse import urlsplit
 
@@ -28,6 +28,7 @@ NOBODY: Final = Scope(CallIdentity(ANONYMOUS, 0, "0"))
 # Set by a gate on the one kind of response that it makes itself; the caller's gate acts on it, no agent ever sees it.
 REFUSED_HEADER: Final = "x-safepoint-refused"
 _STREAMS: Final = ("text/event-stream", "application/x-ndjson")
+_DONE_AT_ONCE: Final = 16
 _MAX_DONE: Final = 4096  # ended rollouts that a callee has not been told of; older ones are left to its own limit
 
 Request = Callable[..., Awaitable[Any]]
@@ -44,7 +45,7 @@ class Outbound:
         self._own = own_name
         self._is_agent = is_agent
         self._patience_s = patience_s
-        self._recorded: dict[tuple[str, str], deque[str]] = {}  # (server, rollout) -> call ids it may forget
+        self._recorded: dict[tuple[str, str], dict[str, None]] = {}  # (server, rollout) -> call ids it may forget
         self._servers_of: dict[str, set[str]] = {}
         self._done: dict[str, dict[tuple[str, int], None]] = {}  # server -> ended rollouts
         self.replayed = 0
@@ -113,8 +114,13 @@ class Outbound:
             self._log.issue(
                 identity, scope.identity.call_id, number, server_name, own, method.upper(), url_path, digest
             )
-        kwargs["headers"] = _with_headers(kwargs.get("headers"), self._headers_for(server_name, identity))
+        recorded, ended = self._news_for(server_name, identity)
+        headers = identity.headers(recorded)
+        if ended:
+            headers[DONE_HEADER] = ",".join(f"{rollout}/{attempt}" for rollout, attempt in ended)
+        kwargs["headers"] = _with_headers(kwargs.get("headers"), headers)
         response = await original(client, server_name, url_path, method, **kwargs)
+        self._delivered(server_name, identity, recorded, ended)
         pairs = tuple((str(k), str(v)) for k, v in response.headers.items())
         url, phrase = str(response.url), response.reason or ""
         lowered = {k.lower(): v for k, v in pairs}
@@ -193,20 +199,24 @@ class Outbound:
             self.turns[rollout_id] = self.turns.get(rollout_id, 0) + 1
 
     def _may_forget(self, server: str, identity: CallIdentity) -> None:
-        self._recorded.setdefault((server, identity.rollout_id), deque()).append(identity.call_id)
+        self._recorded.setdefault((server, identity.rollout_id), {})[identity.call_id] = None
         self._servers_of.setdefault(identity.rollout_id, set()).add(server)
 
-    def _headers_for(self, server: str, identity: CallIdentity) -> dict[str, str]:
-        waiting = self._recorded.get((server, identity.rollout_id))
-        ids = [waiting.popleft() for _ in range(min(len(waiting), MAX_RECORDED))] if waiting else []
-        headers = identity.headers(ids)
-        ended = self._done.get(server)
-        if ended:
-            told = [k for k, _ in zip(ended, range(16), strict=False)]
-            for key in told:
-                del ended[key]
-            headers[DONE_HEADER] = ",".join(f"{rollout}/{attempt}" for rollout, attempt in told)
-        return headers
+    def _news_for(self, server: str, identity: CallIdentity) -> tuple[list[str], list[tuple[str, int]]]:
+        """What this call may tell its callee: call ids whose answers are recorded, and rollouts that have ended."""
+        recorded = self._recorded.get((server, identity.rollout_id), {})
+        return list(islice(recorded, MAX_RECORDED)), list(islice(self._done.get(server, {}), _DONE_AT_ONCE))
+
+    def _delivered(
+        self, server: str, identity: CallIdentity, recorded: Sequence[str], ended: Sequence[tuple[str, int]]
+    ) -> None:
+        # Only now: a call that failed may not have arrived. Twice told does no harm, never told stays in memory.
+        waiting = self._recorded.get((server, identity.rollout_id), {})
+        for call_id in recorded:
+            waiting.pop(call_id, None)
+        done = self._done.get(server, {})
+        for key in ended:
+            done.pop(key, None)
 
 
 def _with_headers(given: Any, ours: dict[str, str]) -> Any:
