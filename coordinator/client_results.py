@@ -119,10 +119,14 @@ class SaveResult:
 
     @property
     def line(self) -> str:
-        """One line for the training log."""
+        """One line for the training log.
+
+        "To restart" are rollouts that a restore begins from their input: stragglers, state that cannot be saved, and
+        dispatches that have failed. None of them is lost: the ledger names each with its reason.
+        """
         text = (
             f"snapshot {self.snapshot_id}: paused {self.pause_s:.2f} s, {self.totals.kept_in_flight} in flight kept, "
-            f"{self.totals.excluded} lost, {size_text(self.size_bytes)}"
+            f"{self.totals.excluded} to restart, {size_text(self.size_bytes)}"
         )
         if self.unconfirmed:
             text += f"; not heard from since: {', '.join(self.unconfirmed)}"

@@ -23,7 +23,7 @@ from tests.client.fake_coordinator import FakeCoordinator, Fault, entries
 async def test_a_save_prints_its_line_and_plain_progress_in_a_pipe(safepoint: Safepoint, fake: FakeCoordinator) -> None:
     ran = await safepoint("save", "step-40", "--meta", "step=40", "--meta", "weights=/ckpt/a=b")
     assert ran.code == 0
-    assert ran.out == "snapshot step-40: paused 0.31 s, 62 in flight kept, 0 lost, 41 MB\n"
+    assert ran.out == "snapshot step-40: paused 0.31 s, 62 in flight kept, 0 to restart, 41 MB\n"
     assert "prepare: 2 participants" in ran.err
     assert "\x1b" not in ran.out + ran.err, "no control codes in a pipe"
     assert dict(fake.requests("Save")[0].metadata) == {"step": "40", "weights": "/ckpt/a=b"}

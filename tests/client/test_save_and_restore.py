@@ -12,7 +12,7 @@ from tests.client.fake_coordinator import FakeCoordinator, entries
 
 async def test_a_save_says_in_one_line_what_it_cost(driver: Driver, fake: FakeCoordinator) -> None:
     result = await driver.do("save", "step-40", metadata={"step": "40"})
-    assert result.line == "snapshot step-40: paused 0.31 s, 62 in flight kept, 0 lost, 41 MB"
+    assert result.line == "snapshot step-40: paused 0.31 s, 62 in flight kept, 0 to restart, 41 MB"
     assert str(result) == result.line
     assert result.totals == Totals(completed=3, parked=60, pending=2)
     assert result.snapshot.metadata == {"step": "40"}
