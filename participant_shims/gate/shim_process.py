@@ -12,7 +12,8 @@ import os
 import subprocess
 import sys
 import threading
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Final
 
@@ -21,6 +22,9 @@ from participant_shims.gate.life import unmark_ended
 log = logging.getLogger(__name__)
 
 _BACKOFF_S: Final = (0.2, 5.0)
+_WENT_WELL_S: Final = (
+    60.0  # a shim that lived so long did not fail at its start: the next one waits no longer than the first did
+)
 _END_S: Final = 2.0  # Gym itself gives a server no more than a second
 _GATED: Final = ("NEMO_GYM_CONFIG_PATH", "NEMO_GYM_CONFIG_DICT", "IS_NEMO_GYM_FASTAPI_WORKER")
 
@@ -44,10 +48,20 @@ def shim_environment(environment: Mapping[str, str] = os.environ) -> dict[str, s
     return out
 
 
+def backoff_s(tries: int) -> float:
+    """Seconds to wait before the next start, after so many shims in a row that did not live long."""
+    low, high = _BACKOFF_S
+    return float(min(low * 2 ** min(max(0, tries - 1), 16), high))
+
+
 class ShimProcess:
     """Keeps one shim running. `start` returns at once; `stop` ends it and is called at exit."""
 
-    def __init__(self, argv: Sequence[str], life: Path, environment: Mapping[str, str]) -> None:
+    def __init__(
+        self, argv: Sequence[str], life: Path, environment: Mapping[str, str],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:  # fmt: skip
+        self._clock = clock
         self._argv = list(argv)
         self._life = life
         self._environment = dict(environment)
@@ -78,8 +92,9 @@ class ShimProcess:
     def _keep(self) -> None:
         # The kernel's death signal follows the thread that made the child, so this thread makes all of them and stays.
         launch = str(Path(__file__).resolve().parent / "launch.py")
-        backoff = _BACKOFF_S[0]
+        tries = 0
         while not self._stopping.is_set():
+            began = self._clock()
             try:
                 with (self._life / "shim.log").open("ab") as out:
                     self._process = subprocess.Popen(
@@ -93,6 +108,6 @@ class ShimProcess:
                     log.warning("the shim ended with code %s; see %s", code, self._life / "shim.log")
             except OSError as error:
                 log.warning("the shim cannot be started: %s", error)
-            if self._stopping.wait(backoff):
+            tries = 0 if self._clock() - began >= _WENT_WELL_S else tries + 1
+            if self._stopping.wait(backoff_s(tries)):
                 return
-            backoff = min(backoff * 2, _BACKOFF_S[1])

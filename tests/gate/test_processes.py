@@ -137,6 +137,34 @@ def test_a_shim_that_dies_is_started_again_and_ends_with_the_server(tmp_path: Pa
     assert shim._process.poll() is not None
 
 
+def test_a_shim_that_lived_long_is_replaced_as_fast_as_the_first_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lived = iter([0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 3600.0, 0.0])
+    now = 0.0
+    waits: list[float] = []
+
+    class Dead:
+        def wait(self) -> int:
+            nonlocal now
+            now += next(lived)
+            return 1
+
+    class Stopping:
+        def is_set(self) -> bool:
+            return False
+
+        def wait(self, seconds: float) -> bool:
+            waits.append(seconds)
+            return len(waits) == 8
+
+    monkeypatch.setattr(subprocess, "Popen", lambda *args, **kwargs: Dead())
+    shim = ShimProcess(["shim"], tmp_path, {}, lambda: now)
+    shim._stopping = Stopping()  # type: ignore[assignment]
+    shim._keep()
+    assert waits == [0.2, 0.4, 0.8, 1.6, 3.2, 5.0, 0.2, 0.2]
+
+
 def test_a_shim_does_not_outlive_a_server_that_is_killed(tmp_path: Path) -> None:
     code = (
         "import os, sys, time; from pathlib import Path\n"
