@@ -27,7 +27,8 @@ from coordinator.outcomes import Ended
 from coordinator.participants import Participants
 from coordinator.preflight import Discovery, check_restorable
 from coordinator.protocol import events as core
-from coordinator.protocol.operation import Limits, Operation, Stage
+from coordinator.protocol.legality import BEFORE_PUBLISH
+from coordinator.protocol.operation import Limits, Operation
 from coordinator.protocol.topology import Participant, Topology, fingerprint
 from coordinator.protocol.transaction import Transaction
 from coordinator.publication import Cut, Publisher
@@ -40,9 +41,6 @@ from coordinator.wire.terms import OperationKind, Phase, Role, RolloutState
 
 log = logging.getLogger(__name__)
 
-BEFORE_PUBLISH: Final = frozenset(
-    {Stage.PREPARING, Stage.PREPARED, Stage.COMMITTING, Stage.COMMITTED, Stage.CONFIRMING}
-)
 KEPT_IN_MEMORY: Final = 20  # ended operations with their events, for Explain
 MAX_DIVERGED: Final = 20
 

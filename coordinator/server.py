@@ -31,9 +31,10 @@ from safepoint.v1 import coordinator_service_pb2, coordinator_service_pb2_grpc
 
 from coordinator.feed import Feed
 from coordinator.journal import Journal
-from coordinator.operations import BEFORE_PUBLISH, Operations
+from coordinator.operations import Operations
 from coordinator.participants import Participants
 from coordinator.preflight import Discovery, members
+from coordinator.protocol.legality import BEFORE_PUBLISH
 from coordinator.protocol.topology import Participant
 from coordinator.recovery import recover, settle
 from coordinator.registration import Registration
@@ -44,6 +45,7 @@ from coordinator.snapshots import SnapshotStore
 from coordinator.wire.auth import Token, read_token
 from coordinator.wire.errors import Problem, Reason, Refused, SafepointError, refuse
 from coordinator.wire.rpc import SERVER_OPTIONS, ErrorInterceptor, channel
+from coordinator.wire.terms import OperationKind
 
 log = logging.getLogger(__name__)
 
@@ -90,7 +92,11 @@ class Coordinator:
             return
         await self._healthy.set("", _health_pb2.HealthCheckResponse.NOT_SERVING)
         active = self.operations.active
-        if active is not None and (not active.started or active.transaction.stage in BEFORE_PUBLISH):
+        # A restore is left to the next coordinator, which knows from the journal how far it was.
+        if active is not None and (
+            not active.started
+            or (active.operation.kind is OperationKind.SAVE and active.transaction.stage in BEFORE_PUBLISH)
+        ):
             with suppress(SafepointError):
                 await self.operations.abort(active, "the coordinator stops", ABORT_WITHIN_S)
         await self.kill()
