@@ -16,6 +16,7 @@ Everything here blocks: callers on an event loop use a thread. One writer; not s
 from __future__ import annotations
 
 import json
+import logging
 import os
 import re
 import zlib
@@ -27,6 +28,8 @@ from typing import Any, Final, cast
 from coordinator.wire.beneath import Directory, storage_error
 from coordinator.wire.errors import Reason, SafepointError, refuse
 from coordinator.wire.ids import OperationId
+
+log = logging.getLogger(__name__)
 
 KEPT_OUTCOMES: Final = 1000
 ROTATE_BYTES: Final = 16 << 20
@@ -77,6 +80,7 @@ class Journal:
         self._directory = directory
         self._file = -1
         self._size = 0
+        self._number = 0  # of the file in use
         self._broken = ""
         self.epoch = _raise_epoch(directory)
         newest = max(_numbers(directory, _JOURNAL), default=0)
@@ -86,7 +90,8 @@ class Journal:
     def append(self, entry: Entry) -> None:
         """Make an entry durable. Raises STORAGE_FULL or STORAGE_FAILED; then it is not there, not even after a crash.
 
-        After a failed fsync nobody knows what the disk holds: every later append is refused until a restart.
+        After a failed fsync nobody knows what the disk holds: every later append is refused until a restart. A rotation
+        that fails is none of the caller's: the entry is durable, the file in use stays, and the next append tries again.
         """
         if self._broken:
             raise refuse(Reason.STORAGE_FAILED, f"The journal has failed: {self._broken}. Restart the coordinator.")
@@ -106,7 +111,7 @@ class Journal:
         self._size += len(line)
         self.contents.add(entry)
         if self._size > ROTATE_BYTES and not self.contents.open:
-            self._start_file(max(_numbers(self._directory, _JOURNAL)) + 1)
+            self._rotate()
 
     @property
     def broken(self) -> str:
@@ -132,6 +137,21 @@ class Journal:
         except OSError:
             self._broken = cause.strerror or "write"
 
+    def _rotate(self) -> None:
+        number = self._number + 1
+        try:
+            self._start_file(number)
+        except SafepointError as error:
+            log.warning("the journal goes on in its file: %s", error)
+            if self._number == number or error.reason is Reason.FENCED:
+                return  # only an old file is left; or the new one is of a coordinator that has replaced us
+            try:
+                # It may be there all the same, and a start reads the newest: what is appended from now on would be lost.
+                self._directory.remove_file(f"journal-{number}.log")
+                self._directory.sync()
+            except (OSError, SafepointError) as cause:
+                self._broken = f"a half-made rotation stays: {cause}"
+
     def _start_file(self, number: int) -> None:
         data = b"".join(
             [_line(entry) for entries in self.contents.open.values() for entry in entries]
@@ -147,7 +167,7 @@ class Journal:
             raise storage_error(error, f"opening {name}") from error
         if self._file >= 0:
             os.close(self._file)
-        self._file, self._size = file, len(data)
+        self._file, self._size, self._number = file, len(data), number
         for old in _numbers(self._directory, _JOURNAL):
             if old < number:
                 self._directory.remove_file(f"journal-{old}.log")

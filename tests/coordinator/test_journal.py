@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from coordinator import journal as journal_module
 from coordinator.journal import KEPT_OUTCOMES, Entry, Journal
-from coordinator.wire.beneath import Directory
+from coordinator.wire.beneath import Directory, storage_error
 from coordinator.wire.errors import Reason, SafepointError
 from coordinator.wire.ids import OperationId
 
@@ -128,6 +128,65 @@ def test_after_a_failed_fsync_nothing_more_is_acknowledged(tmp_path: Path, monke
     with pytest.raises(SafepointError):
         journal.append(entry("save-2"))
     journal.close()
+
+
+@pytest.mark.parametrize("fails", ["write", "sync", "open", "remove"])
+def test_a_rotation_that_fails_is_no_failure_of_the_entry_and_loses_no_later_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fails: str
+) -> None:
+    monkeypatch.setattr(journal_module, "ROTATE_BYTES", 1)
+    journal = opened(tmp_path)
+    real, real_open = Directory.write_new, os.open
+
+    def write_new(self: Directory, name: str, data: Any) -> Any:
+        written = None if fails == "write" else real(self, name, data)
+        if fails in ("write", "sync"):  # a failed fsync of the directory comes when the file is there
+            raise storage_error(OSError(errno.ENOSPC, "full"), "rotating")
+        return written
+
+    def full_open(path: Any, flags: int, *args: Any, **kwargs: Any) -> int:
+        if flags & os.O_APPEND:
+            raise OSError(errno.EMFILE, "too many")
+        return real_open(path, flags, *args, **kwargs)
+
+    def remove_file(self: Directory, name: str) -> None:
+        raise storage_error(OSError(errno.EIO, "broken"), "removing")
+
+    with monkeypatch.context() as patched:
+        if fails in ("write", "sync"):
+            patched.setattr(Directory, "write_new", write_new)
+        elif fails == "open":
+            patched.setattr(os, "open", full_open)
+        else:
+            patched.setattr(Directory, "remove_file", remove_file)
+        journal.append(entry("save-1", "outcome"))
+        journal.append(entry("save-2", "outcome"))
+    monkeypatch.setattr(journal_module, "ROTATE_BYTES", 1 << 20)
+    journal.append(entry("save-3"))
+    journal.close()
+    again = opened(tmp_path)
+    assert list(again.contents.outcomes) == ["save-1", "save-2"]
+    assert list(again.contents.open) == ["save-3"]
+    again.close()
+
+
+def test_a_rotation_that_cannot_be_undone_stops_the_journal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(journal_module, "ROTATE_BYTES", 1)
+    journal = opened(tmp_path)
+
+    def broken(*_: Any) -> Any:
+        raise storage_error(OSError(errno.EIO, "broken"), "rotating")
+
+    monkeypatch.setattr(Directory, "write_new", broken)
+    monkeypatch.setattr(Directory, "remove_file", broken)
+    journal.append(entry("save-1", "outcome"))  # durable, and said so
+    with pytest.raises(SafepointError, match="half-made rotation"):
+        journal.append(entry("save-2", "outcome"))
+    monkeypatch.undo()
+    journal.close()
+    again = opened(tmp_path)
+    assert list(again.contents.outcomes) == ["save-1"]
+    again.close()
 
 
 def test_memory_and_file_are_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
