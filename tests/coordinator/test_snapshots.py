@@ -180,6 +180,29 @@ def test_links_are_refused_and_nothing_changes(store: SnapshotStore, tmp_path: P
     assert victim.is_symlink()
 
 
+def test_a_list_reads_no_ledger_and_still_misses_one_that_was_cut(
+    store: SnapshotStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("step-1", "step-2", "step-3"):
+        make(store, name)
+    folder = tmp_path / "root" / "snapshots"
+    changed, cut = folder / "step-1" / "ledger.jsonl", folder / "step-2" / "ledger.jsonl"
+    changed.chmod(0o600)
+    changed.write_bytes(changed.read_bytes().replace(b"r", b"q"))
+    cut.write_bytes(cut.read_bytes()[:-1])
+    (folder / "step-3" / "ledger.jsonl").unlink()
+    read: list[str] = []
+    digest = Directory.digest
+    monkeypatch.setattr(Directory, "digest", lambda self, path: (read.append(path), digest(self, path))[1])
+    listing = store.list()
+    assert [m.snapshot_id for m in listing.snapshots] == ["step-1"]
+    assert "another size" in listing.invalid["step-2"]
+    assert "missing" in listing.invalid["step-3"]
+    assert read == []
+    assert refused(store.verify, "step-1").reason is Reason.SNAPSHOT_CORRUPT
+    assert read
+
+
 def test_unlisted_files_are_reported_and_ignored(store: SnapshotStore, tmp_path: Path) -> None:
     make(store, "step-1")
     folder = tmp_path / "root" / "snapshots" / "step-1"
