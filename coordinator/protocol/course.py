@@ -33,7 +33,7 @@ from coordinator.protocol.events import (
     Verdict,
     Warned,
 )
-from coordinator.protocol.legality import BEFORE_PUBLISH, CALLING, OPENING_STAGES, OWNED
+from coordinator.protocol.legality import BEFORE_PUBLISH, CALLING, OPENING_STAGES, OWNED, UNATTENDED
 from coordinator.protocol.opening import Opening
 from coordinator.protocol.operation import Limits, Operation, Outcome, Stage
 from coordinator.protocol.phase_run import Evidence, PhaseRun
@@ -70,6 +70,9 @@ class Course:
         self.opening: Opening | None = None
         self._limits = limits
         self._owner_until = 0.0
+        self._stood_since = 0.0  # since when a restore waits for its trainer
+        self._remind_gap = 0.0
+        self._remind_at = 0.0
         self._unheld: Problem | None = None  # the cause of a failed restore without the advice to abort it
 
     # ---- time --------------------------------------------------------------------------------------------------------
@@ -82,6 +85,8 @@ class Course:
             return self._owner_until
         if self.stage == Stage.PUBLISHING:
             return None if self.late_warned else self.deadline
+        if self.stage in UNATTENDED:
+            return self._remind_at
         return self.opening.next_at(now) if self.opening is not None else None
 
     def tick(self, now: float) -> list[Effect]:
@@ -93,6 +98,10 @@ class Course:
         if self.stage == Stage.PUBLISHING and now >= self.deadline and not self.late_warned:
             self.late_warned = True
             return [warned("The deadline passed while the snapshot is being published; leases are left to lapse.")]
+        if self.stage in UNATTENDED and now >= self._remind_at:
+            self._remind_gap = min(2 * self._remind_gap, self._limits.remind_most_s)
+            self._remind_at = now + self._remind_gap
+            return [warned(sentences.unattended(self.stage, now - self._stood_since))]
         return self._owner_is_silent(now) if self.stage in OWNED and now >= self._owner_until else []
 
     def heard(self, now: float) -> None:
@@ -138,7 +147,12 @@ class Course:
         """Wait for the trainer's next call."""
         self.stage = stage
         self.heard(now)
+        self._begin_to_wait(now)
         return [Await(stage)]
+
+    def _begin_to_wait(self, now: float) -> None:
+        self._stood_since, self._remind_gap = now, self._limits.remind_after_s
+        self._remind_at = now + self._remind_gap
 
     def progressed(self, event: ProgressReported) -> None:
         """Keep what a running call said last: errors and status name it."""
@@ -211,6 +225,7 @@ class Course:
         step = "Everybody stays paused: Abort opens them without the snapshot; then restore with a new operation_id."
         held = problem if step in problem.advice else replace(problem, next_step=f"{problem.advice} {step}")
         self.stage, self.primary, self._unheld = Stage.FAILED_PAUSED, held, problem
+        self._begin_to_wait(now)
         if self.evidence.attempted <= self.lost.keys():
             return self.abort(held, now)  # nobody is left to stay paused
         return [records.failing(RecordKind.FAILED_PAUSED, self.operation, problem), Await(Stage.FAILED_PAUSED, held)]

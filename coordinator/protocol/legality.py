@@ -18,6 +18,9 @@ CALLING = frozenset({Stage.PREPARING, Stage.COMMITTING, Stage.CONFIRMING, Stage.
 BEFORE_PUBLISH = CALLING | {Stage.PREPARED, Stage.COMMITTED, Stage.RESTORED}
 # Stages of a trainer-driven save that last as long as the trainer is heard of.
 OWNED = frozenset({Stage.PREPARED, Stage.COMMITTED, Stage.PUBLISHED})
+# Stages of a restore that last until the trainer calls. A restore that opened by itself would let servers work with the
+# snapshot's sessions and without the trainer's weights, and none of them could load it again: it would not be fresh.
+UNATTENDED = frozenset({Stage.RESTORED, Stage.FAILED_PAUSED})
 OPENING_STAGES = frozenset({Stage.RESUMING, Stage.ABORTING})
 
 _SAVE_ORDER = tuple(Stage)  # the declaration order is that of a save

@@ -104,3 +104,5 @@ class Limits:
     attempts: int = 3  # of a call that got no answer, before the phase fails
     retry_after_s: float = 0.1  # doubles with each attempt
     retry_most_s: float = 2.0
+    remind_after_s: float = 60.0  # a restore that waits for its trainer says so; then at doubled intervals,
+    remind_most_s: float = 3600.0  # at least so often: once a minute would push everything else out of the history

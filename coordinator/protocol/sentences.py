@@ -46,10 +46,21 @@ def standing(stage: Stage, phase: Phase, waited_s: float) -> str:
     """Why an operation is not further when no participant is waited for; empty when it has ended or not begun."""
     calls = {Stage.PREPARED: "Commit", Stage.COMMITTED: "Publish", Stage.PUBLISHED: "Resume", Stage.RESTORED: "Resume"}
     if stage in calls:
-        return f"{phase.name.lower()}: done; everybody is paused until the trainer calls {calls[stage]}."
+        done = f"{phase.name.lower()}: done; everybody is paused until the trainer calls {calls[stage]}."
+        return f"{done} {unattended(stage, waited_s)}" if stage == Stage.RESTORED and waited_s >= 60 else done
     if stage == Stage.PUBLISHING:
         return f"publish: writing the snapshot manifest for {waited_s:.1f} s."
     return "restore: failed; everybody stays paused until Abort." if stage == Stage.FAILED_PAUSED else ""
+
+
+def unattended(stage: Stage, waited_s: float) -> str:
+    """That a restore has been waiting for its trainer, and the ways out."""
+    text = f"It has waited {waited_s / 60:.0f} min for the trainer, and nothing opens by itself"
+    if stage == Stage.FAILED_PAUSED:
+        return f"{text}: the restore has failed, and Abort (safepoint abort) opens everybody without the snapshot."
+    return (
+        f"{text}: Resume (safepoint resume) opens everybody with what was loaded, Abort (safepoint abort) without it."
+    )
 
 
 def deadline_passed(
