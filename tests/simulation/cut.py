@@ -20,6 +20,19 @@ def _lines(world: World, path: str) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (world.disk.read_text(path) or "").splitlines() if line]
 
 
+def finished_calls(world: World, snapshot: str) -> set[tuple[str, str]]:
+    """Calls with a recorded answer, of the rollouts that go on after a restore of `snapshot`: none is made again."""
+    top = f"/root/snapshots/{snapshot}"
+    live = {line["rollout_id"] for line in _lines(world, f"{top}/ledger.jsonl") if line["state"] in LIVE}
+    return {
+        (line["rollout_id"], line["call_id"])
+        for name, (kind, _) in world.plan.servers.items()
+        if kind == "gym.agent"
+        for line in _lines(world, f"{top}/{name}/calls.jsonl")
+        if line["t"] == "call" and line["rollout_id"] in live and line["done"] and not line["own"]
+    }
+
+
 def check_cut(world: World, snapshot: str) -> None:
     """Report what is lost or doubled in a snapshot that has just been published."""
     top = f"/root/snapshots/{snapshot}"

@@ -309,6 +309,7 @@ class GymServer:
         self.app = GateMiddleware(self._inner, self.gate)
         self.line = Line(self.gate, str(directory / "gate.sock"))
         self.violation: Callable[[str], None] = lambda text: None
+        self.finished: set[tuple[str, str]] = set()  # calls that a restored snapshot has the answers to
         self._numbers = itertools.count()
         self.routes: dict[str, Any] = {
             "/run": self._run, "/v1/responses": self._loop if kind == "gym.agent" else self._generate,
@@ -378,14 +379,20 @@ class GymServer:
     # ---- a model, and resources -------------------------------------------------------------------------------------------
 
     async def _generate(self, scope: Any, body: Json, headers: Any) -> Any:
+        self._not_again(self._call(headers))
         await asyncio.sleep(self.work.model_time())
         return 200, {"n": self.work.number(body["input"], body["turn"])}, []
 
     def _call(self, headers: Any) -> list[Any]:
         return [headers.get(ROLLOUT_HEADER, ""), headers.get(CALL_HEADER, ""), int(headers.get(ATTEMPT_HEADER, 0))]
 
+    def _not_again(self, call: list[Any]) -> None:
+        if (call[0], call[1]) in self.finished:
+            self.violation(f"{self.name} is asked for {call[1]} of {call[0]} again, although its answer was saved")
+
     def _did(self, scope: Any, session_id: str, call: list[Any]) -> None:
         assert self.sessions is not None
+        self._not_again(call)
         scope["session"] = {"session_id": session_id}
         state = self.sessions.state[session_id]
         if any(done[:2] == call[:2] for done in state["history"]):

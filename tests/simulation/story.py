@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from coordinator.wire.errors import Reason
+from tests.simulation.cut import finished_calls
 from tests.simulation.faults import LEASE_S, Event, Plan
 from tests.simulation.loop import Process
 from tests.simulation.trainer import Trainer
@@ -310,6 +311,9 @@ class Story:
         """Every rollout ends, with the result that it must have; nothing is left over."""
         world, trainer = self.world, self.trainer
         world.work.straggles = 0.0
+        if not self.plan.faults_in_restore:  # else a server may have died again, and what it had with it
+            for server in world.http.servers.values():
+                server.finished = finished_calls(world, "final")
         rolling = trainer.process.spawn(trainer.roll(rows, 4))
         done, _ = await asyncio.wait({rolling}, timeout=FINISH_S)
         if not done:
