@@ -22,6 +22,7 @@ from coordinator.answers import Answers
 from coordinator.participants import Participants
 from coordinator.pause import PauseMeter
 from coordinator.protocol import events as core
+from coordinator.protocol.calls import OPENING
 from coordinator.protocol.operation import Operation, Outcome, Stage
 from coordinator.protocol.proofs import Opened, Progress
 from coordinator.protocol.topology import Participant
@@ -61,6 +62,10 @@ class Surroundings(Protocol):
 
     async def restore_done(self, drive: Drive) -> coordinator_service_pb2.RestoreDone:
         """The summary of a restore whose participants have all loaded."""
+        ...
+
+    def present(self, whom: Participant) -> Participant:
+        """Who has that participant's name now; itself when nobody has."""
         ...
 
     def ended(self, drive: Drive) -> None:
@@ -245,6 +250,9 @@ class Drive:
     async def _call(self, call: core.Call) -> None:
         now = self._around.clock
         whom = next(p for p in self.transaction.topology.participants if p.participant_id == call.participant_id)
+        if call.phase in OPENING:
+            # A shim that was replaced has another address, and its server may be paused by the one that is gone.
+            whom = self._around.present(whom)
 
         def moved(progress: Progress) -> None:
             self.reporter.progress(call.phase, call.participant_id, progress)

@@ -262,6 +262,9 @@ class Operations:
             if len(done.diverged) < MAX_DIVERGED:
                 done.diverged.append(diverged[line.rollout_id])
 
+    def present(self, whom: Participant) -> Participant:
+        return self.discovery.registry.get(whom.participant_id) or whom
+
     def ended(self, drive: Drive) -> None:
         ended = outcomes.ended(drive)
         self._memory[ended.operation_id] = ended

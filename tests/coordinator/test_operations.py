@@ -283,6 +283,16 @@ async def test_a_restore_leaves_everybody_paused_and_only_resume_opens(bench: Be
     assert bench.all_open()
 
 
+async def test_an_abort_reaches_the_shim_that_replaced_one_that_had_restored(bench: Bench) -> None:
+    await saved_and_restarted(bench)
+    await bench.restore()
+    await bench.shims["agent-0"].stop()
+    await until(lambda: bench.running.operations.discovery.registry.get("agent-0") is None)
+    replaced = await bench.add("agent-0", Role.AGENT)
+    await bench.abort("restore-1")
+    await until(lambda: replaced.aborted == ["restore-1"])
+
+
 async def test_a_restore_may_resume_by_itself(bench: Bench) -> None:
     await saved_and_restarted(bench)
     events = await bench.restore(resume=True)
