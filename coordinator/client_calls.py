@@ -45,10 +45,16 @@ class Calls:
     """One coordinator as seen from one process. Threads may share it."""
 
     def __init__(
-        self, target: str, token: Token | None, budgets: Budgets, sleep: Callable[[float], None] = time.sleep
+        self,
+        target: str,
+        token: Token | None,
+        budgets: Budgets,
+        sleep: Callable[[float], None] = time.sleep,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.budgets = budgets
         self.sleep = sleep
+        self._clock = clock
         self._target = target
         self._metadata = token.metadata() if token else ()
         self._lock = threading.Lock()
@@ -69,6 +75,10 @@ class Calls:
             self._former.clear()
             self._channel = None
 
+    def patience(self, method: str, about: str, timeout_s: float | None) -> Patience:
+        """The time of one call."""
+        return Patience(method, about, timeout_s, self.budgets, self._clock)
+
     def ask(
         self,
         method: str,
@@ -77,7 +87,7 @@ class Calls:
         request: _Request,
         timeout_s: float | None,
     ) -> _Response:
-        patience = Patience(method, about, timeout_s, self.budgets)
+        patience = self.patience(method, about, timeout_s)
 
         def once() -> _Response:
             try:
@@ -97,7 +107,7 @@ class Calls:
         on_progress: ProgressCallback | None,
     ) -> None:
         about = f"{method} {outcome.snapshot_id or outcome.operation_id}"
-        patience = Patience(method, about, timeout_s, self.budgets)
+        patience = self.patience(method, about, timeout_s)
         try:
             for event in self.stream(method, patience, pick, request, outcome.operation_id):
                 if outcome.take(event) and on_progress is not None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import time
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import aclosing
 from typing import TYPE_CHECKING, TypeVar
@@ -44,9 +45,11 @@ class AsyncCalls:
         token: Token | None,
         budgets: Budgets,
         sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.budgets = budgets
         self.sleep = sleep
+        self._clock = clock
         self._target = target
         self._metadata = token.metadata() if token else ()
         self._channel: aio.Channel | None = None
@@ -67,6 +70,10 @@ class AsyncCalls:
         for closing in channels:
             await closing.close()
 
+    def patience(self, method: str, about: str, timeout_s: float | None) -> Patience:
+        """The time of one call."""
+        return Patience(method, about, timeout_s, self.budgets, self._clock)
+
     async def ask(
         self,
         method: str,
@@ -75,7 +82,7 @@ class AsyncCalls:
         request: _Request,
         timeout_s: float | None,
     ) -> _Response:
-        patience = Patience(method, about, timeout_s, self.budgets)
+        patience = self.patience(method, about, timeout_s)
 
         async def once() -> _Response:
             try:
@@ -95,7 +102,7 @@ class AsyncCalls:
         on_progress: ProgressCallback | None,
     ) -> None:
         about = f"{method} {outcome.snapshot_id or outcome.operation_id}"
-        patience = Patience(method, about, timeout_s, self.budgets)
+        patience = self.patience(method, about, timeout_s)
         try:
             async with aclosing(self.stream(method, patience, pick, request, outcome.operation_id)) as events:
                 async for event in events:

@@ -18,7 +18,7 @@ from coordinator import client_requests as requests
 from coordinator.client_address import find_target
 from coordinator.client_calls import Calls
 from coordinator.client_cut import Cut
-from coordinator.client_patience import Budgets, Patience
+from coordinator.client_patience import Budgets
 from coordinator.client_results import (
     AbortResult,
     Outcome,
@@ -270,7 +270,7 @@ class Client:
         ends_at = None if timeout is None else time.monotonic() + timeout
         while ends_at is None or time.monotonic() < ends_at:
             left = None if ends_at is None else max(0.1, ends_at - time.monotonic())
-            patience = Patience("Watch", "Watch", left, self._calls.budgets)
+            patience = self._calls.patience("Watch", "Watch", left)
             try:
                 yield from self._calls.stream("Watch", patience, lambda stub: stub.Watch, request)
             except SafepointError:
@@ -298,7 +298,7 @@ class Client:
     def ledger(self, snapshot_id: str, *, timeout: float | None = None) -> Iterator[Rollout]:
         """The rollouts of a snapshot, sorted by rollout_id, read while iterating. A lost connection is gone over."""
         request = pb.ReadLedgerRequest(snapshot_id=requests.checked_snapshot_id(snapshot_id))
-        patience = Patience("ReadLedger", f"Ledger of {snapshot_id}", timeout, self._calls.budgets)
+        patience = self._calls.patience("ReadLedger", f"Ledger of {snapshot_id}", timeout)
         last = ""
         for event in self._calls.stream("ReadLedger", patience, lambda stub: stub.ReadLedger, request):
             for entry in event.entries:
