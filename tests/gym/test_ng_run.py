@@ -103,7 +103,7 @@ class NgRun:
                 continue
         return found
 
-    async def terminate(self, within_s: float = 40) -> int:
+    async def terminate(self, within_s: float = 90) -> int:
         """SIGTERM to its pid alone, as a supervisor would; the exit code."""
         assert self.process is not None
         self.process.terminate()
