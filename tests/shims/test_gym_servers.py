@@ -8,9 +8,10 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import json
+import sqlite3
 import time
 from collections.abc import AsyncIterator
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager, closing
 from pathlib import Path
 from typing import Any
 
@@ -230,3 +231,40 @@ async def test_a_killed_shim_comes_back_and_what_it_owned_is_void(short_path: Pa
                 assert "lease" in (await shims.status("counter_agent")).last_failure
         finally:
             fleet.close()
+
+
+async def test_an_abort_after_the_shim_that_restored_was_killed_leaves_nothing_to_go_on_from(short_path: Path) -> None:
+    root = short_path / "root"
+    root.mkdir()
+    with ScriptedEndpoint() as endpoint:
+        fleet = new_fleet(endpoint, short_path / "a")
+        again: Fleet | None = None
+        try:
+            fleet.start()
+            async with shims_of(fleet, root) as shims, Trainer(fleet) as trainer:
+                await asyncio.gather(*(trainer.run(row(i, 1)) for i in range(2)))
+                await shims.save("op-1", "snap-1")
+                committed = dict(shims.committed)
+            fleet.kill()
+
+            again = new_fleet(endpoint, short_path / "b", fleet.config)
+            again.start()
+            async with shims_of(again, root, committed) as shims:
+                await shims.restore("op-2", "snap-1")
+                old = announced(again, "counter_agent")
+                assert loaded_rollouts(again) == 2
+                psutil.Process(old["pid"]).kill()
+                await until(lambda: announced(again, "counter_agent").get("pid") not in (None, old["pid"]))
+            async with shims_of(again, root, committed) as shims:
+                for name in OPEN:
+                    await answer(shims.stubs[name].Abort(pb.AbortRequest(context=shims.context("op-2")), timeout=5))
+                assert loaded_rollouts(again) == 0
+        finally:
+            fleet.close()
+            if again is not None:
+                again.close()
+
+
+def loaded_rollouts(fleet: Fleet) -> int:
+    with closing(sqlite3.connect(fleet.life("counter_agent") / "calls.db")) as log:
+        return int(log.execute("SELECT count(*) FROM rollouts").fetchone()[0])
