@@ -141,7 +141,7 @@ class Line:
         try:
             result = self._operation(op)(params)  # type: ignore[misc]
         except Exception as error:
-            self._push({"id": number, "error": _error(error)})
+            self._push({"id": number, "error": _error(error, self._gate.log.path)})
             return
         if asyncio.iscoroutine(result):
             task = asyncio.ensure_future(self._wait(number, result))
@@ -154,7 +154,7 @@ class Line:
         try:
             self._push({"id": number, "ok": await work})
         except Exception as error:
-            self._push({"id": number, "error": _error(error)})
+            self._push({"id": number, "error": _error(error, self._gate.log.path)})
 
 
 class Work:
