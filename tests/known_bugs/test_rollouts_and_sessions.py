@@ -53,7 +53,7 @@ async def test_four_rollouts_in_four_states_are_four_in_every_place(bench: Bench
     async with AsyncClient(bench.running.address) as client:
         saved = await client.save("step-1")
         assert "2 in flight kept" in saved.line
-        assert "1 lost" in saved.line
+        assert "1 to restart" in saved.line
     read = await collect(bench.stub().ReadLedger(pb.ReadLedgerRequest(snapshot_id="step-1"), timeout=5))
     found = {e.rollout_id: (e.state, e.reason, e.waiting_on) for part in read for e in part.entries}
     assert found == {e.rollout_id: (e.state, e.reason, e.waiting_on) for e in ONE_OF_EACH}
