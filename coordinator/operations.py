@@ -29,7 +29,7 @@ from coordinator.preflight import Discovery, check_restorable
 from coordinator.protocol import events as core
 from coordinator.protocol.legality import BEFORE_PUBLISH
 from coordinator.protocol.operation import Limits, Operation
-from coordinator.protocol.topology import Participant, Topology, fingerprint
+from coordinator.protocol.topology import Participant, Topology, fingerprint, refusal, validate
 from coordinator.protocol.transaction import Transaction
 from coordinator.publication import Cut, Publisher
 from coordinator.reporting import snapshot_info
@@ -113,6 +113,8 @@ class Operations:
             if problems:
                 raise Refused(problems[0])
             topology = self._accepted(drive)
+            if drive.operation.kind is OperationKind.SAVE:  # before anything is made on the disk
+                self._check_topology(drive.operation, topology)
             async with self.storage_lock:
                 if drive.operation.kind is OperationKind.SAVE:
                     if absent := self.discovery.never_came():
@@ -143,6 +145,14 @@ class Operations:
             self.discovery.registry.dismiss_missing()
             return replace(topology, missing=())
         return topology
+
+    @staticmethod
+    def _check_topology(operation: Operation, topology: Topology) -> None:
+        """Refuse as Begin would. It looks again: who comes or goes until then counts too."""
+        findings = validate(topology, operation.options.quiesce_mode)
+        problem = refusal(topology, findings, operation.options.expected_fingerprint)
+        if problem is not None:
+            raise Refused(replace(problem, operation_id=operation.operation_id))
 
     def _longest(self, operation: Operation) -> float:
         settings = self.settings

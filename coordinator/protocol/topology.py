@@ -117,6 +117,18 @@ def problem_from_findings(findings: Iterable[Finding]) -> Problem | None:
     return Problem(reason, text, steps, Phase.DISCOVER)
 
 
+def refusal(topology: Topology, findings: Iterable[Finding], expected_fingerprint: str) -> Problem | None:
+    """Why this topology takes no operation: blocking findings, else another fingerprint than the expected one, if any is."""
+    problem = problem_from_findings(findings)
+    if problem is None and expected_fingerprint not in ("", found := fingerprint(topology.participants)):
+        return Problem(
+            Reason.FINGERPRINT_MISMATCH,
+            f"The topology is not the expected one: its fingerprint is {found}.",
+            "Look at GetTopology, and expect what it says if that is what you want.",
+        )
+    return problem
+
+
 def mode_for(participant: Participant, requested: QuiesceMode) -> QuiesceMode:
     """The quiesce mode this participant is asked for. Only engines abort; then the others use their default."""
     if requested == QuiesceMode.ABORT and participant.role != Role.ENGINE:

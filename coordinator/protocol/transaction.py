@@ -54,7 +54,7 @@ from coordinator.protocol.legality import BEFORE_PUBLISH, CALLING, OPENING_STAGE
 from coordinator.protocol.operation import Limits, Operation, Outcome, Stage
 from coordinator.protocol.phase_run import Evidence
 from coordinator.protocol.phases import RESTORE, SAVE, waves
-from coordinator.protocol.topology import Topology, fingerprint, problem_from_findings, validate
+from coordinator.protocol.topology import Topology, refusal, validate
 from coordinator.wire.errors import Problem, Reason
 from coordinator.wire.ids import ParticipantId
 from coordinator.wire.terms import OperationKind, Phase
@@ -280,13 +280,7 @@ class Transaction:
         course = self._course = Course(operation, topology, self._limits)
         course.deadline = event.deadline
         findings = validate(topology, operation.options.quiesce_mode)
-        problem = problem_from_findings(findings)
-        if problem is None and operation.options.expected_fingerprint not in ("", fingerprint(topology.participants)):
-            problem = Problem(
-                Reason.FINGERPRINT_MISMATCH,
-                f"The topology is not the expected one: its fingerprint is {fingerprint(topology.participants)}.",
-                "Look at GetTopology, and expect what it says if that is what you want.",
-            )
+        problem = refusal(topology, findings, operation.options.expected_fingerprint)
         if problem is None and event.now >= event.deadline:
             problem = Problem(Reason.DEADLINE_TOO_SHORT, "No time was left to begin.")
         if problem is not None:

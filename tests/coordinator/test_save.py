@@ -196,6 +196,23 @@ async def test_a_judge_that_is_labelled_policy_is_refused_before_anything_is_pau
     await until(lambda: not (bench.root / "snapshots" / "step-1").exists())  # removed behind the answer
 
 
+@pytest.mark.parametrize(
+    ("resources", "expected", "reason"),
+    [(0, "", Reason.POLICY_NOT_SERVED), (1, "0" * 64, Reason.FINGERPRINT_MISMATCH)],
+)
+async def test_a_topology_that_is_refused_reserves_nothing_on_the_disk(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch, resources: int, expected: str, reason: Reason
+) -> None:
+    await bench.start(resources=resources)
+    if not resources:
+        await bench.add("verifier", Role.RESOURCES, depends_on=("model-0",))
+    begun: list[str] = []
+    monkeypatch.setattr(bench.running.operations.store, "begin", begun.append)
+    error = await failure(bench, expected_fingerprint=expected)
+    assert (error.reason, error.problem.operation_id) == (reason, "save-1")
+    assert begun == []
+
+
 async def test_an_auxiliary_model_is_never_paused(bench: Bench) -> None:
     await bench.start()
     judge = await bench.add("judge", Role.AUXILIARY_MODEL, mode=CheckpointMode.STATELESS)
