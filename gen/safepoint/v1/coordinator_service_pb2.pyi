@@ -101,6 +101,7 @@ class RegisterRequest(_message.Message):
 
     HELLO_FIELD_NUMBER: _builtins.int
     HEARTBEAT_FIELD_NUMBER: _builtins.int
+    GOODBYE_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def hello(self) -> Global___Hello:
         """First and once."""
@@ -109,17 +110,22 @@ class RegisterRequest(_message.Message):
     def heartbeat(self) -> Global___Heartbeat:
         """At the interval of Welcome."""
 
+    @_builtins.property
+    def goodbye(self) -> Global___Goodbye:
+        """Last, from a shim that ends by itself. It then ends the stream."""
+
     def __init__(
         self,
         *,
         hello: Global___Hello | None = ...,
         heartbeat: Global___Heartbeat | None = ...,
+        goodbye: Global___Goodbye | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["heartbeat", b"heartbeat", "hello", b"hello", "message", b"message"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["goodbye", b"goodbye", "heartbeat", b"heartbeat", "hello", b"hello", "message", b"message"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["heartbeat", b"heartbeat", "hello", b"hello", "message", b"message"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["goodbye", b"goodbye", "heartbeat", b"heartbeat", "hello", b"hello", "message", b"message"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["hello", "heartbeat"]  # noqa: Y015
+    _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["hello", "heartbeat", "goodbye"]  # noqa: Y015
     _WhichOneofArgType_message: _TypeAlias = _typing.Literal["message", b"message"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_message) -> _WhichOneofReturnType_message | None: ...
 
@@ -166,6 +172,7 @@ class Hello(_message.Message):
     CAPABILITIES_FIELD_NUMBER: _builtins.int
     INCARNATION_ID_FIELD_NUMBER: _builtins.int
     ADDRESS_FIELD_NUMBER: _builtins.int
+    PROCESS_FIELD_NUMBER: _builtins.int
     incarnation_id: _builtins.str
     """REQUIRED. One lifetime of the shim process."""
     address: _builtins.str
@@ -174,20 +181,136 @@ class Hello(_message.Message):
     def capabilities(self) -> _capabilities_pb2.Capabilities:
         """REQUIRED. What it is."""
 
+    @_builtins.property
+    def process(self) -> Global___ShimProcess:
+        """OPTIONAL. The process that speaks, for errors about it."""
+
     def __init__(
         self,
         *,
         capabilities: _capabilities_pb2.Capabilities | None = ...,
         incarnation_id: _builtins.str = ...,
         address: _builtins.str = ...,
+        process: Global___ShimProcess | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["capabilities", b"capabilities"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["capabilities", b"capabilities", "process", b"process"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "capabilities", b"capabilities", "incarnation_id", b"incarnation_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "capabilities", b"capabilities", "incarnation_id", b"incarnation_id", "process", b"process"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Hello: _TypeAlias = Hello  # noqa: Y015
+
+@_typing.final
+class ShimProcess(_message.Message):
+    """ShimProcess says where a shim runs, so that an error about it leads to it. Nothing is decided by it."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    HOST_FIELD_NUMBER: _builtins.int
+    PID_FIELD_NUMBER: _builtins.int
+    LOG_PATH_FIELD_NUMBER: _builtins.int
+    WATCHED_FIELD_NUMBER: _builtins.int
+    host: _builtins.str
+    """REQUIRED. Name of its machine. At most 255 bytes."""
+    pid: _builtins.int
+    """REQUIRED. Operating system process id on that machine."""
+    log_path: _builtins.str
+    """OPTIONAL. File on that machine that its output goes to; empty when it goes to wherever it was started. At most 1,024 bytes."""
+    watched: _builtins.bool
+    """OPTIONAL. Whether somebody watches it and calls ReportEnd: a failed operation is then answered up to 3 s later, after
+    everybody has opened, so that the answer says how it ended.
+    """
+    def __init__(
+        self,
+        *,
+        host: _builtins.str = ...,
+        pid: _builtins.int = ...,
+        log_path: _builtins.str = ...,
+        watched: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["host", b"host", "log_path", b"log_path", "pid", b"pid", "watched", b"watched"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ShimProcess: _TypeAlias = ShimProcess  # noqa: Y015
+
+@_typing.final
+class Goodbye(_message.Message):
+    """Goodbye says why a shim ends."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    CAUSE_FIELD_NUMBER: _builtins.int
+    cause: _builtins.str
+    """REQUIRED. One sentence, such as "It was told to by SIGTERM". At most 500 bytes."""
+    def __init__(
+        self,
+        *,
+        cause: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cause", b"cause"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Goodbye: _TypeAlias = Goodbye  # noqa: Y015
+
+@_typing.final
+class ReportEndRequest(_message.Message):
+    """ReportEndRequest says how a shim ended."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    PARTICIPANT_ID_FIELD_NUMBER: _builtins.int
+    INCARNATION_ID_FIELD_NUMBER: _builtins.int
+    EXIT_CODE_FIELD_NUMBER: _builtins.int
+    SIGNAL_FIELD_NUMBER: _builtins.int
+    participant_id: _builtins.str
+    """REQUIRED. Whose shim it was."""
+    incarnation_id: _builtins.str
+    """REQUIRED. Which lifetime has ended."""
+    exit_code: _builtins.int
+    """It ended by itself, with this code."""
+    signal: _builtins.int
+    """The number of the signal that ended it, such as 9."""
+    def __init__(
+        self,
+        *,
+        participant_id: _builtins.str = ...,
+        incarnation_id: _builtins.str = ...,
+        exit_code: _builtins.int = ...,
+        signal: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["end", b"end", "exit_code", b"exit_code", "signal", b"signal"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["end", b"end", "exit_code", b"exit_code", "incarnation_id", b"incarnation_id", "participant_id", b"participant_id", "signal", b"signal"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType_end: _TypeAlias = _typing.Literal["exit_code", "signal"]  # noqa: Y015
+    _WhichOneofArgType_end: _TypeAlias = _typing.Literal["end", b"end"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType_end) -> _WhichOneofReturnType_end | None: ...
+
+Global___ReportEndRequest: _TypeAlias = ReportEndRequest  # noqa: Y015
+
+@_typing.final
+class ReportEndResponse(_message.Message):
+    """ReportEndResponse is intentionally empty."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ReportEndResponse: _TypeAlias = ReportEndResponse  # noqa: Y015
 
 @_typing.final
 class Welcome(_message.Message):
@@ -274,6 +397,7 @@ class ParticipantInfo(_message.Message):
     CAPABILITIES_FIELD_NUMBER: _builtins.int
     INCARNATION_ID_FIELD_NUMBER: _builtins.int
     ADDRESS_FIELD_NUMBER: _builtins.int
+    PROCESS_FIELD_NUMBER: _builtins.int
     incarnation_id: _builtins.str
     """REQUIRED."""
     address: _builtins.str
@@ -282,16 +406,21 @@ class ParticipantInfo(_message.Message):
     def capabilities(self) -> _capabilities_pb2.Capabilities:
         """REQUIRED."""
 
+    @_builtins.property
+    def process(self) -> Global___ShimProcess:
+        """OPTIONAL. As in its Hello."""
+
     def __init__(
         self,
         *,
         capabilities: _capabilities_pb2.Capabilities | None = ...,
         incarnation_id: _builtins.str = ...,
         address: _builtins.str = ...,
+        process: Global___ShimProcess | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["capabilities", b"capabilities"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["capabilities", b"capabilities", "process", b"process"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "capabilities", b"capabilities", "incarnation_id", b"incarnation_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "capabilities", b"capabilities", "incarnation_id", b"incarnation_id", "process", b"process"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -380,6 +509,7 @@ class SaveOptions(_message.Message):
     STRAGGLER_GRACE_FIELD_NUMBER: _builtins.int
     LEASE_TTL_FIELD_NUMBER: _builtins.int
     EXPECTED_FINGERPRINT_FIELD_NUMBER: _builtins.int
+    WITHOUT_FIELD_NUMBER: _builtins.int
     quiesce_mode: _capabilities_pb2.QuiesceMode.ValueType
     """OPTIONAL. HOLD when unspecified."""
     straggler_policy: _capabilities_pb2.StragglerPolicy.ValueType
@@ -394,6 +524,12 @@ class SaveOptions(_message.Message):
     def lease_ttl(self) -> _duration_pb2.Duration:
         """OPTIONAL. Zero means the coordinator's setting."""
 
+    @_builtins.property
+    def without(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """OPTIONAL. Participants that are gone for good: they are not missed by this save nor by any later one. Naming one that is
+        here is REASON_INVALID_ARGUMENT; one that nobody misses changes nothing. At most 1,000.
+        """
+
     def __init__(
         self,
         *,
@@ -402,10 +538,11 @@ class SaveOptions(_message.Message):
         straggler_grace: _duration_pb2.Duration | None = ...,
         lease_ttl: _duration_pb2.Duration | None = ...,
         expected_fingerprint: _builtins.str = ...,
+        without: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["lease_ttl", b"lease_ttl", "straggler_grace", b"straggler_grace"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["expected_fingerprint", b"expected_fingerprint", "lease_ttl", b"lease_ttl", "quiesce_mode", b"quiesce_mode", "straggler_grace", b"straggler_grace", "straggler_policy", b"straggler_policy"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["expected_fingerprint", b"expected_fingerprint", "lease_ttl", b"lease_ttl", "quiesce_mode", b"quiesce_mode", "straggler_grace", b"straggler_grace", "straggler_policy", b"straggler_policy", "without", b"without"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1103,6 +1240,7 @@ class SnapshotInfo(_message.Message):
     PARTICIPANT_IDS_FIELD_NUMBER: _builtins.int
     TOPOLOGY_FINGERPRINT_FIELD_NUMBER: _builtins.int
     METADATA_FIELD_NUMBER: _builtins.int
+    PIN_REASON_FIELD_NUMBER: _builtins.int
     snapshot_id: _builtins.str
     """REQUIRED."""
     operation_id: _builtins.str
@@ -1111,6 +1249,8 @@ class SnapshotInfo(_message.Message):
     """REQUIRED. Bytes of all files."""
     topology_fingerprint: _builtins.str
     """REQUIRED."""
+    pin_reason: _builtins.str
+    """OPTIONAL. Why it is pinned; empty when it is not. Set in lists only."""
     @_builtins.property
     def create_time(self) -> _timestamp_pb2.Timestamp:
         """REQUIRED. Wall-clock time of publication."""
@@ -1138,10 +1278,11 @@ class SnapshotInfo(_message.Message):
         participant_ids: _abc.Iterable[_builtins.str] | None = ...,
         topology_fingerprint: _builtins.str = ...,
         metadata: _abc.Mapping[_builtins.str, _builtins.str] | None = ...,
+        pin_reason: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["create_time", b"create_time", "totals", b"totals"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["create_time", b"create_time", "metadata", b"metadata", "operation_id", b"operation_id", "participant_ids", b"participant_ids", "size_bytes", b"size_bytes", "snapshot_id", b"snapshot_id", "topology_fingerprint", b"topology_fingerprint", "totals", b"totals"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["create_time", b"create_time", "metadata", b"metadata", "operation_id", b"operation_id", "participant_ids", b"participant_ids", "pin_reason", b"pin_reason", "size_bytes", b"size_bytes", "snapshot_id", b"snapshot_id", "topology_fingerprint", b"topology_fingerprint", "totals", b"totals"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1649,21 +1790,37 @@ class PruneSnapshotsRequest(_message.Message):
 
     KEEP_LAST_FIELD_NUMBER: _builtins.int
     DRY_RUN_FIELD_NUMBER: _builtins.int
+    KEEP_EVERY_FIELD_NUMBER: _builtins.int
+    KEEP_INTERVAL_FIELD_NUMBER: _builtins.int
     keep_last: _builtins.int
     """REQUIRED. The newest so many are kept; at least 1."""
     dry_run: _builtins.bool
     """OPTIONAL. Only say what would be deleted."""
+    keep_every: _builtins.int
+    """OPTIONAL. Of every so many training steps the oldest snapshot stays for good; the step is what `step` of its metadata
+    says as an integer. Absent means as the coordinator's settings say; zero means that steps keep none.
+    """
+    @_builtins.property
+    def keep_interval(self) -> _duration_pb2.Duration:
+        """OPTIONAL. Of every so much time the oldest snapshot stays for good, by create_time. Absent means as the coordinator's
+        settings say; zero means that time keeps none.
+        """
+
     def __init__(
         self,
         *,
         keep_last: _builtins.int = ...,
         dry_run: _builtins.bool = ...,
+        keep_every: _builtins.int | None = ...,
+        keep_interval: _duration_pb2.Duration | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_keep_every", b"_keep_every", "keep_every", b"keep_every", "keep_interval", b"keep_interval"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["dry_run", b"dry_run", "keep_last", b"keep_last"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_keep_every", b"_keep_every", "dry_run", b"dry_run", "keep_every", b"keep_every", "keep_interval", b"keep_interval", "keep_last", b"keep_last"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__keep_every: _TypeAlias = _typing.Literal["keep_every"]  # noqa: Y015
+    _WhichOneofArgType__keep_every: _TypeAlias = _typing.Literal["_keep_every", b"_keep_every"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__keep_every) -> _WhichOneofReturnType__keep_every | None: ...
 
 Global___PruneSnapshotsRequest: _TypeAlias = PruneSnapshotsRequest  # noqa: Y015
 
@@ -1673,27 +1830,147 @@ class PruneSnapshotsResponse(_message.Message):
 
     DESCRIPTOR: _descriptor.Descriptor
 
+    @_typing.final
+    class KeptEntry(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: _builtins.int
+        VALUE_FIELD_NUMBER: _builtins.int
+        key: _builtins.str
+        value: _builtins.str
+        def __init__(
+            self,
+            *,
+            key: _builtins.str = ...,
+            value: _builtins.str = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
     DELETED_FIELD_NUMBER: _builtins.int
     SIZE_BYTES_FIELD_NUMBER: _builtins.int
+    KEPT_FIELD_NUMBER: _builtins.int
     size_bytes: _builtins.int
     """REQUIRED. Bytes they held."""
     @_builtins.property
     def deleted(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """REQUIRED. Snapshots, and leavings of operations that did not finish."""
 
+    @_builtins.property
+    def kept(self) -> _containers.ScalarMap[_builtins.str, _builtins.str]:
+        """REQUIRED. Published snapshots that stay, and why each does, as a sentence. At most 1,000, the newest."""
+
     def __init__(
         self,
         *,
         deleted: _abc.Iterable[_builtins.str] | None = ...,
         size_bytes: _builtins.int = ...,
+        kept: _abc.Mapping[_builtins.str, _builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["deleted", b"deleted", "size_bytes", b"size_bytes"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["deleted", b"deleted", "kept", b"kept", "size_bytes", b"size_bytes"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___PruneSnapshotsResponse: _TypeAlias = PruneSnapshotsResponse  # noqa: Y015
+
+@_typing.final
+class PinSnapshotRequest(_message.Message):
+    """PinSnapshotRequest names a snapshot and says why it must stay."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SNAPSHOT_ID_FIELD_NUMBER: _builtins.int
+    REASON_FIELD_NUMBER: _builtins.int
+    snapshot_id: _builtins.str
+    """REQUIRED."""
+    reason: _builtins.str
+    """REQUIRED. For people: 1 to 500 bytes."""
+    def __init__(
+        self,
+        *,
+        snapshot_id: _builtins.str = ...,
+        reason: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["reason", b"reason", "snapshot_id", b"snapshot_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PinSnapshotRequest: _TypeAlias = PinSnapshotRequest  # noqa: Y015
+
+@_typing.final
+class PinSnapshotResponse(_message.Message):
+    """PinSnapshotResponse is the snapshot with its pin."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SNAPSHOT_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def snapshot(self) -> Global___SnapshotInfo:
+        """REQUIRED."""
+
+    def __init__(
+        self,
+        *,
+        snapshot: Global___SnapshotInfo | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["snapshot", b"snapshot"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["snapshot", b"snapshot"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PinSnapshotResponse: _TypeAlias = PinSnapshotResponse  # noqa: Y015
+
+@_typing.final
+class UnpinSnapshotRequest(_message.Message):
+    """UnpinSnapshotRequest names a snapshot."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SNAPSHOT_ID_FIELD_NUMBER: _builtins.int
+    snapshot_id: _builtins.str
+    """REQUIRED."""
+    def __init__(
+        self,
+        *,
+        snapshot_id: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["snapshot_id", b"snapshot_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___UnpinSnapshotRequest: _TypeAlias = UnpinSnapshotRequest  # noqa: Y015
+
+@_typing.final
+class UnpinSnapshotResponse(_message.Message):
+    """UnpinSnapshotResponse says what was there."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    PIN_REASON_FIELD_NUMBER: _builtins.int
+    pin_reason: _builtins.str
+    """OPTIONAL. The reason it was pinned with; empty when it was not pinned."""
+    def __init__(
+        self,
+        *,
+        pin_reason: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["pin_reason", b"pin_reason"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___UnpinSnapshotResponse: _TypeAlias = UnpinSnapshotResponse  # noqa: Y015
 
 @_typing.final
 class ExplainRequest(_message.Message):

@@ -40,6 +40,11 @@ class CoordinatorStub(object):
                 request_serializer=safepoint_dot_v1_dot_coordinator__service__pb2.RegisterRequest.SerializeToString,
                 response_deserializer=safepoint_dot_v1_dot_coordinator__service__pb2.RegisterEvent.FromString,
                 _registered_method=True)
+        self.ReportEnd = channel.unary_unary(
+                '/safepoint.v1.Coordinator/ReportEnd',
+                request_serializer=safepoint_dot_v1_dot_coordinator__service__pb2.ReportEndRequest.SerializeToString,
+                response_deserializer=safepoint_dot_v1_dot_coordinator__service__pb2.ReportEndResponse.FromString,
+                _registered_method=True)
         self.GetTopology = channel.unary_unary(
                 '/safepoint.v1.Coordinator/GetTopology',
                 request_serializer=safepoint_dot_v1_dot_coordinator__service__pb2.GetTopologyRequest.SerializeToString,
@@ -115,6 +120,16 @@ class CoordinatorStub(object):
                 request_serializer=safepoint_dot_v1_dot_coordinator__service__pb2.PruneSnapshotsRequest.SerializeToString,
                 response_deserializer=safepoint_dot_v1_dot_coordinator__service__pb2.PruneSnapshotsResponse.FromString,
                 _registered_method=True)
+        self.PinSnapshot = channel.unary_unary(
+                '/safepoint.v1.Coordinator/PinSnapshot',
+                request_serializer=safepoint_dot_v1_dot_coordinator__service__pb2.PinSnapshotRequest.SerializeToString,
+                response_deserializer=safepoint_dot_v1_dot_coordinator__service__pb2.PinSnapshotResponse.FromString,
+                _registered_method=True)
+        self.UnpinSnapshot = channel.unary_unary(
+                '/safepoint.v1.Coordinator/UnpinSnapshot',
+                request_serializer=safepoint_dot_v1_dot_coordinator__service__pb2.UnpinSnapshotRequest.SerializeToString,
+                response_deserializer=safepoint_dot_v1_dot_coordinator__service__pb2.UnpinSnapshotResponse.FromString,
+                _registered_method=True)
         self.Explain = channel.unary_unary(
                 '/safepoint.v1.Coordinator/Explain',
                 request_serializer=safepoint_dot_v1_dot_coordinator__service__pb2.ExplainRequest.SerializeToString,
@@ -133,6 +148,17 @@ class CoordinatorServicer(object):
         named there. A stream that ends, or is silent for three intervals, removes the participant; in an operation that
         voids the cut. Errors: ALREADY_EXISTS (REASON_DUPLICATE_PARTICIPANT): another live shim has this name; stop it, or
         rename this one. INVALID_ARGUMENT (REASON_ROLE_INVALID): declare a role.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ReportEnd(self, request, context):
+        """ReportEnd says how a shim ended. Whoever has seen its end calls it: the shim's successor at its start, before it can
+        register, or whoever started the shim.
+
+        OK also when nobody waits to know it. Idempotent. Changes nothing but what errors and status say: whether a participant
+        is there is decided by its stream alone. Errors: MALFORMED_ID (REASON_MALFORMED_ID).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -264,7 +290,25 @@ class CoordinatorServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def PruneSnapshots(self, request, context):
-        """PruneSnapshots deletes old snapshots: never the newest one, nor one that is being restored.
+        """PruneSnapshots deletes old snapshots: never the newest one that is whole, nor one that is pinned or being restored.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def PinSnapshot(self, request, context):
+        """PinSnapshot keeps a snapshot from being pruned until it is unpinned, over restarts too.
+
+        OK means: it is published, and the pin is durable. Pinned again it has the newer reason. Idempotent on all fields.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def UnpinSnapshot(self, request, context):
+        """UnpinSnapshot takes a pin away; nothing is deleted by it.
+
+        OK means: it is not pinned. Idempotent on snapshot_id; one that was not pinned is no error.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -284,6 +328,11 @@ def add_CoordinatorServicer_to_server(servicer, server):
                     servicer.Register,
                     request_deserializer=safepoint_dot_v1_dot_coordinator__service__pb2.RegisterRequest.FromString,
                     response_serializer=safepoint_dot_v1_dot_coordinator__service__pb2.RegisterEvent.SerializeToString,
+            ),
+            'ReportEnd': grpc.unary_unary_rpc_method_handler(
+                    servicer.ReportEnd,
+                    request_deserializer=safepoint_dot_v1_dot_coordinator__service__pb2.ReportEndRequest.FromString,
+                    response_serializer=safepoint_dot_v1_dot_coordinator__service__pb2.ReportEndResponse.SerializeToString,
             ),
             'GetTopology': grpc.unary_unary_rpc_method_handler(
                     servicer.GetTopology,
@@ -360,6 +409,16 @@ def add_CoordinatorServicer_to_server(servicer, server):
                     request_deserializer=safepoint_dot_v1_dot_coordinator__service__pb2.PruneSnapshotsRequest.FromString,
                     response_serializer=safepoint_dot_v1_dot_coordinator__service__pb2.PruneSnapshotsResponse.SerializeToString,
             ),
+            'PinSnapshot': grpc.unary_unary_rpc_method_handler(
+                    servicer.PinSnapshot,
+                    request_deserializer=safepoint_dot_v1_dot_coordinator__service__pb2.PinSnapshotRequest.FromString,
+                    response_serializer=safepoint_dot_v1_dot_coordinator__service__pb2.PinSnapshotResponse.SerializeToString,
+            ),
+            'UnpinSnapshot': grpc.unary_unary_rpc_method_handler(
+                    servicer.UnpinSnapshot,
+                    request_deserializer=safepoint_dot_v1_dot_coordinator__service__pb2.UnpinSnapshotRequest.FromString,
+                    response_serializer=safepoint_dot_v1_dot_coordinator__service__pb2.UnpinSnapshotResponse.SerializeToString,
+            ),
             'Explain': grpc.unary_unary_rpc_method_handler(
                     servicer.Explain,
                     request_deserializer=safepoint_dot_v1_dot_coordinator__service__pb2.ExplainRequest.FromString,
@@ -394,6 +453,33 @@ class Coordinator(object):
             '/safepoint.v1.Coordinator/Register',
             safepoint_dot_v1_dot_coordinator__service__pb2.RegisterRequest.SerializeToString,
             safepoint_dot_v1_dot_coordinator__service__pb2.RegisterEvent.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ReportEnd(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/safepoint.v1.Coordinator/ReportEnd',
+            safepoint_dot_v1_dot_coordinator__service__pb2.ReportEndRequest.SerializeToString,
+            safepoint_dot_v1_dot_coordinator__service__pb2.ReportEndResponse.FromString,
             options,
             channel_credentials,
             insecure,
@@ -799,6 +885,60 @@ class Coordinator(object):
             '/safepoint.v1.Coordinator/PruneSnapshots',
             safepoint_dot_v1_dot_coordinator__service__pb2.PruneSnapshotsRequest.SerializeToString,
             safepoint_dot_v1_dot_coordinator__service__pb2.PruneSnapshotsResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def PinSnapshot(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/safepoint.v1.Coordinator/PinSnapshot',
+            safepoint_dot_v1_dot_coordinator__service__pb2.PinSnapshotRequest.SerializeToString,
+            safepoint_dot_v1_dot_coordinator__service__pb2.PinSnapshotResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def UnpinSnapshot(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/safepoint.v1.Coordinator/UnpinSnapshot',
+            safepoint_dot_v1_dot_coordinator__service__pb2.UnpinSnapshotRequest.SerializeToString,
+            safepoint_dot_v1_dot_coordinator__service__pb2.UnpinSnapshotResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -50,6 +50,13 @@ class CoordinatorStub:
     voids the cut. Errors: ALREADY_EXISTS (REASON_DUPLICATE_PARTICIPANT): another live shim has this name; stop it, or
     rename this one. INVALID_ARGUMENT (REASON_ROLE_INVALID): declare a role.
     """
+    ReportEnd: _grpc.UnaryUnaryMultiCallable[_coordinator_service_pb2.ReportEndRequest, _coordinator_service_pb2.ReportEndResponse]
+    """ReportEnd says how a shim ended. Whoever has seen its end calls it: the shim's successor at its start, before it can
+    register, or whoever started the shim.
+
+    OK also when nobody waits to know it. Idempotent. Changes nothing but what errors and status say: whether a participant
+    is there is decided by its stream alone. Errors: MALFORMED_ID (REASON_MALFORMED_ID).
+    """
     GetTopology: _grpc.UnaryUnaryMultiCallable[_coordinator_service_pb2.GetTopologyRequest, _coordinator_service_pb2.GetTopologyResponse]
     """GetTopology says who takes part, and whether they can be checkpointed together. Changes nothing.
 
@@ -116,7 +123,17 @@ class CoordinatorStub:
     OK means: it can be restored. Errors: those of Restore that concern the snapshot; the message names the file.
     """
     PruneSnapshots: _grpc.UnaryUnaryMultiCallable[_coordinator_service_pb2.PruneSnapshotsRequest, _coordinator_service_pb2.PruneSnapshotsResponse]
-    """PruneSnapshots deletes old snapshots: never the newest one, nor one that is being restored."""
+    """PruneSnapshots deletes old snapshots: never the newest one that is whole, nor one that is pinned or being restored."""
+    PinSnapshot: _grpc.UnaryUnaryMultiCallable[_coordinator_service_pb2.PinSnapshotRequest, _coordinator_service_pb2.PinSnapshotResponse]
+    """PinSnapshot keeps a snapshot from being pruned until it is unpinned, over restarts too.
+
+    OK means: it is published, and the pin is durable. Pinned again it has the newer reason. Idempotent on all fields.
+    """
+    UnpinSnapshot: _grpc.UnaryUnaryMultiCallable[_coordinator_service_pb2.UnpinSnapshotRequest, _coordinator_service_pb2.UnpinSnapshotResponse]
+    """UnpinSnapshot takes a pin away; nothing is deleted by it.
+
+    OK means: it is not pinned. Idempotent on snapshot_id; one that was not pinned is no error.
+    """
     Explain: _grpc.UnaryUnaryMultiCallable[_coordinator_service_pb2.ExplainRequest, _coordinator_service_pb2.ExplainResponse]
     """Explain says why the last operation, or a given one, did not finish: one primary cause. Changes nothing."""
 
@@ -132,6 +149,13 @@ class CoordinatorAsyncStub(CoordinatorStub):
     named there. A stream that ends, or is silent for three intervals, removes the participant; in an operation that
     voids the cut. Errors: ALREADY_EXISTS (REASON_DUPLICATE_PARTICIPANT): another live shim has this name; stop it, or
     rename this one. INVALID_ARGUMENT (REASON_ROLE_INVALID): declare a role.
+    """
+    ReportEnd: _aio.UnaryUnaryMultiCallable[_coordinator_service_pb2.ReportEndRequest, _coordinator_service_pb2.ReportEndResponse]  # type: ignore[assignment]
+    """ReportEnd says how a shim ended. Whoever has seen its end calls it: the shim's successor at its start, before it can
+    register, or whoever started the shim.
+
+    OK also when nobody waits to know it. Idempotent. Changes nothing but what errors and status say: whether a participant
+    is there is decided by its stream alone. Errors: MALFORMED_ID (REASON_MALFORMED_ID).
     """
     GetTopology: _aio.UnaryUnaryMultiCallable[_coordinator_service_pb2.GetTopologyRequest, _coordinator_service_pb2.GetTopologyResponse]  # type: ignore[assignment]
     """GetTopology says who takes part, and whether they can be checkpointed together. Changes nothing.
@@ -199,7 +223,17 @@ class CoordinatorAsyncStub(CoordinatorStub):
     OK means: it can be restored. Errors: those of Restore that concern the snapshot; the message names the file.
     """
     PruneSnapshots: _aio.UnaryUnaryMultiCallable[_coordinator_service_pb2.PruneSnapshotsRequest, _coordinator_service_pb2.PruneSnapshotsResponse]  # type: ignore[assignment]
-    """PruneSnapshots deletes old snapshots: never the newest one, nor one that is being restored."""
+    """PruneSnapshots deletes old snapshots: never the newest one that is whole, nor one that is pinned or being restored."""
+    PinSnapshot: _aio.UnaryUnaryMultiCallable[_coordinator_service_pb2.PinSnapshotRequest, _coordinator_service_pb2.PinSnapshotResponse]  # type: ignore[assignment]
+    """PinSnapshot keeps a snapshot from being pruned until it is unpinned, over restarts too.
+
+    OK means: it is published, and the pin is durable. Pinned again it has the newer reason. Idempotent on all fields.
+    """
+    UnpinSnapshot: _aio.UnaryUnaryMultiCallable[_coordinator_service_pb2.UnpinSnapshotRequest, _coordinator_service_pb2.UnpinSnapshotResponse]  # type: ignore[assignment]
+    """UnpinSnapshot takes a pin away; nothing is deleted by it.
+
+    OK means: it is not pinned. Idempotent on snapshot_id; one that was not pinned is no error.
+    """
     Explain: _aio.UnaryUnaryMultiCallable[_coordinator_service_pb2.ExplainRequest, _coordinator_service_pb2.ExplainResponse]  # type: ignore[assignment]
     """Explain says why the last operation, or a given one, did not finish: one primary cause. Changes nothing."""
 
@@ -218,6 +252,19 @@ class CoordinatorServicer(metaclass=_abc_1.ABCMeta):
         named there. A stream that ends, or is silent for three intervals, removes the participant; in an operation that
         voids the cut. Errors: ALREADY_EXISTS (REASON_DUPLICATE_PARTICIPANT): another live shim has this name; stop it, or
         rename this one. INVALID_ARGUMENT (REASON_ROLE_INVALID): declare a role.
+        """
+
+    @_abc_1.abstractmethod
+    def ReportEnd(
+        self,
+        request: _coordinator_service_pb2.ReportEndRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_coordinator_service_pb2.ReportEndResponse, _abc.Awaitable[_coordinator_service_pb2.ReportEndResponse]]:
+        """ReportEnd says how a shim ended. Whoever has seen its end calls it: the shim's successor at its start, before it can
+        register, or whoever started the shim.
+
+        OK also when nobody waits to know it. Idempotent. Changes nothing but what errors and status say: whether a participant
+        is there is decided by its stream alone. Errors: MALFORMED_ID (REASON_MALFORMED_ID).
         """
 
     @_abc_1.abstractmethod
@@ -375,7 +422,29 @@ class CoordinatorServicer(metaclass=_abc_1.ABCMeta):
         request: _coordinator_service_pb2.PruneSnapshotsRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_coordinator_service_pb2.PruneSnapshotsResponse, _abc.Awaitable[_coordinator_service_pb2.PruneSnapshotsResponse]]:
-        """PruneSnapshots deletes old snapshots: never the newest one, nor one that is being restored."""
+        """PruneSnapshots deletes old snapshots: never the newest one that is whole, nor one that is pinned or being restored."""
+
+    @_abc_1.abstractmethod
+    def PinSnapshot(
+        self,
+        request: _coordinator_service_pb2.PinSnapshotRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_coordinator_service_pb2.PinSnapshotResponse, _abc.Awaitable[_coordinator_service_pb2.PinSnapshotResponse]]:
+        """PinSnapshot keeps a snapshot from being pruned until it is unpinned, over restarts too.
+
+        OK means: it is published, and the pin is durable. Pinned again it has the newer reason. Idempotent on all fields.
+        """
+
+    @_abc_1.abstractmethod
+    def UnpinSnapshot(
+        self,
+        request: _coordinator_service_pb2.UnpinSnapshotRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_coordinator_service_pb2.UnpinSnapshotResponse, _abc.Awaitable[_coordinator_service_pb2.UnpinSnapshotResponse]]:
+        """UnpinSnapshot takes a pin away; nothing is deleted by it.
+
+        OK means: it is not pinned. Idempotent on snapshot_id; one that was not pinned is no error.
+        """
 
     @_abc_1.abstractmethod
     def Explain(
