@@ -3,7 +3,7 @@
     safepoint coordinator | shim | serve              start something
     safepoint save | restore | resume | abort         operate
     safepoint status | topology | why | snapshots     look
-    safepoint inspect | demo | version                this machine
+    safepoint doctor | inspect | demo | version       this machine
 
 The rule: `safepoint --help` answers at once, so nothing but Typer is imported before a command runs.
 
@@ -12,14 +12,14 @@ cli_output       JSON, text, failures
 cli_options      options that many commands share
 cli_progress     bars and lines while an operation runs
 cli_views        tables
-cli_operations, cli_snapshots, cli_processes      the commands
+cli_operations, cli_snapshots, cli_processes, cli_doctor      the commands
 """
 
 from __future__ import annotations
 
 import typer
 
-from coordinator import cli_operations, cli_processes, cli_snapshots
+from coordinator import cli_doctor, cli_operations, cli_processes, cli_snapshots
 from coordinator.cli_exit import epilog
 
 app = typer.Typer(
@@ -46,6 +46,7 @@ app.command(rich_help_panel=LOOK)(cli_operations.status)
 app.command(rich_help_panel=LOOK)(cli_operations.topology)
 app.command(rich_help_panel=LOOK)(cli_operations.why)
 app.add_typer(cli_snapshots.app, name="snapshots", rich_help_panel=LOOK)
+app.command(rich_help_panel=HERE)(cli_doctor.doctor)
 app.command(rich_help_panel=HERE)(cli_processes.inspect)
 app.command(rich_help_panel=HERE)(cli_processes.demo)
 app.command(rich_help_panel=HERE)(cli_processes.version)

@@ -1,0 +1,84 @@
+"""The command doctor: what will go wrong, before it does."""
+
+from __future__ import annotations
+
+import os
+from contextlib import nullcontext
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from coordinator.cli_exit import BY_REASON, ExitCode
+from coordinator.cli_options import AsJson, Root, Target, TokenFile, folder, make_client
+from coordinator.cli_output import emit, plain, reporting, say, show
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from coordinator.doctor import Finding
+
+_STYLES = {"ok": "green", "note": "cyan", "warning": "yellow", "error": "bold red"}
+
+
+def doctor(
+    config: Annotated[
+        str, typer.Option("--config", metavar="FILE", help="Settings file of a coordinator to examine too.")
+    ] = "",
+    everything: Annotated[bool, typer.Option("--all", help="Show what is well, too.")] = False,
+    target: Target = "",
+    root: Root = "",
+    token_file: TokenFile = "",
+    as_json: AsJson = False,
+) -> None:
+    """Examine this machine, the coordinator and everybody it knows. Changes nothing, and takes less than 10 s.
+
+    The exit code is that of the worst finding's cause; notes and warnings alone are 0.
+
+    Example: safepoint doctor --all
+    """
+    from coordinator.doctor import Circumstances, Severity, examine, worst
+
+    with reporting(as_json):
+        known = target or root
+        with make_client(target, root, token_file, 0.0, as_json) if known else nullcontext() as client:
+            here = Circumstances(os.environ, client, folder(root), token_file, config)
+            findings = examine(here)
+    if as_json:
+        emit({"findings": [_document(finding) for finding in findings], "worst": _name(worst(findings))})
+    else:
+        shown = [finding for finding in findings if everything or finding.severity > Severity.OK]
+        for severity in sorted(Severity, reverse=True):
+            _print([finding for finding in shown if finding.severity is severity])
+        say(_summary(findings))
+    failed = worst(findings)
+    if failed is not None and failed.severity is Severity.ERROR:
+        # A bad finding without a reason of its own is about how things are set up.
+        code = BY_REASON[failed.reason] if failed.reason else ExitCode.MISSING
+        raise typer.Exit(int(code))
+
+
+def _print(findings: Sequence[Finding]) -> None:
+    from rich.text import Text
+
+    for finding in findings:
+        severity = finding.severity.name.lower()
+        line = Text(f"{severity:<8}", style=_STYLES[severity])
+        line.append(f"{finding.subject}: {finding.message}", style="default")
+        if finding.fix:
+            line.append(f"\n        Fix: {finding.fix}", style="default")
+        show(line)
+
+
+def _summary(findings: Sequence[Finding]) -> str:
+    from coordinator.doctor import Severity
+
+    seen = [finding.severity for finding in findings]
+    return ", ".join(f"{severity.name.lower()}: {seen.count(severity)}" for severity in sorted(Severity, reverse=True))
+
+
+def _document(finding: Finding) -> dict[str, Any]:
+    return plain(finding) | {"reason": finding.reason.name if finding.reason else None}
+
+
+def _name(finding: Finding | None) -> str:
+    return finding.severity.name.lower() if finding is not None else "ok"

@@ -1,0 +1,112 @@
+"""What the coordinator, a participant or an engine would refuse is found before a save has to say it."""
+
+from __future__ import annotations
+
+from safepoint.v1 import capabilities_pb2, errors_pb2
+from safepoint.v1 import coordinator_service_pb2 as pb
+
+from coordinator.doctor import Severity, engines, fleet
+from coordinator.doctor.finding import Finding
+from coordinator.wire.errors import Reason
+
+
+def bad(findings: list[Finding]) -> list[tuple[Severity, str]]:
+    return [(finding.severity, finding.subject) for finding in findings if finding.severity > Severity.OK]
+
+
+def who(name: str, role: capabilities_pb2.Role.ValueType, **more: object) -> pb.ParticipantInfo:
+    return pb.ParticipantInfo(
+        capabilities=capabilities_pb2.Capabilities(
+            participant_id=name, role=role, **({"configured_workers": 1} | more)  # type: ignore[arg-type]
+        ),
+        address="10.0.0.3:7001",
+    )  # fmt: skip
+
+
+def test_blocking_findings_are_errors_with_the_reason_of_the_refusal_and_costs_are_notes() -> None:
+    answer = pb.GetTopologyResponse(
+        findings=[
+            pb.Finding(
+                blocking=True, reason=errors_pb2.REASON_ROLE_INVALID, participant_id="judge", message="no role",
+                next_step="set it",
+            ),
+            pb.Finding(blocking=False, reason=errors_pb2.REASON_STATE_UNSUPPORTED, message="restarts", next_step="-"),
+        ]
+    )  # fmt: skip
+    findings = list(fleet.topology(answer))
+    assert bad(findings) == [(Severity.ERROR, "judge"), (Severity.NOTE, "topology")]
+    assert [finding.reason for finding in findings] == [Reason.ROLE_INVALID, Reason.UNSPECIFIED]
+    assert all(finding.fix for finding in findings)
+
+
+def test_whoever_does_not_answer_or_lacks_a_worker_is_an_error_and_its_warnings_are_warnings() -> None:
+    worker = capabilities_pb2.WorkerStatus(worker_id="worker-0", acknowledged=True)
+    status = pb.GetCoordinatorStatusResponse(
+        participants=[
+            pb.ParticipantHealth(info=who("agent", capabilities_pb2.ROLE_AGENT), problem="connection refused"),
+            pb.ParticipantHealth(
+                info=who("counter", capabilities_pb2.ROLE_RESOURCES, configured_workers=2), reachable=True,
+                status=capabilities_pb2.ParticipantStatus(workers=[worker], warnings=["an id is no id"]),
+            ),
+            pb.ParticipantHealth(
+                info=who("policy", capabilities_pb2.ROLE_POLICY_MODEL), reachable=True,
+                status=capabilities_pb2.ParticipantStatus(workers=[worker]),
+            ),
+        ]
+    )  # fmt: skip
+    findings = list(fleet.participants(status))
+    assert bad(findings) == [(Severity.ERROR, "agent"), (Severity.ERROR, "counter"), (Severity.WARNING, "counter")]
+    assert [finding.reason for finding in findings[:2]] == [Reason.UNREACHABLE, Reason.WORKERS_MISSING]
+    assert "10.0.0.3:7001" in findings[0].message
+
+
+def test_a_slow_coordinator_and_one_that_keeps_everybody_paused_are_warnings() -> None:
+    status = pb.GetCoordinatorStatusResponse(coordinator_epoch=3, job_id="j")
+    assert bad(list(fleet.coordinator(status, 0.01))) == []
+    assert bad(list(fleet.coordinator(status, 1.5))) == [(Severity.WARNING, "coordinator")]
+    status.operation.operation_id = "restore-1"
+    status.operation.outcome = pb.OPERATION_OUTCOME_PAUSED
+    assert bad(list(fleet.coordinator(status, 0.01))) == [(Severity.WARNING, "restore-1")]
+    status.operation.outcome = pb.OPERATION_OUTCOME_ABORTED
+    status.operation.failure.primary.message = "r-1 is still draining"
+    (found,) = [f for f in fleet.coordinator(status, 0.01) if f.severity > Severity.OK]
+    assert (found.severity, "r-1 is still draining" in found.message) == (Severity.NOTE, True)
+
+
+def served(routes: dict[str, tuple[int, bytes]]) -> engines.Get:
+    return lambda url: routes.get(url, (0, b""))
+
+
+MODEL = who("policy", capabilities_pb2.ROLE_POLICY_MODEL, upstream_endpoints=["http://h:8000/v1", "h:8000"])
+VERSION = {"http://h:8000/version": (200, b'{"version": "0.32.0"}')}
+
+
+def test_a_vllm_without_control_routes_says_which_variable_enables_them() -> None:
+    answer = pb.GetTopologyResponse(participants=[MODEL])
+    fetch = served(VERSION | {"http://h:8000/is_paused": (404, b"")})
+    (found,) = engines.engines(answer, fetch)
+    assert (found.severity, "VLLM_SERVER_DEV_MODE=1" in found.fix) == (Severity.NOTE, True)
+    answer.participants.append(who("engine-0", capabilities_pb2.ROLE_ENGINE))
+    (found,) = engines.engines(answer, fetch)
+    assert found.severity is Severity.WARNING, "an engine that cannot be paused beside others that can"
+
+
+def test_a_vllm_that_can_be_frozen_and_has_no_shim_is_a_note_and_with_one_it_is_well() -> None:
+    answer = pb.GetTopologyResponse(participants=[MODEL])
+    fetch = served(VERSION | {"http://h:8000/is_paused": (200, b"{}")})
+    assert [f.severity for f in engines.engines(answer, fetch)] == [Severity.NOTE]
+    answer.participants.append(who("engine-0", capabilities_pb2.ROLE_ENGINE))
+    assert [f.severity for f in engines.engines(answer, fetch)] == [Severity.OK]
+
+
+def test_an_endpoint_that_is_no_vllm_or_answers_nonsense_is_no_error() -> None:
+    answer = pb.GetTopologyResponse(participants=[MODEL])
+    assert [f.severity for f in engines.engines(answer, served({}))] == [Severity.NOTE]
+    for body in (b"", b"[]", b'{"version": 3}', b"\xff"):
+        fetch = served({"http://h:8000/version": (200, body)})
+        assert [f.severity for f in engines.engines(answer, fetch)] == [Severity.OK]
+
+
+def test_a_judge_s_endpoint_is_left_alone() -> None:
+    judge = who("judge", capabilities_pb2.ROLE_AUXILIARY_MODEL, upstream_endpoints=["http://h:8000/v1"])
+    assert list(engines.engines(pb.GetTopologyResponse(participants=[judge]), served(VERSION))) == []

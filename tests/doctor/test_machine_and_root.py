@@ -1,0 +1,139 @@
+"""What of this machine would spoil a save is found, with its fix, and nothing is changed by looking."""
+
+from __future__ import annotations
+
+import os
+from itertools import count
+from pathlib import Path
+from types import SimpleNamespace
+from unittest.mock import MagicMock
+
+import pytest
+
+from coordinator.doctor import Severity, credentials, machine
+from coordinator.doctor import root as snapshot_root
+from coordinator.doctor.finding import Finding, worst
+from coordinator.wire.errors import Reason
+
+HUGE = 10**18
+
+
+def only(findings: list[Finding], severity: Severity) -> Finding:
+    found = [finding for finding in findings if finding.severity is severity]
+    assert len(found) == 1, findings
+    return found[0]
+
+
+@pytest.mark.parametrize(
+    "environ",
+    [
+        {"http_proxy": "http://proxy:3128"},
+        {"HTTPS_PROXY": "http://proxy:3128", "no_proxy": "example.org"},
+        {"grpc_proxy": "http://proxy:3128", "NO_PROXY": "localhost"},
+        {"ALL_PROXY": "socks5://proxy", "no_proxy": "10.0.0.0/8,localhost"},
+    ],
+)
+def test_a_proxy_that_would_capture_loopback_is_a_warning_with_the_variable_to_set(environ: dict[str, str]) -> None:
+    found = only(list(machine.proxies(environ)), Severity.WARNING)
+    assert "no_proxy" in found.fix
+    assert "127.0.0.1" in found.message
+
+
+@pytest.mark.parametrize(
+    "environ",
+    [
+        {},
+        {"http_proxy": ""},
+        {"http_proxy": "http://proxy:3128", "no_proxy": "localhost,127.0.0.1"},
+        {"http_proxy": "http://proxy:3128", "NO_PROXY": "*"},
+        {"http_proxy": "http://proxy:3128", "no_proxy": "localhost,127.0.0.0/8"},
+    ],
+)
+def test_loopback_that_no_proxy_captures_is_well(environ: dict[str, str]) -> None:
+    assert [finding.severity for finding in machine.proxies(environ)] == [Severity.OK]
+
+
+def test_a_python_that_is_too_old_is_an_error_and_one_that_is_untried_a_note() -> None:
+    assert only(list(machine.versions((3, 10, 2), "Linux")), Severity.ERROR).reason is Reason.UNSUPPORTED
+    assert only(list(machine.versions((3, 14, 0), "Linux")), Severity.NOTE).fix
+    assert only(list(machine.versions((3, 12, 1), "Darwin")), Severity.ERROR).subject == "platform"
+    assert [finding.severity for finding in machine.versions((3, 13, 0), "Linux")] == [Severity.OK]
+
+
+def test_the_contract_loads_here() -> None:
+    assert [finding.severity for finding in machine.contract()] == [Severity.OK]
+
+
+@pytest.mark.parametrize("place", ["relative/root", "{tmp}/absent", "{tmp}/file"])
+def test_a_root_that_cannot_be_used_is_an_error_that_names_it(place: str, tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    path = place.format(tmp=tmp_path)
+    found = only(list(snapshot_root.root(path, 0)), Severity.ERROR)
+    assert found.subject == path
+    assert found.fix
+    assert found.reason is Reason.STORAGE_FAILED
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
+def test_a_root_that_this_user_may_not_write_is_an_error(tmp_path: Path) -> None:
+    tmp_path.chmod(0o500)
+    assert only(list(snapshot_root.root(str(tmp_path), 0)), Severity.ERROR).fix
+
+
+def test_looking_at_a_root_leaves_nothing_in_it(tmp_path: Path) -> None:
+    before = tmp_path.stat().st_mtime_ns
+    findings = list(snapshot_root.root(str(tmp_path), 0))
+    assert all(finding.severity < Severity.ERROR for finding in findings), findings
+    assert list(tmp_path.iterdir()) == []
+    assert tmp_path.stat().st_mtime_ns == before, "not even for a moment"
+
+
+def test_a_root_without_room_for_another_snapshot_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert only(list(snapshot_root.root(str(tmp_path), HUGE)), Severity.ERROR).reason is Reason.STORAGE_FULL
+    monkeypatch.setattr(snapshot_root.shutil, "disk_usage", MagicMock(return_value=SimpleNamespace(free=250)))
+    assert "fewer than 3" in only(list(snapshot_root.root(str(tmp_path), 100)), Severity.WARNING).message
+    assert worst(snapshot_root.root(str(tmp_path), 50)).severity < Severity.WARNING  # type: ignore[union-attr]
+
+
+def test_a_slow_fsync_is_a_warning_with_its_cost(tmp_path: Path) -> None:
+    ticks = count()
+    findings = list(snapshot_root.root(str(tmp_path), 0, clock=lambda: next(ticks) * 0.25))
+    assert "250 ms" in only(findings, Severity.WARNING).message
+
+
+def test_a_root_on_memory_is_a_warning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(snapshot_root, "file_system", MagicMock(return_value="tmpfs"))
+    assert "tmpfs" in only(list(snapshot_root.root(str(tmp_path), 0)), Severity.WARNING).message
+
+
+def test_the_file_system_is_that_of_the_longest_mount_and_the_last_one_over_it(tmp_path: Path) -> None:
+    mounts = tmp_path / "mountinfo"
+    spaced = str(tmp_path / "a b").replace(" ", "\\040")
+    mounts.write_text(
+        "1 0 8:1 / / rw - ext4 /dev/sda1 rw\n"
+        f"2 1 0:5 / {tmp_path} rw shared:1 - tmpfs tmpfs rw\n"
+        f"3 1 0:6 / {tmp_path} rw - nfs4 server:/x rw\n"
+        f"4 1 0:7 / {spaced} rw - overlay overlay rw\n"
+        "5 1 0:8\n"
+    )
+    (tmp_path / "a b").mkdir()
+    assert snapshot_root.file_system(tmp_path, mounts) == "nfs4"
+    assert snapshot_root.file_system(tmp_path / "a b", mounts) == "overlay"
+    assert snapshot_root.file_system(Path("/"), mounts) == "ext4"
+    assert snapshot_root.file_system(tmp_path, tmp_path / "absent") == ""
+
+
+def test_a_token_that_is_open_short_or_absent_is_an_error_and_none_a_note(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("SAFEPOINT_TOKEN_FILE", raising=False)
+    file = tmp_path / "token"
+    file.write_text("x" * 64)
+    file.chmod(0o644)
+    assert "chmod 600" in only(list(credentials.token(str(file))), Severity.ERROR).fix
+    file.chmod(0o600)
+    assert [finding.severity for finding in credentials.token(str(file))] == [Severity.OK]
+    file.write_text("short")
+    assert only(list(credentials.token(str(file))), Severity.ERROR).fix
+    assert only(list(credentials.token(str(tmp_path / "absent"))), Severity.ERROR).reason is Reason.UNAUTHENTICATED
+    assert only(list(credentials.token("")), Severity.NOTE).fix
