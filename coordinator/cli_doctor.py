@@ -77,7 +77,8 @@ def _summary(findings: Sequence[Finding]) -> str:
 
 
 def _document(finding: Finding) -> dict[str, Any]:
-    return plain(finding) | {"reason": finding.reason.name if finding.reason else None}
+    document: dict[str, Any] = plain(finding)
+    return document | {"reason": finding.reason.name if finding.reason else None}
 
 
 def _name(finding: Finding | None) -> str:
