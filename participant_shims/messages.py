@@ -186,7 +186,7 @@ def export_progress(progress: Progress) -> pb.ExportProgress:
 def blocked(value: LiveRollout) -> Blocked:
     """A rollout as an error names it."""
     waiting_on = value.waiting_on or ("" if value.activity is Activity.UNSPECIFIED else value.activity.name.lower())
-    return Blocked(value.rollout_id, value.attempt, value.turn, value.age_s, waiting_on)
+    return Blocked(value.rollout_id, value.attempt, value.turn, value.age_s, waiting_on, value.no_client_s)
 
 
 def totals(values: Mapping[RolloutState, int]) -> manifest_pb2.LedgerTotals:
@@ -265,6 +265,11 @@ def diverged(loaded: Loaded) -> list[pb.RestoreEvent]:
     ]
 
 
+def warning(text: str) -> str:
+    """A sentence for people, cut to the limit of a status."""
+    return text.encode()[:MAX_WARNING_BYTES].decode(errors="ignore")
+
+
 def status(snapshot: Snapshot) -> capabilities_pb2.ParticipantStatus:
     """The server's part of a status; the service adds who owns the pause."""
     out = capabilities_pb2.ParticipantStatus(
@@ -276,7 +281,7 @@ def status(snapshot: Snapshot) -> capabilities_pb2.ParticipantStatus:
         rollout_count=snapshot.rollout_count,
         waiting_for=snapshot.waiting_for,
         anonymous_requests=snapshot.anonymous_requests,
-        warnings=[w.encode()[:MAX_WARNING_BYTES].decode(errors="ignore") for w in snapshot.warnings[-MAX_LISTED:]],
+        warnings=[warning(w) for w in snapshot.warnings[-MAX_LISTED:]],
         replayed_calls=snapshot.replayed_calls,
         diverged_rollouts=snapshot.diverged_rollouts,
     )

@@ -20,6 +20,7 @@ from coordinator.wire.errors import Problem, Reason, Refused, SafepointError, re
 from coordinator.wire.terms import ParticipantState, Phase
 from participant_shims.adapter import Adapter, Closed, Description, Opened, Snapshot, Unloads
 from participant_shims.fence import Accept, Cause, Decision, Ended, Fence, Refuse, Rpc
+from participant_shims.forgetting import Forgetting
 from participant_shims.running import Pulse, Running
 
 log = logging.getLogger(__name__)
@@ -71,6 +72,7 @@ class Operations:
         self.clock = clock or LoopClock()
         self.fence = Fence(participant_id)
         self.changed = Pulse()
+        self.forgetting = Forgetting(adapter, self.changed)
         self.last_failure = ""
         self.closed: Closed | None = None  # what close() answered in the present operation
         self.loaded_by = ""  # the restore whose state is in the server, until it is resumed
@@ -326,12 +328,21 @@ class Operations:
     async def _unload(self) -> None:
         if not self._given_up:
             return
-        self._given_up, self.loaded_by = False, ""
-        if isinstance(self.adapter, Unloads):
-            try:
-                await self.adapter.unload()
-            except Exception:  # whatever the disk does, admission opens
-                log.exception("what the aborted restore had loaded is still there: restart the server")
+        operation_id, self._given_up, self.loaded_by = self.loaded_by, False, ""
+        if not await self.forgetting.forget(operation_id):  # whatever the disk does, admission opens
+            self.spawn(self.forgetting.go_on())
+
+    async def settle_unloading(self) -> None:
+        """Before a new cut or load: forget what an aborted restore left. Raises UNAVAILABLE when that still fails.
+
+        A cut would hold rollouts of a snapshot that was given up, and a load would be undone when it is forgotten later.
+        """
+        await self._unload()
+        if not await self.forgetting.again():
+            raise refuse(
+                Reason.UNAVAILABLE, f"{self.forgetting.left}.", participant_id=self.participant_id,
+                next_step="It is tried again every few seconds; restart the server if it stays so.",
+            )  # fmt: skip
 
     async def _keep(self) -> None:
         if isinstance(self.adapter, Unloads):

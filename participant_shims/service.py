@@ -110,6 +110,7 @@ class ParticipantService(participant_service_pb2_grpc.ParticipantServicer):
     ) -> pb.PrepareEvent:
         adapter, operations = self.operations.adapter, self.operations
         await operations.settle_opening()
+        await operations.settle_unloading()
         begun = operations.clock.now()
         closed = await adapter.close(running.operation_id, mode, ttl_s)
         operations.closed = closed
@@ -223,6 +224,7 @@ class ParticipantService(participant_service_pb2_grpc.ParticipantServicer):
                         messages.capabilities(description))
             )  # fmt: skip
         await operations.settle_opening()
+        await operations.settle_unloading()
         mode = messages.quiesce_mode(0, description.quiesce_modes)
         closed = await operations.adapter.close(running.operation_id, mode, ttl_s)
         operations.closed = closed
@@ -349,6 +351,9 @@ class ParticipantService(participant_service_pb2_grpc.ParticipantServicer):
         out.operation_id = fence.operation_id
         out.coordinator_epoch = fence.highest_epoch
         out.last_failure = operations.last_failure
+        if operations.forgetting.left:
+            out.warnings.append(messages.warning(f"{operations.forgetting.left}. It is tried again."))
+            del out.warnings[: -messages.MAX_LISTED]
         if remark:
             out.waiting_for = remark
         if fence.state is not ParticipantState.OPEN:

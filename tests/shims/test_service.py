@@ -586,12 +586,56 @@ async def test_an_abort_to_a_shim_that_replaced_one_that_resumed_keeps_what_was_
         assert shim.adapter.loaded
 
 
-async def test_a_server_opens_although_it_cannot_forget_what_was_loaded(shim: Shim) -> None:
+async def test_a_server_opens_although_it_cannot_forget_what_was_loaded_and_says_so(shim: Shim) -> None:
+    committed = await saved(shim)
+    await collect(shim.restore(committed.manifest_sha256))
+    shim.adapter.fail["unload"] = refuse(Reason.UNAVAILABLE, "worker-0 does not answer.")
+    await shim.abort("op-2")
+    assert shim.adapter.open_now
+    warnings = (await shim.state()).warnings
+    assert len(warnings) == 1
+    assert "op-2" in warnings[0]
+    assert "worker-0 does not answer" in warnings[0]
+
+
+async def test_what_could_not_be_forgotten_is_tried_again_until_it_is(
+    shim: Shim, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("participant_shims.forgetting.AGAIN_S", 0.01)
     committed = await saved(shim)
     await collect(shim.restore(committed.manifest_sha256))
     shim.adapter.fail["unload"] = OSError("disk")
     await shim.abort("op-2")
+    await until(lambda: shim.adapter.calls.count("unload") > 2)
+    assert shim.adapter.loaded
+    del shim.adapter.fail["unload"]
+    await until(lambda: not shim.adapter.loaded)
+    assert not (await shim.state()).warnings
+    tries = shim.adapter.calls.count("unload")
+    await asyncio.sleep(0.05)
+    assert shim.adapter.calls.count("unload") == tries
+
+
+@pytest.mark.parametrize("method", ["prepare", "restore"])
+async def test_nothing_begins_on_top_of_what_an_aborted_restore_left(shim: Shim, method: str) -> None:
+    committed = await saved(shim)
+    await collect(shim.restore(committed.manifest_sha256))
+    shim.adapter.fail["unload"] = OSError("disk")
+    await shim.abort("op-2")
+
+    def begin(operation_id: str) -> object:
+        if method == "prepare":
+            return shim.prepare(operation_id)
+        return shim.restore(committed.manifest_sha256, operation_id=operation_id)
+
+    error = await refused(collect(begin("op-3")))
+    assert error.reason is Reason.UNAVAILABLE
+    assert "op-2" in error.problem.message
     assert shim.adapter.open_now
+    shim.adapter.calls.clear()
+    del shim.adapter.fail["unload"]
+    await collect(begin("op-4"))
+    assert shim.adapter.calls.index("unload") < shim.adapter.calls.index("close")
 
 
 async def test_a_part_is_restored_under_another_name(shim: Shim) -> None:
