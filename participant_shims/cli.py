@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Final
 
 from participant_shims.serve import ServeOptions, run_serve
+from participant_shims.serve_engine import EngineOptions, is_vllm, run_engine
 
 EXIT_FAILED: Final = 1
 EXIT_USAGE: Final = 2
@@ -115,6 +116,27 @@ def run_inspect(server: str, as_json: bool = False) -> int:
     return 0
 
 
+def _add_engine_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--when-closed", default="park", choices=["park", "reject"],
+                        help="of a vLLM: new requests wait, or get a retryable 503")  # fmt: skip
+    parser.add_argument("--weights", default="refuse", choices=["refuse", "mark"],
+                        help="of a vLLM: a restore onto other weights is refused, or its answers have segments of both")  # fmt: skip
+    parser.add_argument("--weight-digest", action="store_true",
+                        help="of a vLLM: checksums of the weights in each snapshot (reads all of them)")  # fmt: skip
+
+
+def _run_serve_engine(arguments: argparse.Namespace, command: Sequence[str]) -> int:
+    shim: list[str] = ["--when-closed", arguments.when_closed, "--weights", arguments.weights]
+    shim += ["--weight-digest"] if arguments.weight_digest else []
+    shim += ["--verbose"] if arguments.verbose else []
+    if arguments.run_dir:
+        shim += ["--life", str(Path(arguments.run_dir).resolve() / f"{arguments.name}-vllm")]
+    for option in ("coordinator", "root", "job", "bind", "token_file"):
+        if getattr(arguments, option):
+            shim += ["--" + option.replace("_", "-"), getattr(arguments, option)]
+    return run_engine(EngineOptions(arguments.name, arguments.listen, tuple(shim), arguments.verbose), command)
+
+
 def _parser() -> argparse.ArgumentParser:
     environ = os.environ.get
     parser = argparse.ArgumentParser(prog="safepoint", description="Shims beside servers.")
@@ -128,12 +150,7 @@ def _parser() -> argparse.ArgumentParser:
     shim.add_argument(
         "--vllm", default="", metavar="LISTEN=UPSTREAM", help="host:port=host:port of a vLLM server (role engine)"
     )
-    shim.add_argument("--when-closed", default="park", choices=["park", "reject"],
-                      help="with --vllm: new requests wait, or get a retryable 503")  # fmt: skip
-    shim.add_argument("--weights", default="refuse", choices=["refuse", "mark"],
-                      help="with --vllm: a restore onto other weights is refused, or its answers have segments of both")  # fmt: skip
-    shim.add_argument("--weight-digest", action="store_true",
-                      help="with --vllm: checksums of the weights in each snapshot (reads all of them)")  # fmt: skip
+    _add_engine_arguments(shim)
     shim.add_argument(
         "--name", default=environ("SAFEPOINT_NAME", ""), help="participant id; of a life: its server's name"
     )
@@ -154,8 +171,12 @@ def _parser() -> argparse.ArgumentParser:
     shim.add_argument("--insecure", action="store_true", help="listen beyond loopback without a token")
     shim.add_argument("--verbose", action="store_true")
 
-    serve = commands.add_parser("serve", help="run a server, or ng_run, with the gate loaded into it")
-    serve.add_argument("--name", default="", help="the server's instance name, for --role")
+    serve = commands.add_parser("serve", help="run a server, ng_run or vLLM, with Safepoint in it or beside it")
+    serve.add_argument("--name", default="", help="the server's instance name, for --role; of a vLLM: participant id")
+    serve.add_argument(
+        "--listen", default="", metavar="HOST:PORT", help="of a vLLM: where callers reach it from now on"
+    )
+    _add_engine_arguments(serve)
     serve.add_argument("--role", default="", help="policy or auxiliary: a model must have one")
     serve.add_argument("--coordinator", default="")
     serve.add_argument("--root", default="", help="snapshot root")
@@ -186,6 +207,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     command = list(arguments.argv)
     if command[:1] == ["--"]:
         command = command[1:]
+    if is_vllm(command):
+        return _run_serve_engine(arguments, command)
     options = ServeOptions(
         name=arguments.name,
         role=arguments.role,

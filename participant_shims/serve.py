@@ -7,7 +7,6 @@ group of its own, since Gym and engines leave orphans when only their first proc
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import os
 import signal
 import subprocess
@@ -19,8 +18,9 @@ from pathlib import Path
 from types import FrameType
 from typing import Final
 
+from participant_shims.groups import adopt_orphans, end_group, signal_group
+
 GRACE_S: Final = 10.0  # between SIGTERM and SIGKILL; Gym itself gives its servers 1 s
-_PR_SET_CHILD_SUBREAPER: Final = 36
 BOOTSTRAP: Final = Path(__file__).resolve().parent / "gate" / "bootstrap"
 
 
@@ -95,7 +95,7 @@ def run_serve(options: ServeOptions, argv: Sequence[str]) -> int:
     if options.verbose:
         for key, value in sorted(added.items()):
             print(f"safepoint serve: {key}={value}", file=sys.stderr)
-    _adopt_orphans()
+    adopt_orphans()
     try:
         process = subprocess.Popen(list(argv), env={**os.environ, **added}, start_new_session=True)
     except OSError as error:
@@ -105,7 +105,7 @@ def run_serve(options: ServeOptions, argv: Sequence[str]) -> int:
         try:
             code = process.wait()
         finally:
-            _end_group(process.pid)
+            end_group(process.pid)
     return code if code >= 0 else 128 - code
 
 
@@ -117,11 +117,11 @@ def _forwarded(process: subprocess.Popen[bytes]) -> Generator[None]:
     def forward(number: int, _frame: FrameType | None) -> None:
         if not deadline:
             deadline.append(time.monotonic() + GRACE_S)
-        _signal_group(process.pid, signal.Signals(number))
+        signal_group(process.pid, signal.Signals(number))
         signal.alarm(max(1, round(deadline[0] - time.monotonic())))
 
     def kill(_number: int, _frame: FrameType | None) -> None:
-        _signal_group(process.pid, signal.SIGKILL)
+        signal_group(process.pid, signal.SIGKILL)
 
     handlers = {signal.SIGTERM: forward, signal.SIGINT: forward, signal.SIGALRM: kill}
     before = {number: signal.signal(number, handler) for number, handler in handlers.items()}
@@ -131,43 +131,3 @@ def _forwarded(process: subprocess.Popen[bytes]) -> Generator[None]:
         signal.alarm(0)
         for number, handler in before.items():
             signal.signal(number, handler)
-
-
-def _signal_group(group: int, number: signal.Signals) -> None:
-    try:
-        os.killpg(group, number)
-    except ProcessLookupError:
-        pass
-
-
-def _end_group(group: int) -> None:
-    """Kill what the command left in its group. SIGTERM first: shims say goodbye, so that nobody waits for them."""
-    for number, wait_s in ((signal.SIGTERM, 5.0), (signal.SIGKILL, 2.0)):
-        end = time.monotonic() + wait_s
-        _signal_group(group, number)
-        while time.monotonic() < end:
-            if not _reap_group(group):
-                return
-            time.sleep(0.02)
-
-
-def _reap_group(group: int) -> bool:
-    """Collect those that have ended and are ours; whether anybody of the group is left."""
-    try:
-        while os.waitpid(-group, os.WNOHANG)[0]:
-            pass
-    except ChildProcessError:
-        pass
-    try:
-        os.killpg(group, 0)
-    except ProcessLookupError:
-        return False
-    return True
-
-
-def _adopt_orphans() -> None:
-    # Orphans of the command become our children, so that they can be collected; elsewhere than on Linux, init has them.
-    try:
-        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
-    except (OSError, AttributeError):
-        pass

@@ -150,8 +150,8 @@ def chunk(
 
 
 @asynccontextmanager
-async def scripted(**knobs: Any) -> AsyncIterator[Scripted]:
-    """The server, listening."""
+async def scripted(port: int = 0, **knobs: Any) -> AsyncIterator[Scripted]:
+    """The server, listening; port 0: any."""
     made = Scripted(**knobs)
 
     async def info(_: web.Request) -> web.Response:
@@ -183,7 +183,7 @@ async def scripted(**knobs: Any) -> AsyncIterator[Scripted]:
     )
     runner = web.AppRunner(app, shutdown_timeout=0.1, handler_cancellation=True)
     await runner.setup()
-    site = web.TCPSite(runner, "127.0.0.1", 0)
+    site = web.TCPSite(runner, "127.0.0.1", port)
     await site.start()
     made.port = runner.addresses[0][1]
     try:

@@ -1,0 +1,233 @@
+"""`safepoint serve --name ID --listen HOST:PORT -- vllm serve ...`: a vLLM server with its shim beside it.
+
+The rule: one command is one life of the engine. vLLM runs in a process group of its own with control turned on, the shim
+in another; when vLLM ends, for whatever reason, its whole group is killed (a killed API server leaves its engine behind),
+the shim says goodbye, and we end with vLLM's code and its last words. Started again, it is another incarnation. A shim
+that dies alone is started again: callers come through it.
+
+When we are told to go, the shim goes first, so that nobody stays paused; then vLLM gets SIGINT, since SIGTERM hangs it
+while streams run; after the grace its group is killed.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+from typing import IO, Any, Final
+
+from participant_shims.groups import adopt_orphans, end_group, signal_group
+
+SHIM_GOODBYE_S: Final = 4.0
+GRACE_S: Final = 10.0  # between SIGINT and SIGKILL
+LAST_LINES: Final = 20
+AGAIN_S: Final = (1.0, 2.0, 5.0, 10.0)  # pauses before a shim that died is started again
+LONG_LIFE_S: Final = 60.0  # a shim that lived so long begins with the first pause again
+# Exits of a shim that another start would not mend: bad use, another shim serves this life.
+_FINAL: Final = frozenset({2, 3})
+_MODULES: Final = frozenset({"vllm.entrypoints.openai.api_server", "vllm.entrypoints.cli.main"})
+DEV_MODE: Final = "VLLM_SERVER_DEV_MODE"
+
+
+@dataclass(frozen=True, slots=True)
+class EngineOptions:
+    """What `serve` was given for a vLLM. `shim`: further arguments of `safepoint shim`, as they are."""
+
+    name: str
+    listen: str
+    shim: tuple[str, ...] = ()
+    verbose: bool = False
+
+
+def is_vllm(argv: Sequence[str]) -> bool:
+    """Whether the command starts a vLLM server."""
+    if not argv:
+        return False
+    words = [Path(word).name if number < 2 else word for number, word in enumerate(argv)]
+    return ("vllm" in words[:2] and "serve" in words[:3]) or bool(_MODULES & set(argv))
+
+
+def target_of(argv: Sequence[str]) -> str:
+    """Where that server will listen, as host:port. Raises ValueError when nothing can stand before it."""
+    host, port = _option(argv, "--host") or "127.0.0.1", _option(argv, "--port") or "8000"
+    if _option(argv, "--uds"):
+        raise ValueError("a vLLM on a Unix socket can't be covered: give it --port instead of --uds")
+    if any(word == "--ssl-keyfile" or word.startswith("--ssl-keyfile=") for word in argv):
+        raise ValueError("a vLLM that speaks TLS can't be covered: end TLS before the shim")
+    if not port.isdigit() or port == "0":
+        raise ValueError(f"--port {port}: the shim has to know vLLM's port")
+    host = "127.0.0.1" if host in ("0.0.0.0", "::", "localhost", "") else host
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+def _option(argv: Sequence[str], name: str) -> str:
+    for number, word in enumerate(argv):
+        if word == name and number + 1 < len(argv):
+            return argv[number + 1]
+        if word.startswith(name + "="):
+            return word.partition("=")[2]
+    return ""
+
+
+def engine_environment(environ: Mapping[str, str]) -> dict[str, str]:
+    """What vLLM needs besides. Raises ValueError when control was turned off on purpose."""
+    given = environ.get(DEV_MODE, "")
+    if given and given != "1":
+        raise ValueError(f"{DEV_MODE}={given}: without 1 vLLM can't be paused")
+    return {} if given else {DEV_MODE: "1"}
+
+
+def run_engine(options: EngineOptions, argv: Sequence[str]) -> int:
+    """Run vLLM and its shim; vLLM's exit code (128 + N when signal N ended it). 2: bad use; 127: no such command."""
+    try:
+        if not (options.name and options.listen):
+            raise ValueError("a vLLM needs --name, and --listen HOST:PORT where callers reach it from now on")
+        target = target_of(argv)
+        added = engine_environment(os.environ)
+    except ValueError as error:
+        print(f"safepoint serve: {error}", file=sys.stderr)
+        return 2
+    adopt_orphans()
+    beside = _Shim(options, target)
+    try:
+        engine = subprocess.Popen(
+            list(argv), env={**os.environ, **added}, start_new_session=True, stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+        )  # fmt: skip
+    except OSError as error:
+        print(f"safepoint serve: {argv[0]} can't be run: {error.strerror}", file=sys.stderr)
+        return 127
+    if options.verbose:
+        print(f"safepoint serve: {options.listen} -> {target}, vLLM is pid {engine.pid}", file=sys.stderr)
+    said = _LastWords(engine)
+    told: list[int] = []
+
+    def tell(number: int, _frame: FrameType | None) -> None:
+        told.append(number)
+
+    before = {number: signal.signal(number, tell) for number in (signal.SIGTERM, signal.SIGINT)}
+    try:
+        code = _watch(engine, beside, told)
+    finally:
+        beside.end()
+        end_group(engine.pid)
+        said.join()
+        for number, handler in before.items():
+            signal.signal(number, handler)
+    how = f"exit code {code}" if code >= 0 else f"signal {signal.Signals(-code).name}"
+    if not told:
+        print(f"safepoint serve: vLLM ({options.name}, pid {engine.pid}) ended by itself: {how}. Its last lines:",
+              file=sys.stderr)  # fmt: skip
+        print("".join(f"  | {line}\n" for line in said.lines), end="", file=sys.stderr, flush=True)
+    return code if code >= 0 else 128 - code
+
+
+def _watch(engine: subprocess.Popen[bytes], beside: _Shim, told: list[int]) -> int:
+    """Until vLLM has ended, by itself or because we are told to go."""
+    kill_at = 0.0
+    while True:
+        if told and not kill_at:
+            beside.end()
+            engine.send_signal(signal.SIGINT)
+            kill_at = time.monotonic() + GRACE_S
+        elif kill_at and time.monotonic() >= kill_at:
+            signal_group(engine.pid, signal.SIGKILL)
+            kill_at = time.monotonic() + GRACE_S
+        elif not kill_at:
+            beside.keep()
+        try:
+            return engine.wait(0.1)
+        except subprocess.TimeoutExpired:
+            continue
+
+
+class _Shim:
+    """The shim's process, started when it is wanted and started again when it dies."""
+
+    def __init__(self, options: EngineOptions, target: str) -> None:
+        python = os.environ.get("SAFEPOINT_SHIM_PYTHON") or sys.executable
+        self._command = [
+            python, "-m", "participant_shims.cli", "shim", "--vllm", f"{options.listen}={target}",
+            "--name", options.name, "--parent-pid", str(os.getpid()), *options.shim,
+        ]  # fmt: skip
+        self._process: subprocess.Popen[bytes] | None = None
+        self._started = self._not_before = 0.0
+        self._deaths = 0
+        self._over = False
+
+    def keep(self) -> None:
+        """Start it when it does not run."""
+        now = time.monotonic()
+        if self._over or (self._process is not None and self._process.poll() is None) or now < self._not_before:
+            return
+        if self._process is not None:
+            code, self._process = self._process.returncode, None
+            self._over = code in _FINAL
+            self._deaths = 0 if now - self._started > LONG_LIFE_S else self._deaths
+            self._not_before = now + AGAIN_S[min(self._deaths, len(AGAIN_S) - 1)]
+            self._deaths += 1
+            again = "it is not started again" if self._over else "starting it again"
+            print(f"safepoint serve: the shim ended with {code}; {again}", file=sys.stderr, flush=True)
+            return
+        self._started = now
+        # Its one line of standard output is for whoever starts a shim by hand.
+        self._process = subprocess.Popen(
+            self._command, env=_with_path(os.environ), start_new_session=True, stdout=subprocess.DEVNULL
+        )
+
+    def end(self) -> None:
+        """Let it say goodbye; it opens its doors and resumes the engine first. May be repeated."""
+        self._over = True
+        if self._process is None:
+            return
+        try:
+            self._process.terminate()
+            self._process.wait(SHIM_GOODBYE_S)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+        self._process = None
+
+
+def _with_path(environ: Mapping[str, str]) -> dict[str, str]:
+    """Safepoint has to be found where it is not installed: a checkout, run in place."""
+    checkout = Path(__file__).resolve().parent.parent
+    if not (checkout / "gen" / "safepoint").is_dir():
+        return dict(environ)
+    path = os.pathsep.join([str(checkout), str(checkout / "gen"), *filter(None, [environ.get("PYTHONPATH", "")])])
+    return {**environ, "PYTHONPATH": path}
+
+
+class _LastWords:
+    """Passes on what a process prints, and keeps the last of it."""
+
+    def __init__(self, process: subprocess.Popen[bytes]) -> None:
+        self.lines: deque[str] = deque(maxlen=LAST_LINES)
+        pairs: list[tuple[IO[bytes] | None, Any]] = [(process.stdout, sys.stdout), (process.stderr, sys.stderr)]
+        self._pumps = [threading.Thread(target=self._pump, args=pair, daemon=True) for pair in pairs]
+        for pump in self._pumps:
+            pump.start()
+
+    def join(self) -> None:
+        """Wait for the rest; the pipes end with the last process of the group."""
+        for pump in self._pumps:
+            pump.join(2.0)
+
+    def _pump(self, source: IO[bytes], to: Any) -> None:
+        with source:
+            for raw in source:
+                text = raw.decode(errors="replace")
+                self.lines.append(text.rstrip("\n")[:2000])
+                try:
+                    to.write(text)
+                    to.flush()
+                except (OSError, ValueError):
+                    continue  # nobody listens to us: vLLM must not stop because of that

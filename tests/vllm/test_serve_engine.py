@@ -1,0 +1,186 @@
+"""`safepoint serve -- vllm serve ...`: a life of an engine from its start to its last words. The engine is scripted."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import stat
+import sys
+import tempfile
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import aiohttp
+import psutil
+import pytest
+from safepoint.v1 import coordinator_service_pb2 as pb
+
+from participant_shims.serve_engine import engine_environment, is_vllm, target_of
+from tests.vllm.real_engine import REPOSITORY, Caller, free_port
+from tests.vllm.test_control import ASK
+from tests.vllm.test_engine_shim import coordinating
+
+FAKE = f"""#!{sys.executable}
+import asyncio, os, signal, subprocess, sys
+sys.path[:0] = [{str(REPOSITORY)!r}, {str(REPOSITORY / "gen")!r}]
+from tests.vllm.scripted_engine import scripted
+
+async def main():
+    orphan = subprocess.Popen(["sleep", "600"])
+    async with scripted(port=int(sys.argv[sys.argv.index("--port") + 1])) as engine:
+        print("orphan", orphan.pid, "dev", os.environ.get("VLLM_SERVER_DEV_MODE"), "pid", os.getpid(), flush=True)
+        gone = asyncio.Event()
+        asyncio.get_running_loop().add_signal_handler(signal.SIGINT, gone.set)
+        while not gone.is_set():
+            await asyncio.sleep(0.02)
+            engine.step()
+    print("told by SIGINT, paused:", engine.paused, file=sys.stderr, flush=True)
+
+asyncio.run(main())
+"""
+
+
+@pytest.fixture
+def folder() -> Iterator[Path]:
+    with tempfile.TemporaryDirectory(prefix="sp-") as name:
+        (Path(name) / "root").mkdir()
+        vllm = Path(name) / "vllm"
+        vllm.write_text(FAKE)
+        vllm.chmod(vllm.stat().st_mode | stat.S_IXUSR)
+        yield Path(name)
+
+
+@dataclass
+class Served:
+    process: asyncio.subprocess.Process
+    listen: str
+    said: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def engine(self) -> psutil.Process:
+        return psutil.Process(int(self.said["pid"]))
+
+    @property
+    def shim(self) -> psutil.Process:
+        children = psutil.Process(self.process.pid).children()
+        return next(c for c in children if "participant_shims.cli" in c.cmdline())
+
+
+@asynccontextmanager
+async def serving(folder: Path) -> AsyncIterator[Served]:
+    port, listen = free_port(), f"127.0.0.1:{free_port()}"
+    environment = {k: v for k, v in os.environ.items() if not k.startswith("SAFEPOINT_") or k == "SAFEPOINT_TEST_RUN"}
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, "-m", "participant_shims.cli", "serve", "--name", "engine-0", "--listen", listen,
+        "--root", str(folder / "root"), "--coordinator", f"file:{folder}/root/coordinator/address.json",
+        "--run-dir", str(folder), "--bind", "unix", "--", str(folder / "vllm"), "serve", "model", "--port", str(port),
+        stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE, cwd=REPOSITORY, start_new_session=True,
+        env={**environment, "PYTHONPATH": f"{REPOSITORY}{os.pathsep}{REPOSITORY / 'gen'}"},
+    )  # fmt: skip
+    made = Served(process, listen)
+    try:
+        assert process.stdout is not None
+        words = (await asyncio.wait_for(process.stdout.readline(), 30)).decode().split()
+        made.said = dict(zip(words[::2], words[1::2], strict=True))
+        yield made
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            process.terminate()
+        await asyncio.wait_for(process.communicate(), 40)
+
+
+async def answers(listen: str) -> None:
+    async with aiohttp.ClientSession() as http:
+        for _ in range(600):
+            with contextlib.suppress(aiohttp.ClientError):
+                if (await Caller(http, listen).get("/version"))["version"]:
+                    return
+            await asyncio.sleep(0.05)
+    raise AssertionError("nobody answers behind the shim")
+
+
+def gone(pid: int) -> bool:
+    return not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
+
+
+async def test_an_engine_takes_part_with_control_turned_on_and_leaves_nothing_behind(folder: Path) -> None:
+    async with serving(folder) as served, coordinating(folder) as (_, stub), aiohttp.ClientSession() as http:
+        assert served.said["dev"] == "1"
+        await answers(served.listen)
+        assert (await Caller(http, served.listen).whole(ASK)).text.endswith("w110")
+
+        async def incarnation() -> str:
+            for _ in range(400):
+                topology = await stub.GetTopology(pb.GetTopologyRequest(), timeout=5)
+                for each in topology.participants:
+                    if each.capabilities.participant_id == "engine-0":
+                        return str(each.incarnation_id)
+                await asyncio.sleep(0.05)
+            raise AssertionError("it did not register")
+
+        first = await incarnation()
+        # A shim that dies alone is another incarnation of the same engine, at the same address.
+        served.shim.kill()
+        for _ in range(400):
+            if await incarnation() != first:
+                break
+            await asyncio.sleep(0.05)
+        else:
+            raise AssertionError("no new shim")
+        await answers(served.listen)
+
+        orphan, shim, engine = int(served.said["orphan"]), served.shim.pid, served.engine.pid
+        served.process.terminate()
+        _, errors = await asyncio.wait_for(served.process.communicate(), 40)
+        assert served.process.returncode == 0
+        assert "told by SIGINT, paused: False" in errors.decode()
+        assert "ended by itself" not in errors.decode()
+        assert gone(orphan)
+        assert gone(shim)
+        assert gone(engine)
+
+
+async def test_an_engine_that_dies_is_told_of_with_its_last_lines_and_its_group_is_killed(folder: Path) -> None:
+    async with serving(folder) as served:
+        await answers(served.listen)
+        orphan, shim = int(served.said["orphan"]), served.shim.pid
+        served.engine.send_signal(signal.SIGKILL)
+        _, errors = await asyncio.wait_for(served.process.communicate(), 40)
+        assert served.process.returncode == 128 + signal.SIGKILL
+        report = errors.decode()
+        assert "vLLM (engine-0, pid " in report
+        assert "signal SIGKILL" in report
+        assert f"  | orphan {orphan}" in report
+        assert gone(orphan)
+        assert gone(shim)
+
+
+def test_a_command_that_starts_vllm_is_known_and_so_is_where_it_listens() -> None:
+    serve = ["/opt/venv/bin/vllm", "serve", "model"]
+    assert is_vllm(serve)
+    assert is_vllm(["python", "/opt/venv/bin/vllm", "serve", "model"])
+    assert is_vllm(["python", "-m", "vllm.entrypoints.openai.api_server"])
+    assert not is_vllm(["python", "app.py", "serve", "vllm"])
+    assert not is_vllm(["ng_run", "+config_paths=[vllm]"])
+    assert not is_vllm([])
+    assert target_of(serve) == "127.0.0.1:8000"
+    assert target_of([*serve, "--host", "0.0.0.0", "--port=8123"]) == "127.0.0.1:8123"
+    assert target_of([*serve, "--host=10.0.0.7", "--port", "80"]) == "10.0.0.7:80"
+    assert target_of([*serve, "--host", "fd00::1"]) == "[fd00::1]:8000"
+
+
+@pytest.mark.parametrize("flags", [["--uds", "/tmp/x"], ["--ssl-keyfile=k"], ["--port", "0"], ["--port", "x"]])
+def test_what_no_proxy_can_stand_before_is_refused(flags: list[str]) -> None:
+    with pytest.raises(ValueError, match=r".+"):
+        target_of(["vllm", "serve", "model", *flags])
+
+
+def test_control_that_was_turned_off_on_purpose_is_not_turned_on() -> None:
+    assert engine_environment({}) == {"VLLM_SERVER_DEV_MODE": "1"}
+    assert engine_environment({"VLLM_SERVER_DEV_MODE": "1"}) == {}
+    with pytest.raises(ValueError, match="VLLM_SERVER_DEV_MODE=0"):
+        engine_environment({"VLLM_SERVER_DEV_MODE": "0"})
