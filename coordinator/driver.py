@@ -28,13 +28,23 @@ from coordinator.protocol.proofs import Opened, Progress
 from coordinator.protocol.topology import Participant
 from coordinator.protocol.transaction import Transaction
 from coordinator.reporting import Reporter
+from coordinator.wire import failpoints
 from coordinator.wire.errors import Misanswered, Problem, Reason, Refused, SafepointError
 from coordinator.wire.ids import ParticipantId
+from coordinator.wire.terms import Phase
 
 log = logging.getLogger(__name__)
 
 RECORD_TIMEOUT_S: Final = 10.0  # a journal that takes longer has failed, as far as an operation is concerned
 DISK_RETRY_S: Final = 1.0
+_PLACES: Final = {  # before and after each call of a wave
+    Phase.PREPARE: ("driver.before_prepare", "driver.after_prepare"),
+    Phase.COMMIT: ("driver.before_commit", "driver.after_commit"),
+    Phase.CONFIRM: ("driver.before_confirm", "driver.after_confirm"),
+    Phase.RESTORE: ("driver.before_restore", "driver.after_restore"),
+    Phase.RESUME: ("driver.before_resume", "driver.after_resume"),
+    Phase.ABORT: ("driver.before_abort", "driver.after_abort"),
+}
 # A renewal that ends with one of these has not been decided by the participant; the next one is tried.
 _NO_VERDICT: Final = frozenset({Reason.UNAVAILABLE, Reason.INTERNAL, Reason.LIMIT_EXCEEDED})
 
@@ -262,6 +272,8 @@ class Drive:
             self.meter.closed(call.participant_id, now())
             self.post(core.ProgressReported(now(), call.call_no, Progress()))
 
+        before, after = _PLACES[call.phase]
+        failpoints.reach(before, call.participant_id)
         try:
             proof, reply = await self._around.participants.perform(whom, call, moved, closed)
         except Misanswered as error:
@@ -271,6 +283,7 @@ class Drive:
         except SafepointError as error:
             self.post(core.NoAnswer(now(), call.call_no, error.problem))
         else:
+            failpoints.reach(after, call.participant_id)
             if isinstance(proof, Opened):
                 self.meter.opened(call.participant_id, now(), proof.closed_for_s)
             else:
@@ -337,6 +350,7 @@ class Drive:
     def _finish(self, finish: core.Finish) -> None:
         if self.done.is_set():
             return
+        failpoints.reach("driver.before_finish")
         self.ended_at, self.finish = self._around.clock(), finish
         if finish.outcome is not Outcome.SUCCEEDED:
             primary = finish.primary or Problem(Reason.ABORTED, "It was aborted.")

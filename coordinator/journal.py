@@ -25,6 +25,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final, cast
 
+from coordinator.wire import failpoints
 from coordinator.wire.beneath import Directory, storage_error
 from coordinator.wire.errors import Reason, SafepointError, refuse
 from coordinator.wire.ids import OperationId
@@ -99,15 +100,18 @@ class Journal:
         if len(line) > MAX_ENTRY_BYTES:
             raise refuse(Reason.LIMIT_EXCEEDED, f"A journal entry is larger than {MAX_ENTRY_BYTES} bytes.")
         try:
+            failpoints.reach("journal.before_append", entry.kind)
             _write_all(self._file, line)
         except OSError as error:
             self._cut_back(error)
             raise storage_error(error, "writing the journal") from error
         try:
+            failpoints.reach("journal.before_fsync", entry.kind)
             os.fsync(self._file)
         except OSError as error:
             self._broken = error.strerror or "fsync"
             raise storage_error(error, "fsync of the journal") from error
+        failpoints.reach("journal.after_append", entry.kind)
         self._size += len(line)
         self.contents.add(entry)
         if self._size > ROTATE_BYTES and not self.contents.open:
@@ -158,6 +162,7 @@ class Journal:
             + [_line(Entry(name, "outcome", outcome)) for name, outcome in self.contents.outcomes.items()]
         )
         name = f"journal-{number}.log"
+        failpoints.reach("journal.before_file")
         try:
             self._directory.write_new(name, data)
             file = os.open(self._directory.path / name, os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC | os.O_NOFOLLOW)
@@ -168,6 +173,7 @@ class Journal:
         if self._file >= 0:
             os.close(self._file)
         self._file, self._size, self._number = file, len(data), number
+        failpoints.reach("journal.after_file")
         for old in _numbers(self._directory, _JOURNAL):
             if old < number:
                 self._directory.remove_file(f"journal-{old}.log")
@@ -177,12 +183,14 @@ def _raise_epoch(directory: Directory) -> int:
     while True:
         known = sorted(_numbers(directory, _EPOCH))
         epoch = (known[-1] if known else 0) + 1
+        failpoints.reach("journal.before_epoch")
         try:
             directory.write_new(f"epoch-{epoch}", b"")
         except FileExistsError:
             continue  # another start was faster; the next number is ours
         for old in known[:-_KEPT_EPOCH_FILES]:
             directory.remove_file(f"epoch-{old}")
+        failpoints.reach("journal.after_epoch")
         return epoch
 
 

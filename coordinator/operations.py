@@ -35,6 +35,7 @@ from coordinator.publication import Cut, Publisher
 from coordinator.reporting import snapshot_info
 from coordinator.settings import Settings
 from coordinator.snapshots import SnapshotStore
+from coordinator.wire import failpoints
 from coordinator.wire.errors import Problem, Reason, Refused, SafepointError, refuse
 from coordinator.wire.ids import OperationId, SnapshotId
 from coordinator.wire.terms import OperationKind, Phase, Role, RolloutState
@@ -318,8 +319,10 @@ class Operations:
         task.add_done_callback(self._work.discard)
 
     async def _record_outcome(self, ended: Ended) -> None:
+        failpoints.reach("operations.before_outcome")
         try:
             await self._append(Entry(ended.operation_id, "outcome", ended.to_json()))
+            failpoints.reach("operations.after_outcome")
         except SafepointError as error:
             log.warning("the outcome of %s is in memory only: %s", ended.operation_id, error)
 

@@ -22,6 +22,7 @@ from coordinator.protocol.operation import Operation
 from coordinator.protocol.proofs import Committed
 from coordinator.protocol.topology import Participant, Topology, fingerprint
 from coordinator.snapshots import LEDGER_NAME, MAX_LEDGER_LINE, SnapshotStore, blamed_on, participant_files
+from coordinator.wire import failpoints
 from coordinator.wire.beneath import Directory
 from coordinator.wire.errors import Problem, Reason, Refused, refuse
 from coordinator.wire.ids import ParticipantId
@@ -65,6 +66,7 @@ class Publisher:
         """
         snapshot_id = cut.operation.snapshot_id
         by_name = {p.participant_id: p for p in cut.topology.participants}
+        failpoints.reach("publication.before_ledger")
         with self._store.open(snapshot_id) as directory:
             merged = ledger.merge(
                 (by_name[name], _lines_of(directory, cut.operation, name, proof))
@@ -74,6 +76,7 @@ class Publisher:
                 written = directory.write_new(LEDGER_NAME, map(ledger_lines.encode, merged.lines))
             except FileExistsError:
                 raise refuse(Reason.SNAPSHOT_UNSAFE, f"{directory.path / LEDGER_NAME} was there already.") from None
+        failpoints.reach("publication.after_ledger")
         manifest = manifest_pb2.SnapshotManifest(
             format_version=FORMAT_VERSION,
             snapshot_id=snapshot_id,

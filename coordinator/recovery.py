@@ -24,6 +24,7 @@ from coordinator.protocol import events as core
 from coordinator.protocol.operation import Outcome
 from coordinator.protocol.topology import Participant
 from coordinator.protocol.transaction import Transaction
+from coordinator.wire import failpoints
 from coordinator.wire.errors import SafepointError
 from coordinator.wire.ids import OperationId, SnapshotId
 from coordinator.wire.terms import OperationKind, Phase
@@ -38,6 +39,7 @@ async def recover(operations: Operations) -> None:
     """Settle what the journal holds: start driving it. Returns before it is settled. The last one owns the fence."""
     unfinished = list(operations.journal.contents.open.items())
     for operation_id, entries in unfinished:
+        failpoints.reach("recovery.before_settle")
         records = [_record(entry) for entry in entries if entry.kind in _KINDS]
         begun = next((entry for entry in entries if entry.kind == core.RecordKind.BEGUN.value), None)
         if begun is None or not records:
@@ -47,6 +49,7 @@ async def recover(operations: Operations) -> None:
         if operation_id == unfinished[-1][0]:
             operations.active = drive
         log.warning("the coordinator before this one did not end %s; settling it", operation_id)
+        failpoints.reach("recovery.before_open")
         drive.start(core.Recover(operations.clock()))
 
 

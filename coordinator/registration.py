@@ -16,6 +16,7 @@ from safepoint.v1 import coordinator_service_pb2 as pb
 from coordinator import convert
 from coordinator.protocol.topology import Participant
 from coordinator.registry import Registry, Session
+from coordinator.wire import failpoints
 from coordinator.wire.errors import Reason, SafepointError, refuse
 
 log = logging.getLogger(__name__)
@@ -43,6 +44,7 @@ class Registration:
         reading = asyncio.create_task(self._read(session, requests))
         why = "its registration ended"
         try:
+            failpoints.reach("registration.before_welcome", who.participant_id)
             yield pb.RegisterEvent(
                 welcome=pb.Welcome(
                     coordinator_epoch=self._epoch,
@@ -50,6 +52,7 @@ class Registration:
                     job_id=self._job_id,
                 )
             )
+            failpoints.reach("registration.after_welcome", who.participant_id)
             self._joined(who)
             sequence = 0
             while session.alive:

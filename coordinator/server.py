@@ -42,6 +42,7 @@ from coordinator.registry import Registry
 from coordinator.service import CoordinatorService
 from coordinator.settings import Settings
 from coordinator.snapshots import SnapshotStore
+from coordinator.wire import failpoints
 from coordinator.wire.auth import Token, read_token
 from coordinator.wire.errors import Problem, Reason, Refused, SafepointError, refuse
 from coordinator.wire.rpc import SERVER_OPTIONS, ErrorInterceptor, channel
@@ -148,7 +149,9 @@ class Coordinator:
             except FileNotFoundError:
                 written = b""
             if written != line:
+                failpoints.reach("server.before_announce")
                 directory.replace(ADDRESS_NAME, line)
+                failpoints.reach("server.after_announce")
 
     async def _why_unfit(self) -> Problem | None:
         journal = self.operations.journal
@@ -179,6 +182,7 @@ async def serve(
     Raises SNAPSHOT_FOREIGN (another job's root), UNAUTHENTICATED (token file), INVALID_ARGUMENT (an open bind without a
     token), UNAVAILABLE (the port is taken), STORAGE_FULL, STORAGE_FAILED, SNAPSHOT_CORRUPT (a damaged journal).
     """
+    failpoints.arm()
     token = read_token(settings.token_file or None)
     _check_bind(settings, token)
     loop = asyncio.get_running_loop()

@@ -28,6 +28,7 @@ from safepoint.v1 import manifest_pb2
 
 from coordinator import ledger_lines
 from coordinator.protocol import ledger
+from coordinator.wire import failpoints
 from coordinator.wire.beneath import Directory, FileDigest, storage_error
 from coordinator.wire.errors import Reason, SafepointError, refuse
 from coordinator.wire.ids import SnapshotId, is_wire_id
@@ -103,6 +104,7 @@ class SnapshotStore:
 
     def begin(self, snapshot_id: SnapshotId) -> None:
         """Reserve the directory of a snapshot to come. Raises SNAPSHOT_EXISTS; then nothing changed."""
+        failpoints.reach("snapshots.before_begin")
         with self._snapshots() as snapshots:
             try:
                 snapshots.make_child(snapshot_id).close()
@@ -110,6 +112,7 @@ class SnapshotStore:
                 raise refuse(
                     Reason.SNAPSHOT_EXISTS, f"There is a snapshot {snapshot_id}, or a part of one, already."
                 ) from None
+        failpoints.reach("snapshots.after_begin")
 
     def open(self, snapshot_id: str) -> Directory:
         """The directory of a snapshot, published or not. Raises SNAPSHOT_NOT_FOUND, MALFORMED_ID, SNAPSHOT_UNSAFE."""
@@ -131,6 +134,7 @@ class SnapshotStore:
         """
         taken = f"A newer coordinator has given up the snapshot {manifest.snapshot_id}."
         with self.open(manifest.snapshot_id) as directory:
+            failpoints.reach("snapshots.before_publish")
             still_valid()
             try:
                 written = write_snapshot_manifest(directory, manifest)
@@ -138,6 +142,7 @@ class SnapshotStore:
                 if is_void(directory):
                     raise refuse(Reason.STALE_EPOCH, taken) from None
                 raise refuse(Reason.SNAPSHOT_EXISTS, f"The snapshot {manifest.snapshot_id} is published.") from None
+        failpoints.reach("snapshots.after_publish")
         if self.published_by(SnapshotId(manifest.snapshot_id), manifest.operation_id) is None:
             raise refuse(Reason.STALE_EPOCH, taken)  # we wrote into a directory that was being deleted
         return written
@@ -148,6 +153,7 @@ class SnapshotStore:
         Whoever makes the name first has decided, so look with `published_by` afterwards. Raises STORAGE_FULL,
         STORAGE_FAILED: then nothing is decided.
         """
+        failpoints.reach("snapshots.before_void")
         try:
             with self.open(snapshot_id) as directory:
                 directory.write_new(MANIFEST_NAME, VOID)
@@ -156,6 +162,7 @@ class SnapshotStore:
         except SafepointError as error:
             if error.reason is not Reason.SNAPSHOT_NOT_FOUND:  # without a directory nothing can be published
                 raise
+        failpoints.reach("snapshots.after_void")
 
     def published_by(self, snapshot_id: SnapshotId, operation_id: str) -> manifest_pb2.SnapshotManifest | None:
         """The manifest, if that operation has published it. Raises STORAGE_FAILED when the disk cannot say."""
@@ -449,8 +456,10 @@ def _unpublished(snapshots: Directory, name: str) -> bool:
 def _remove(snapshots: Directory, name: str) -> None:
     # Renamed first, so that a crash half-way never leaves a snapshot with its manifest and without its files.
     gone = f"{_GONE}{name[:100]}-{secrets.token_hex(4)}"
+    failpoints.reach("snapshots.before_discard")
     try:
         snapshots.rename_child(name, gone)
+        failpoints.reach("snapshots.after_discard")
         snapshots.remove_child(gone)
     except FileNotFoundError:
         pass

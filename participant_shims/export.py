@@ -18,6 +18,7 @@ from typing import Final
 
 from safepoint.v1 import capabilities_pb2, manifest_pb2
 
+from coordinator.wire import failpoints
 from coordinator.wire.beneath import Directory, segments, storage_error
 from coordinator.wire.errors import Reason, refuse
 from coordinator.wire.manifest_file import (
@@ -86,8 +87,10 @@ class Exports:
                     with ours.child(folder) as below:
                         below.sync()
             ours.sync()
+            failpoints.reach("shim.before_manifest")
             written = write_participant_manifest(ours, manifest)
             snapshot.sync()
+            failpoints.reach("shim.after_manifest")
             return written.sha256
 
     def discard(self, snapshot_id: str, operation_id: str) -> None:
@@ -161,6 +164,7 @@ class Exports:
         except OSError as error:
             raise storage_error(error, f"opening {path}") from error
         try:
+            failpoints.reach("shim.before_sync", path.name)
             os.fsync(fd)
             size = os.fstat(fd).st_size
         except OSError as error:  # after a failed fsync the file counts as lost; it is not tried again

@@ -15,6 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any, Final, Protocol, TypeVar
 
+from coordinator.wire import failpoints
 from coordinator.wire.beneath import storage_error
 from coordinator.wire.errors import Problem, Reason, Refused, SafepointError, refuse
 from coordinator.wire.terms import ParticipantState, Phase
@@ -293,6 +294,7 @@ class Operations:
             self._alarm = self.clock.call_later(left, lambda: self._lapse(operation_id, generation))
 
     def _lapse(self, operation_id: str, generation: int) -> None:
+        failpoints.reach("shim.before_lapse")
         ended = self.fence.lapse(operation_id, generation, self.clock.now())
         if ended is not None:
             self.apply(ended)
@@ -314,7 +316,9 @@ class Operations:
         await self._unload()
         while True:
             try:
+                failpoints.reach("shim.before_open")
                 opened = await self.adapter.open()
+                failpoints.reach("shim.after_open")
             except SafepointError as error:
                 log.warning("not open yet: %s", error)
                 self.last_failure = error.problem.message

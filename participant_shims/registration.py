@@ -20,6 +20,7 @@ from grpc import aio
 from safepoint.v1 import capabilities_pb2, coordinator_service_pb2_grpc
 from safepoint.v1 import coordinator_service_pb2 as pb
 
+from coordinator.wire import failpoints
 from coordinator.wire.auth import Token
 from coordinator.wire.errors import Problem, Reason, SafepointError, Unanswered
 from coordinator.wire.rpc import channel, error_from_rpc
@@ -116,6 +117,7 @@ class Registration:
                 yield await outgoing.get()
 
         async with self._dial(resolve(self._target)) as link:
+            failpoints.reach("shim.before_register")
             stub = coordinator_service_pb2_grpc.CoordinatorStub(link)
             metadata = self._token.metadata() if self._token else ()
             call = stub.Register(requests(), timeout=STREAM_DEADLINE_S, metadata=metadata)
@@ -138,6 +140,7 @@ class Registration:
             )
         interval_s = min(60.0, max(0.05, seconds(welcome.heartbeat_interval) or 1.0))
         self.coordinator_epoch = welcome.coordinator_epoch
+        failpoints.reach("shim.after_register")
         self.welcomed.set()
         self._said = ""
         log.info("registered at %s, epoch %d", self._target, welcome.coordinator_epoch)

@@ -20,6 +20,7 @@ from grpc import aio
 from safepoint.v1 import capabilities_pb2, participant_service_pb2_grpc
 from safepoint.v1 import participant_service_pb2 as pb
 
+from coordinator.wire import failpoints
 from coordinator.wire.deadline import MIN_BUDGET_S
 from coordinator.wire.errors import Problem, Reason, Refused, SafepointError, refuse
 from coordinator.wire.ids import is_rollout_id
@@ -112,7 +113,9 @@ class ParticipantService(participant_service_pb2_grpc.ParticipantServicer):
         await operations.settle_opening()
         await operations.settle_unloading()
         begun = operations.clock.now()
+        failpoints.reach("shim.before_close")
         closed = await adapter.close(running.operation_id, mode, ttl_s)
+        failpoints.reach("shim.after_close")
         operations.closed = closed
         running.first(pb.PrepareEvent(admission_closed=messages.admission_closed(closed)))
         drain = Drain(closed.counts)
@@ -121,6 +124,7 @@ class ParticipantService(participant_service_pb2_grpc.ParticipantServicer):
             if not drain.quiesced:
                 running.progress(pb.PrepareEvent(drain_progress=messages.drain_progress(drain)))
         await operations.check_freeze(closed.generation)
+        failpoints.reach("shim.before_prepared")
         return pb.PrepareEvent(
             prepared=pb.Prepared(
                 incarnation_id=operations.incarnation_id,
@@ -154,12 +158,14 @@ class ParticipantService(participant_service_pb2_grpc.ParticipantServicer):
         self._snapshots[operation_id] = snapshot_id
         directory = await operations.on_disk(partial(exports.begin, snapshot_id, operation_id))
         try:
+            failpoints.reach("shim.before_export")
             exported = Exported()
             async for step in operations.adapter.export(directory):
                 if isinstance(step, Exported):
                     exported = step
                 else:
                     running.progress(pb.CommitEvent(export_progress=messages.export_progress(step)))
+            failpoints.reach("shim.after_export")
             manifest = messages.participant_manifest(
                 exported, operation_id, snapshot_id, operations.incarnation_id, what
             )
@@ -189,6 +195,7 @@ class ParticipantService(participant_service_pb2_grpc.ParticipantServicer):
             ) from None
         # Asked again after the wait: the lease may have lapsed while the server was looked at.
         operations.call(Rpc.CONFIRM, operation_id, epoch, messages.request_digest(request))
+        failpoints.reach("shim.before_confirmed")
         return pb.ConfirmResponse(
             incarnation_id=operations.incarnation_id,
             admission_generation=request.admission_generation,
@@ -218,6 +225,7 @@ class ParticipantService(participant_service_pb2_grpc.ParticipantServicer):
         description = await operations.describe()
         part: VerifiedPart | None = None
         if request.manifest_sha256:
+            failpoints.reach("shim.before_verify")
             source = request.source_participant_id or operations.participant_id
             part = await operations.on_disk(
                 partial(self.exports.verify, request.snapshot_id, source, request.manifest_sha256,
@@ -232,6 +240,7 @@ class ParticipantService(participant_service_pb2_grpc.ParticipantServicer):
         loaded = Loaded(generation=closed.generation)
         if part is not None:
             running.progress(pb.RestoreEvent(load_progress=messages.export_progress(Progress())))
+            failpoints.reach("shim.before_load")
             operations.loaded_by = running.operation_id
             async for step in operations.adapter.load(part.directory, messages.written_files(part.manifest)):
                 if isinstance(step, Loaded):
@@ -244,6 +253,7 @@ class ParticipantService(participant_service_pb2_grpc.ParticipantServicer):
                     Reason.SNAPSHOT_CORRUPT,
                     f"{absent} of the {part.manifest.sessions} sessions that were saved are in no file that was loaded.",
                 )
+        failpoints.reach("shim.after_load")
         for event in messages.diverged(loaded):
             running.first(event)
         generation = loaded.generation or closed.generation
@@ -280,6 +290,7 @@ class ParticipantService(participant_service_pb2_grpc.ParticipantServicer):
         time_budget(context)
         operation_id, epoch = messages.operation_of(request)
         ttl_s = messages.lease_ttl(request.lease_ttl)
+        failpoints.reach("shim.before_renew")
         self._renewed(self.operations.call(Rpc.RENEW, operation_id, epoch, "", ttl_s), ttl_s)
         return pb.RenewLeaseResponse(lease_remaining=self._lease())
 

@@ -25,6 +25,7 @@ from typing import Any, Final, cast
 from grpc import aio
 from safepoint.v1 import capabilities_pb2, participant_service_pb2_grpc
 
+from coordinator.wire import failpoints
 from coordinator.wire.auth import Token, read_token
 from coordinator.wire.errors import Reason, SafepointError, refuse
 from coordinator.wire.ids import is_wire_id, new_incarnation_id
@@ -200,9 +201,11 @@ class Shim:
 
 async def serve_shim(options: ShimOptions, adapter: Adapter) -> None:
     """Serve until told to go. Raises SafepointError when it can't be served."""
+    failpoints.arm()
     with only_shim_of(options.life):
         async with Shim(options, adapter) as shim:
             line = json.dumps(shim.announcement())
+            failpoints.reach("shim.before_announce")
             _write_announcement(options.life, line)
             print(line, flush=True)
             try:

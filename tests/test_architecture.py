@@ -19,6 +19,7 @@ ROOT = Path(__file__).resolve().parents[1]
 PACKAGES = ("coordinator", "participant_shims")
 
 WIRE_PURE = frozenset(f"coordinator.wire.{name}" for name in ("ids", "terms", "errors", "deadline"))
+FAILPOINTS = frozenset({"coordinator.wire.failpoints"})  # standard library only, and off but in tests
 # What a pure module may use of the standard library: nothing that reads a clock, a file, a socket or chance.
 NO_IO = frozenset(
     [
@@ -61,7 +62,9 @@ CLIENT = STDLIB | GRPC | {"coordinator.wire", "coordinator.client*", "tenacity"}
 RULES = (
     Rule("coordinator.wire", frozenset()),
     Rule("coordinator.wire.auth", STDLIB | WIRE_PURE),
-    Rule("coordinator.wire.beneath", STDLIB | WIRE_PURE),
+    Rule("coordinator.wire.beneath", STDLIB | WIRE_PURE | FAILPOINTS),
+    Rule("coordinator.wire.failpoint_names", NO_IO),
+    Rule("coordinator.wire.failpoints", STDLIB | WIRE_PURE | {"coordinator.wire.failpoint_names"}),
     Rule("coordinator.wire.ids", NO_IO | {"secrets"}),
     *(Rule(name, NO_IO | WIRE_PURE) for name in sorted(WIRE_PURE)),
     Rule("coordinator.wire.*", STDLIB | GRPC | {"coordinator.wire"}),
@@ -80,7 +83,10 @@ RULES = (
     Rule("participant_shims.admission", STDLIB | WIRE_PURE | {"participant_shims.identity"}),
     Rule(
         "participant_shims.gate*",
-        STDLIB | WIRE_PURE | {f"participant_shims.{name}" for name in ("gate", "identity", "admission", "adapter")},
+        STDLIB
+        | WIRE_PURE
+        | FAILPOINTS
+        | {f"participant_shims.{name}" for name in ("gate", "identity", "admission", "adapter")},
         IN_THE_SERVER,
     ),
     Rule("participant_shims.adapters.ledger_file", SHIMS | PROTOBUF),

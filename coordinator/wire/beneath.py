@@ -23,6 +23,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Final
 
+from coordinator.wire import failpoints
 from coordinator.wire.errors import Reason, SafepointError, refuse
 
 MAX_PATH_BYTES: Final = 512
@@ -101,6 +102,7 @@ class Directory:
         """A new directory (mode 0700), made durable. Raises FileExistsError when anything has this name."""
         (segment,) = segments(name)
         try:
+            failpoints.reach("disk.before_make", segment)
             os.mkdir(segment, 0o700, dir_fd=self._fd)
             self.sync()
         except FileExistsError:
@@ -232,8 +234,10 @@ class Directory:
         temporary = f".{segment}.{secrets.token_hex(6)}"
         try:
             try:
-                written = self._write(temporary, data)
+                written = self._write(temporary, segment, data)
+                failpoints.reach("disk.before_link", segment)
                 os.link(temporary, segment, src_dir_fd=self._fd, dst_dir_fd=self._fd, follow_symlinks=False)
+                failpoints.reach("disk.after_link", segment)
             finally:
                 self._unlink(temporary)
             self.sync()
@@ -249,7 +253,8 @@ class Directory:
         temporary = f".{segment}.{secrets.token_hex(6)}"
         try:
             try:
-                self._write(temporary, data)
+                self._write(temporary, segment, data)
+                failpoints.reach("disk.before_replace", segment)
                 os.rename(temporary, segment, src_dir_fd=self._fd, dst_dir_fd=self._fd)
             except OSError:
                 self._unlink(temporary)
@@ -296,6 +301,7 @@ class Directory:
 
     def sync(self) -> None:
         """fsync of the directory itself: what was made, linked or removed in it survives a power loss."""
+        failpoints.reach("disk.before_sync", self.path.name)
         os.fsync(self._fd)
 
     def _unlink(self, name: str) -> None:
@@ -304,7 +310,8 @@ class Directory:
         except FileNotFoundError:
             pass
 
-    def _write(self, name: str, data: bytes | Iterator[bytes]) -> FileDigest:
+    def _write(self, name: str, segment: str, data: bytes | Iterator[bytes]) -> FileDigest:
+        failpoints.reach("disk.before_write", segment)
         hasher = hashlib.sha256()
         size = 0
         fd = os.open(name, _CREATE, 0o600, dir_fd=self._fd)
@@ -314,6 +321,7 @@ class Directory:
                 size += len(chunk)
                 file.write(chunk)
             file.flush()
+            failpoints.reach("disk.before_fsync", segment)
             os.fsync(file.fileno())
         return FileDigest(size, hasher.hexdigest())
 

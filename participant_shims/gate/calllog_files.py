@@ -21,6 +21,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final, cast
 
+from coordinator.wire import failpoints
 from coordinator.wire.errors import Reason, refuse
 from coordinator.wire.ids import is_rollout_id
 from coordinator.wire.terms import RolloutState
@@ -79,6 +80,7 @@ def export(
         ledger = list(_ledger(db, excluded))
         skip = {line.rollout_id for line in ledger if line.state is RolloutState.EXCLUDED}
         digest, size, lines = hashlib.sha256(), 0, 0
+        failpoints.reach("calllog.before_write")
         fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
         with os.fdopen(fd, "wb") as out:
             for record in _records(db, ledger, skip):
@@ -89,6 +91,7 @@ def export(
                 if progress is not None and lines % 256 == 0:
                     progress(size, lines)
             out.flush()
+            failpoints.reach("calllog.before_fsync")
             os.fsync(out.fileno())
     finally:
         db.execute("ROLLBACK")
@@ -187,6 +190,7 @@ def load(
     known: set[str] = set()
     counted: set[str] = set()
     recorded = sessions = 0
+    failpoints.reach("calllog.before_install")
     with log.together():
         if not log.is_fresh():
             raise refuse(Reason.NOT_FRESH, f"{log.path.parent.name} has served rollouts since it started.")
@@ -249,6 +253,7 @@ def load(
                 log.bind(r["session_id"], rollout_id, r["attempt"])
                 log.mark(rollout_id, r["attempt"] + 1)
                 sessions += 1
+    failpoints.reach("calllog.after_install")
     return LogLoad(totals, tuple(restarted), recorded, sessions)
 
 

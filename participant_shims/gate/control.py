@@ -42,6 +42,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Final
 
+from coordinator.wire import failpoints
 from coordinator.wire.errors import Reason, SafepointError, refuse
 from coordinator.wire.terms import QuiesceMode
 from participant_shims.gate.core import Gate
@@ -122,6 +123,7 @@ class Control:
                     sock.settimeout(_SEND_TIMEOUT_S)
                     with self._lock:
                         self._out.clear()  # replies to a shim that is gone
+                    failpoints.reach("gate.before_hello")
                     sock.sendall(json.dumps({"hello": self._gate.hello()}, separators=(",", ":")).encode() + b"\n")
                     self.connections += 1
                     backoff = _BACKOFF_S[0]

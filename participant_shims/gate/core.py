@@ -16,6 +16,7 @@ from collections.abc import Callable, Generator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final, Protocol
 
+from coordinator.wire import failpoints
 from coordinator.wire.errors import Reason, refuse
 from coordinator.wire.terms import Activity, QuiesceMode
 from participant_shims.admission import ANONYMOUS, Doors, Released, Standing
@@ -136,11 +137,13 @@ class Gate:
     ) -> None:  # fmt: skip
         """Keep what was answered to an identified call, before it is released."""
         session_id = self.session_of(scope)
+        failpoints.reach("gate.before_remember")
         self.log.remember(call, digest, answer, session_id, recorded)
         if session_id and self.sessions is not None and self.sessions.wants_requests:
             from participant_shims.gate.again import exchange_of
 
             self.sessions.record(session_id, exchange_of(scope, body, answer))
+        failpoints.reach("gate.after_remember")
 
     def dispatch_for(self, call: CallIdentity) -> Dispatch | None:
         """The dispatch that a call to this agent is part of; None at other servers. Give it back when it ends."""
@@ -198,25 +201,30 @@ class Gate:
         """Close admission. Raises DECLINED at an auxiliary model, LEASE_LAPSED for a lapsed operation: still open."""
         if self.never_closes:
             raise refuse(Reason.DECLINED, f"{self.name} is an auxiliary model, which is never paused.")
+        failpoints.reach("gate.before_close")
         before = self.doors.generation
         generation = self.doors.close(operation_id, mode, lease_s)
         if generation != before:
             self.log.clear_excluded()
         self._note_doors()
+        failpoints.reach("gate.before_close_ack")
         return {"counts": self.counts(), "generation": generation}
 
     def renew(self, lease_s: float) -> dict[str, Any]:
         """Extend the lease. Raises LEASE_LAPSED when admission is open."""
+        failpoints.reach("gate.before_renew")
         self.doors.renew(lease_s)
         self._note_doors()
         return {"lease_remaining_s": self.doors.lease_remaining_s}
 
     def open(self, cause: str = "resume") -> dict[str, Any]:
         """Open admission in every state, also when the disk fails."""
+        failpoints.reach("gate.before_open")
         released: Released = self.doors.open(cause)
         with contextlib.suppress(sqlite3.Error):
             self.log.note(_DOORS, None)
             self.log.clear_excluded()
+        failpoints.reach("gate.before_open_ack")
         return {
             "released_parked": released.parked, "released_held": released.held, "closed_for_s": released.closed_for_s,
             "generation": self.doors.generation,
@@ -243,6 +251,7 @@ class Gate:
             raise refuse(
                 Reason.ACTIVITY_AFTER_PREPARED, f"Admission of {self.name} is open: there is no cut to export."
             )
+        failpoints.reach("gate.before_export")
         for rollout_id, reason in self.log.damaged.items():
             self.log.exclude(rollout_id, max(0, self.log.attempt_of(rollout_id)), reason)
         # One that has completed meanwhile stays completed, as everywhere; the other is then dispatched as a new attempt.
@@ -262,6 +271,7 @@ class Gate:
             self.log.exclude(line["rollout_id"], int(line["attempt"]), line["reason"])
         if self.doors.generation != generation:
             raise refuse(Reason.ACTIVITY_AFTER_PREPARED, f"Admission of {self.name} changed while it was exporting.")
+        failpoints.reach("gate.before_export_ack")
         file = wrote["file"]
         return {
             "files": [{"path": file["path"], "size_bytes": file["size"], "sha256": file["sha256"]}], "sessions": wrote.get("sessions", 0), "bytes": wrote.get("bytes", 0),
@@ -278,11 +288,13 @@ class Gate:
             raise refuse(Reason.WRONG_PHASE, f"Admission of {self.name} is open: nothing can be loaded.")
         if self.served:
             raise refuse(Reason.NOT_FRESH, f"{self.name} has served work since it started.")
+        failpoints.reach("gate.before_load")
         what = (directory, tuple(files))
         if self._loaded is None or self._loaded[0] != what:
             self._loaded = (what, await self._load_sessions(directory, files))
         for line in self._loaded[1]["diverged"]:  # again at a repeat: the log has been loaded anew as well
             self.log.mark(line["rollout_id"], 0, int(line.get("attempt", 0)) + 1)
+        failpoints.reach("gate.before_load_ack")
         return self._loaded[1]
 
     async def _load_sessions(self, directory: str, files: Sequence[str]) -> dict[str, Any]:
@@ -390,6 +402,7 @@ class Gate:
         )
 
     def _lapsed(self, operation_id: str) -> None:
+        failpoints.reach("gate.after_lapse")
         log.warning("admission of %s opened by itself: the lease of %s ran out", self.name, operation_id)
         with contextlib.suppress(sqlite3.Error):
             known = self.log.noted(_DOORS)

@@ -12,6 +12,7 @@ import logging
 from collections.abc import Awaitable, Callable
 from typing import Any, Final
 
+from coordinator.wire import failpoints
 from coordinator.wire.ids import is_rollout_id
 from participant_shims.gate.calllog import Answer, CallLog, Claim, Verdict
 from participant_shims.gate.execution import App, Execution, Run
@@ -80,7 +81,10 @@ class Dispatches:
 
     def claim(self, rollout_id: str, explicit: bool, sha256: str, body: bytes, cookie: str) -> Claim:
         """As CallLog.claim; the caller starts what it is told in the same event-loop step."""
-        return self._log.claim(rollout_id, explicit, sha256, body, cookie)
+        failpoints.reach("gate.before_claim")
+        claim = self._log.claim(rollout_id, explicit, sha256, body, cookie)
+        failpoints.reach("gate.after_claim")
+        return claim
 
     def start(
         self, app: App, scope: AsgiScope, body: bytes, rollout_id: str, sha256: str, claim: Claim, on_end: Callable[[], None]
@@ -127,7 +131,9 @@ class Dispatches:
                     break
                 attempt = base = begun
             if answer is not None:
+                failpoints.reach("gate.before_result")
                 self._log.finish(rollout_id, attempt, answer)
+                failpoints.reach("gate.after_result")
                 self._outbound.finished(rollout_id, attempt)
             else:
                 self._log.interrupt(rollout_id, attempt)

@@ -152,12 +152,14 @@ def _wrap(loaded: Any) -> Any:
 
 def build_gate(server: Any, life: Path, app: Any) -> Gate:
     """The gate of this process for a server object, with its call log, session state and control line."""
+    from coordinator.wire import failpoints
     from participant_shims.gate.calllog import CallLog
     from participant_shims.gate.control import Control
     from participant_shims.gate.core import Gate
     from participant_shims.gate.describe import describe_server, state_mode
     from participant_shims.gate.life import CALLS, SOCKET, claim_worker, mark_ended
 
+    failpoints.arm()
     facts = describe_server(server)
     if not facts.kind:
         raise LookupError(f"{type(server).__name__} is no kind of Gym server that is known")

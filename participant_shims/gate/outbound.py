@@ -14,6 +14,7 @@ from itertools import islice
 from typing import Any, Final
 from urllib.parse import urlsplit
 
+from coordinator.wire import failpoints
 from coordinator.wire.errors import Reason, refuse
 from participant_shims.admission import ANONYMOUS, Doors
 from participant_shims.gate.calllog import Answer, CallLog, Stale
@@ -79,6 +80,7 @@ class Outbound:
                     self.replayed += 1
                     self._turn(identity.rollout_id)
                     self._may_forget(server_name, identity)
+                    failpoints.reach("gate.before_replay", server_name)
                     return RecordedResponse(method.upper(), record.answer.url, record.answer)
         if identity is None:
             number = scope.number()
@@ -110,10 +112,12 @@ class Outbound:
         server_name: str, url_path: str, method: str, kwargs: dict[str, Any],
     ) -> Any:  # fmt: skip
         logs = self._is_agent and scope.dispatch is not None
+        failpoints.reach("gate.before_issue", server_name)
         if logs:
             self._log.issue(
                 identity, scope.identity.call_id, number, server_name, own, method.upper(), url_path, digest
             )
+        failpoints.reach("gate.after_issue", server_name)
         recorded, ended = self._news_for(server_name, identity)
         headers = identity.headers(recorded)
         if ended:
@@ -159,8 +163,10 @@ class Outbound:
         dispatch = scope.dispatch
         if own and dispatch is not None and self._log.diverged(identity.rollout_id, identity.attempt):
             raise self._diverge(scope, "an inner call of it diverged")
+        failpoints.reach("gate.before_respond", server_name)
         if logs and not self._log.respond(identity, answer, own):
             raise self._diverge(scope, "a later attempt has taken over")
+        failpoints.reach("gate.after_respond", server_name)
         self._turn(identity.rollout_id)
         if not own:
             self._may_forget(server_name, identity)

@@ -24,6 +24,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO, Final, cast
 
+from coordinator.wire import failpoints
 from coordinator.wire.errors import Reason, Refused, refuse
 from participant_shims.gate.state import codec
 from participant_shims.gate.state.shapes import a_dict, a_list, exact_list
@@ -68,6 +69,7 @@ class Writer:
 
     def open(self, header: dict[str, Any]) -> None:
         """Create the file (it must not exist) and write the header. Raises OSError."""
+        failpoints.reach("sessions.before_write")
         descriptor = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
         self._file = os.fdopen(descriptor, "wb", buffering=1 << 20)
         self._line({"gym_session": FORMAT, "schema": codec.SCHEMA, **header})
@@ -94,6 +96,7 @@ class Writer:
         assert self._file is not None
         self._line({"end": {"sessions": self.sessions, "blobs": len(self._blobs)}})
         self._file.flush()
+        failpoints.reach("sessions.before_fsync")
         os.fsync(self._file.fileno())
         self._file.close()
         self._file = None
