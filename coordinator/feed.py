@@ -9,12 +9,18 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from typing import Final
+from typing import Final, Protocol
 
 from safepoint.v1 import coordinator_service_pb2
 
 QUEUE_LENGTH: Final = 1000
 HISTORY_LENGTH: Final = 200  # what Explain shows and a late follower is given
+
+
+class Sink(Protocol):
+    """Whoever is told of every event, at once and on the event loop: it returns without waiting."""
+
+    def offer(self, event: coordinator_service_pb2.OperationEvent) -> None: ...
 
 
 class Follower:
@@ -65,7 +71,7 @@ class Feed:
     """All events of a coordinator."""
 
     def __init__(self) -> None:
-        self._followers: dict[Follower, None] = {}  # in the order in which they came
+        self._followers: dict[Sink, None] = {}  # in the order in which they came
 
     def follow(self, operation_id: str = "", limit: int = QUEUE_LENGTH) -> Follower:
         """A reader of the events of one operation, or of all."""
@@ -76,10 +82,10 @@ class Feed:
         for follower in self._followers:
             follower.offer(event)
 
-    def add(self, follower: Follower) -> None:
-        """Called by the follower."""
+    def add(self, follower: Sink) -> None:
+        """From now on `follower` is told of everything. A `Follower` calls it itself."""
         self._followers[follower] = None
 
-    def remove(self, follower: Follower) -> None:
+    def remove(self, follower: Sink) -> None:
         """Called by the follower."""
         self._followers.pop(follower, None)

@@ -31,6 +31,7 @@ from safepoint.v1 import coordinator_service_pb2, coordinator_service_pb2_grpc
 
 from coordinator.feed import Feed
 from coordinator.journal import Journal
+from coordinator.metrics import Metrics, MetricsServer
 from coordinator.operations import Operations
 from coordinator.participants import Participants
 from coordinator.preflight import Discovery, members
@@ -81,6 +82,7 @@ class Coordinator:
     _lock: int = -1
     _stopped: bool = False
     unfit: Problem | None = None  # why it has stopped by itself
+    metrics: MetricsServer | None = None
     _ending: asyncio.Task[None] | None = None
 
     def announcement(self) -> str:
@@ -107,6 +109,8 @@ class Coordinator:
         if self._stopped:
             return
         self._stopped = True
+        if self.metrics is not None:
+            await asyncio.to_thread(self.metrics.close)
         for task in self._tasks:
             task.cancel()
         await self.operations.stop_drives()
@@ -209,11 +213,16 @@ async def serve(
     if settings.reflection:
         reflection: Any = importlib.import_module("grpc_reflection.v1alpha.reflection")
         reflection.enable_server_reflection((SERVICE_NAME, _health.SERVICE_NAME, reflection.SERVICE_NAME), server)
+    metrics: MetricsServer | None = None
     try:
         address = await _bind(server, settings)
         await recover(operations)
+        if settings.metrics_bind:
+            metrics = await asyncio.to_thread(_serve_metrics, operations)
         await server.start()
     except BaseException:
+        if metrics is not None:
+            metrics.close()
         await operations.stop_drives()
         await operations.close()
         raise
@@ -224,6 +233,7 @@ async def serve(
         asyncio.create_task(_look_around(operations), name="look around"),
     ]
     running = Coordinator(address, journal.epoch, secrets.token_hex(8), operations, server, healthy, tasks, lock)
+    running.metrics = metrics
     await asyncio.to_thread(running.keep_announced)
     tasks.append(asyncio.create_task(running.stay_fit(), name="stay fit"))
     log.info("coordinator epoch %d of job %s serves at %s", journal.epoch, settings.job_id, address)
@@ -250,6 +260,34 @@ async def run(settings: Settings, announce: bool = True) -> None:
     await ended
     if coordinator.unfit is not None:
         raise Refused(coordinator.unfit)
+
+
+@dataclass(frozen=True, slots=True)
+class _Observed:
+    """What metrics read of a coordinator at a scrape."""
+
+    operations: Operations
+
+    def epoch(self) -> int:
+        return self.operations.journal.epoch
+
+    def participants(self) -> tuple[Participant, ...]:
+        return self.operations.discovery.registry.participants()
+
+    def missing(self) -> int:
+        return len(self.operations.discovery.registry.missing())
+
+    def active(self) -> OperationKind | None:
+        active = self.operations.active
+        return active.operation.kind if active is not None else None
+
+
+def _serve_metrics(operations: Operations) -> MetricsServer:
+    """Raises INVALID_ARGUMENT, UNAVAILABLE."""
+    metrics = Metrics(_Observed(operations))
+    served = MetricsServer(metrics, operations.settings.metrics_bind)
+    operations.feed.add(metrics)
+    return served
 
 
 async def _look_around(operations: Operations) -> None:

@@ -40,6 +40,7 @@ class Settings(BaseModel):
     insecure: bool = False  # allow a bind that is no loopback without a token
     token_file: str = ""
     reflection: bool = False
+    metrics_bind: str = ""  # host:port of /metrics for Prometheus; empty: none
     participants: tuple[str, ...] = ()  # addresses of shims that do not register, e.g. "10.0.0.3:7001"
     policy_endpoints: tuple[str, ...] = ()  # where the trainer serves its policy
     heartbeat_s: Seconds = 1.0
