@@ -42,7 +42,7 @@ MEANINGS: Final[Mapping[ExitCode, tuple[str, str]]] = MappingProxyType(
         ExitCode.UNANSWERED: ("nobody answered in time; it may have been done", "Ask `safepoint status`, then repeat."),
         ExitCode.DAMAGED: ("the snapshot is damaged, unsafe, foreign or too new", "Restore another one."),
         ExitCode.DRAIN: (
-            "work did not stop in time; everybody was told to open again",
+            "work, an export or a load did not end in time; after a save everybody was told to open again",
             "Repeat with more time, or hold.",
         ),
         ExitCode.STORAGE: ("the storage is full or failed; older snapshots are untouched", "Free space, then repeat."),
@@ -85,7 +85,7 @@ _CODES: Final[Mapping[ExitCode, tuple[Reason, ...]]] = {
         Reason.SNAPSHOT_FOREIGN,
         Reason.SNAPSHOT_UNSAFE,
     ),
-    ExitCode.DRAIN: (Reason.DRAIN_INCOMPLETE,),
+    ExitCode.DRAIN: (Reason.DRAIN_INCOMPLETE, Reason.PHASE_INCOMPLETE),
     ExitCode.STORAGE: (Reason.STORAGE_FULL, Reason.STORAGE_FAILED),
     ExitCode.ACCESS: (Reason.UNAUTHENTICATED, Reason.PERMISSION_DENIED),
     ExitCode.INTERNAL: (Reason.UNSPECIFIED, Reason.INTERNAL, Reason.PROTOCOL_VIOLATION, Reason.LEDGER_UNBALANCED),

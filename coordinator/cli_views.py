@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import datetime
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from safepoint.v1 import capabilities_pb2
 from safepoint.v1 import coordinator_service_pb2 as pb
 
 from coordinator.cli_output import short
-from coordinator.client_results import SnapshotSummary, describe, seconds, size_text
+from coordinator.client_results import SnapshotSummary, describe, no_client_s, seconds, size_text
 from coordinator.wire.rpc import problem_from_detail
 
 if TYPE_CHECKING:
@@ -80,13 +81,18 @@ def status_view(status: pb.GetCoordinatorStatusResponse) -> Group:
                 str(live.turn),
                 short(live, "activity"),
                 f"{seconds(live.age):.0f} s",
-                live.waiting_on,
+                _waits_for(live),
             )
     parts: list[Any] = [Text(status_text(status)), people if people.row_count else Text("nobody is registered")]
     if rollouts.row_count:
         parts.append(rollouts)
     parts += [Text(line) for health in status.participants for line in _remarks(health)]
     return Group(*parts)
+
+
+def _waits_for(live: capabilities_pb2.RolloutActivity) -> str:
+    left = no_client_s(live)
+    return ", ".join(filter(None, [live.waiting_on, f"no client for {left:.0f} s" if left is not None else ""]))
 
 
 def _remarks(health: pb.ParticipantHealth) -> list[str]:
@@ -131,7 +137,7 @@ def topology_view(topology: pb.GetTopologyResponse) -> Group:
     return Group(*lines)
 
 
-def snapshots_view(published: Iterable[SnapshotSummary], invalid: Mapping[str, str]) -> Group:
+def snapshots_view(published: Sequence[SnapshotSummary], invalid: Mapping[str, str]) -> Group:
     """A list of snapshots, newest first, and what is no snapshot."""
     from rich.console import Group
     from rich.text import Text
@@ -148,6 +154,7 @@ def snapshots_view(published: Iterable[SnapshotSummary], invalid: Mapping[str, s
             ", ".join(one.participant_ids),
         )
     parts: list[Any] = [rows] if rows.row_count else [Text("no snapshots")]
+    parts += [Text(f"pinned: {one.snapshot_id}: {one.pin_reason}") for one in published if one.pin_reason]
     parts += [Text(f"not a snapshot: {name}: {why}") for name, why in invalid.items()]
     return Group(*parts)
 
@@ -170,6 +177,7 @@ def snapshot_text(one: SnapshotSummary) -> str:
         f"fingerprint   {one.topology_fingerprint}",
     ]
     lines += [f"metadata      {key} = {value}" for key, value in sorted(one.metadata.items())]
+    lines += [f"pinned        {one.pin_reason}"] if one.pin_reason else []
     return "\n".join(lines)
 
 

@@ -10,6 +10,7 @@ from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Final
 
+from safepoint.v1 import capabilities_pb2, manifest_pb2
 from safepoint.v1 import coordinator_service_pb2 as pb
 from safepoint.v1 import manifest_pb2
 
@@ -348,6 +349,11 @@ def seconds(duration: object) -> float:
 _UNITS: Final = ((1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1e3, "kB"))
 
 
+def no_client_s(rollout: capabilities_pb2.RolloutActivity) -> float | None:
+    """Seconds since the last client that waited for it left; None while somebody waits."""
+    return seconds(rollout.no_client_for) if rollout.HasField("no_client_for") else None
+
+
 def size_text(size_bytes: int) -> str:
     """A size for people, in decimal units: "41 MB", "1.4 GB"."""
     for factor, unit in _UNITS:
@@ -429,7 +435,8 @@ def _progress_text(step: pb.ParticipantProgress) -> str:
     ]
     if step.waiting_for:
         shown = ", ".join(
-            str(Blocked(r.rollout_id, r.attempt, r.turn, seconds(r.age), r.waiting_on)) for r in step.waiting_for[:3]
+            str(Blocked(r.rollout_id, r.attempt, r.turn, seconds(r.age), r.waiting_on, no_client_s(r)))
+            for r in step.waiting_for[:3]
         )
         more = max(step.waiting_for_count, len(step.waiting_for)) - min(3, len(step.waiting_for))
         parts.append(f"waiting for {shown}" + (f" and {more} more" if more > 0 else ""))

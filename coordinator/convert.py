@@ -202,7 +202,13 @@ def export_progress(event: participant_service_pb2.ExportProgress) -> proofs.Pro
 def blocked(rows: Iterable[capabilities_pb2.RolloutActivity]) -> tuple[Blocked, ...]:
     """At most 20 rollouts that are waited for."""
     listed = list(rows)[:20]
-    return tuple(Blocked(r.rollout_id, r.attempt, r.turn, seconds(r.age), r.waiting_on) for r in listed)
+    return tuple(
+        Blocked(
+            r.rollout_id, r.attempt, r.turn, seconds(r.age), r.waiting_on,
+            seconds(r.no_client_for) if r.HasField("no_client_for") else None,
+        )
+        for r in listed
+    )  # fmt: skip
 
 
 def activities(rows: Iterable[Blocked]) -> list[capabilities_pb2.RolloutActivity]:
@@ -215,6 +221,7 @@ def activities(rows: Iterable[Blocked]) -> list[capabilities_pb2.RolloutActivity
             activity=capabilities_pb2.ACTIVITY_RUNNING,
             age=duration(r.age_s),
             waiting_on=r.waiting_on,
+            no_client_for=None if r.no_client_s is None else duration(r.no_client_s),
         )
         for r in rows
     ]

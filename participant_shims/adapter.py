@@ -59,7 +59,10 @@ class Worker:
 
 @dataclass(frozen=True, slots=True)
 class LiveRollout:
-    """A rollout with work at this server now. `age_s`: seconds in this activity."""
+    """A rollout with work at this server now. `age_s`: seconds in this activity.
+
+    `no_client_s`: seconds since the last client that waited for it left; None while one is there, or when not known.
+    """
 
     rollout_id: str
     activity: Activity
@@ -67,6 +70,7 @@ class LiveRollout:
     turn: int = 0
     age_s: float = 0.0
     waiting_on: str = ""
+    no_client_s: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -216,7 +220,10 @@ class Adapter(Protocol):
         ...
 
     def quiesce(self, mode: QuiesceMode, exclude_after_s: float | None) -> AsyncIterator[Drain]:
-        """Progress until quiesced. Stragglers are excluded after `exclude_after_s` seconds; None: never."""
+        """Progress until quiesced. Stragglers are excluded after `exclude_after_s` seconds; None: never.
+
+        Work that no client waits for is given up so long after its client left, when nothing else is waited for.
+        """
         ...
 
     async def still(self) -> Stillness:

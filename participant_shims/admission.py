@@ -46,8 +46,14 @@ class Entry:
     turn: int = 0
     waiting_on: str = ""
     inbound: bool = True
-    gone: bool = False  # its client left
+    nested: bool = False  # made by the server itself, for a request that is inside
+    gone_at: float | None = None  # when its client left
     waiter: asyncio.Future[None] | None = field(default=None, repr=False)
+
+    @property
+    def gone(self) -> bool:
+        """Whether its client left."""
+        return self.gone_at is not None
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +68,10 @@ class Tally:
 
 @dataclass(frozen=True, slots=True)
 class Standing:
-    """Where one rollout stands at this server: its newest entry, which is the deepest call. `age_s` in seconds."""
+    """Where one rollout stands at this server: its newest entry, which is the deepest call. `age_s` in seconds.
+
+    `no_client_s`: seconds since the last client of its requests left; None while somebody waits for one of them.
+    """
 
     rollout_id: str
     attempt: int
@@ -70,6 +79,7 @@ class Standing:
     activity: Activity
     age_s: float
     waiting_on: str
+    no_client_s: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -198,9 +208,11 @@ class Doors:
         turn: int = 0,
         inbound: bool = True,
         exempt: bool = False,
+        nested: bool = False,
         waiting_on: str = "",
     ) -> Entry:
-        """Register work that has arrived, admitted or parked in this very step. `exempt` work is never parked.
+        """Register work that has arrived, admitted or parked in this very step. `exempt` work is never parked, `nested`
+        work is the server's own call to itself.
 
         `inbound=False` is a call that leaves the server: it counts as CALLING and not as a request in flight.
         """
@@ -208,7 +220,7 @@ class Doors:
         self._serial += 1
         parks = self.closed and not exempt
         activity = Activity.PARKED if parks else Activity.RUNNING if inbound else Activity.CALLING
-        entry = Entry(rollout_id, attempt, self._serial, activity, self._clock(), turn, waiting_on, inbound)
+        entry = Entry(rollout_id, attempt, self._serial, activity, self._clock(), turn, waiting_on, inbound, nested)
         if rollout_id == ANONYMOUS and inbound:
             self.anonymous_total += 1
         self._inside.setdefault(rollout_id, {})[entry] = None
@@ -246,9 +258,13 @@ class Doors:
         return False
 
     def abandon(self, entry: Entry) -> None:
-        """The client of `entry` left: parked work is dropped and never run, a held response is let go."""
-        entry.gone = True
-        self._wake(entry)
+        """The client of `entry` left: parked work is dropped and never run, a held response is let go, and what runs
+        goes on and is shown to have no client."""
+        if entry.gone_at is None:
+            entry.gone_at = self._clock()
+            self._wake(entry)
+            if entry in self._inside.get(entry.rollout_id, ()):
+                self._changed()
 
     def leave(self, entry: Entry) -> None:
         """`entry` is done. May be repeated."""
@@ -283,9 +299,20 @@ class Doors:
                 continue
             e = inside[-1]
             if not wanted or any(x.activity in wanted for x in inside):
-                found.append(Standing(rollout_id, e.attempt, e.turn, e.activity, max(0.0, now - e.since), e.waiting_on))
+                left = _clients_left_at(inside)
+                found.append(
+                    Standing(
+                        rollout_id, e.attempt, e.turn, e.activity, max(0.0, now - e.since), e.waiting_on,
+                        None if left is None else max(0.0, now - left),
+                    )
+                )  # fmt: skip
         found.sort(key=lambda s: -s.age_s)
         return found[: max(0, limit)], len(found)
+
+    def orphans(self) -> tuple[int, float]:
+        """How many rollouts with a request that runs have no client any more, and for how many seconds at least."""
+        found = [s for s in self.rollouts(1_000_000, only=(Activity.RUNNING,))[0] if s.no_client_s is not None]
+        return len(found), min((s.no_client_s or 0.0 for s in found), default=0.0)
 
     def running(self) -> dict[str, int]:
         """Rollouts with a request that runs now (not parked, not held), with their highest attempt."""
@@ -337,3 +364,12 @@ class Doors:
     def _changed(self) -> None:
         if self._on_change is not None:
             self._on_change()
+
+
+def _clients_left_at(inside: tuple[Entry, ...]) -> float | None:
+    """When the last client of these requests left; None while one is there.
+
+    Calls that leave the server have no client, and for one to itself the server waits as long as it runs.
+    """
+    left = [e.gone_at for e in inside if e.inbound and not e.nested]
+    return None if not left or None in left else max(at for at in left if at is not None)

@@ -154,6 +154,7 @@ def activity(value: LiveRollout) -> capabilities_pb2.RolloutActivity:
         activity=cast(Any, int(value.activity)),
         age=duration(value.age_s),
         waiting_on=value.waiting_on.encode()[:256].decode(errors="ignore"),
+        no_client_for=None if value.no_client_s is None else duration(value.no_client_s),
     )
 
 

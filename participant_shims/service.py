@@ -421,7 +421,7 @@ class ParticipantService(participant_service_pb2_grpc.ParticipantServicer):
 
     def _still_moving(self, running: Running[Any], what: str, waited_s: float) -> Problem:
         return Problem(
-            Reason.DRAIN_INCOMPLETE, f"The state is still being {what}.",
+            Reason.PHASE_INCOMPLETE, f"The state is still being {what}.",
             next_step="Repeat the call with a longer deadline to join it, or abort.",
             phase=Phase.COMMIT if running.rpc is Rpc.COMMIT else Phase.RESTORE,
             participant_id=self.operations.participant_id, operation_id=running.operation_id, waited_s=waited_s,

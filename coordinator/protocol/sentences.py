@@ -77,17 +77,18 @@ def deadline_passed(
     `called` is False when the time was over before they could be called at all.
     """
     rollouts, count = blocked(who, progress)
+    silent = not called or any(name not in progress for name in who)
     each = "; ".join(f"{name} ({_said(phase, progress.get(name), brief=bool(rollouts))})" for name in who[:_NAMED])
     draining = phase == Phase.PREPARE
     return Problem(
-        # Work that does not end is one thing, a participant that does not get done another.
-        Reason.DRAIN_INCOMPLETE if draining else Reason.UNREACHABLE,
+        # Work that does not end, a participant that works and is not done, and one that says nothing are three things.
+        Reason.DRAIN_INCOMPLETE if draining else Reason.UNREACHABLE if silent else Reason.PHASE_INCOMPLETE,
         f"The deadline passed while {names(who)} {'was' if len(who) == 1 else 'were'} {_DOING.get(phase, 'busy')}: {each}."
         if called
         else f"The deadline passed before {names(who)} could be called.",
-        next_step=""
-        if draining
-        else "See whether the named participants still work, and give the operation more time.",
+        next_step="See whether the named participants still work, and give the operation more time."
+        if silent and not draining
+        else "",
         phase=phase,
         participant_id=who[0] if len(who) == 1 else "",
         operation_id=operation.operation_id,

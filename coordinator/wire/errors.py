@@ -43,6 +43,7 @@ class Reason(IntEnum):
     ACTIVITY_AFTER_PREPARED = 39
     DECLINED = 40
     LEDGER_UNBALANCED = 41
+    PHASE_INCOMPLETE = 42
     UNKNOWN_PARTICIPANT = 60
     DUPLICATE_PARTICIPANT = 61
     ROLE_INVALID = 62
@@ -105,6 +106,7 @@ CATALOG: Final[Mapping[Reason, CatalogEntry]] = MappingProxyType({
     Reason.ACTIVITY_AFTER_PREPARED: _entry("ABORTED", True, "Abort: the named participant did not stop. Report it to the maker of its adapter."),
     Reason.DECLINED:                _entry("ABORTED", False, "Mend what the participant says, then start a new operation."),
     Reason.LEDGER_UNBALANCED:       _entry("ABORTED", True, "Abort and report: a rollout is in no state, or in two."),
+    Reason.PHASE_INCOMPLETE:        _entry("DEADLINE_EXCEEDED", True, "Give the operation more time: the message says how far it was."),
     Reason.UNKNOWN_PARTICIPANT:     _entry("NOT_FOUND", False, "Look at `safepoint topology` for the participants there are."),
     Reason.DUPLICATE_PARTICIPANT:   _entry("ALREADY_EXISTS", False, "Stop the other shim of that name, or give this one another."),
     Reason.ROLE_INVALID:            _entry("INVALID_ARGUMENT", False, "Declare a role that the server's kind can have."),
@@ -138,17 +140,19 @@ CATALOG: Final[Mapping[Reason, CatalogEntry]] = MappingProxyType({
 
 @dataclass(frozen=True, slots=True)
 class Blocked:
-    """One rollout that somebody waits for. `age_s` in seconds."""
+    """One rollout that somebody waits for. `age_s` in seconds; `no_client_s`: seconds since its last client left, if it did."""
 
     rollout_id: str
     attempt: int = 0
     turn: int = 0
     age_s: float = 0.0
     waiting_on: str = ""
+    no_client_s: float | None = None
 
     def __str__(self) -> str:
         where = f", waiting on {self.waiting_on}" if self.waiting_on else ""
-        return f"{self.rollout_id} (turn {self.turn}, {self.age_s:.0f} s{where})"
+        orphaned = f", no client for {self.no_client_s:.0f} s" if self.no_client_s is not None else ""
+        return f"{self.rollout_id} (turn {self.turn}, {self.age_s:.0f} s{where}{orphaned})"
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,6 +169,7 @@ class Problem:
     rollout_count: int = 0
     waited_s: float | None = None
     metadata: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}))
+    retry_after_s: float | None = None  # the same call may succeed after so many seconds
 
     @property
     def advice(self) -> str:

@@ -78,6 +78,8 @@ def problem_from_detail(detail: errors_pb2.ErrorDetail) -> Problem:
         reason, extra = Reason(detail.reason), {}
     except ValueError:
         reason, extra = Reason.INTERNAL, {"unknown_reason": str(detail.reason)}
+        if blocked.no_client_s is not None:
+            row.no_client_for.FromMicroseconds(int(blocked.no_client_s * 1e6))
     try:
         phase = Phase(detail.phase)
     except ValueError:
@@ -90,7 +92,14 @@ def problem_from_detail(detail: errors_pb2.ErrorDetail) -> Problem:
         participant_id=detail.participant_id,
         operation_id=detail.operation_id,
         rollouts=tuple(
-            Blocked(r.rollout_id, r.attempt, r.turn, r.age.ToMicroseconds() / 1e6, r.waiting_on)
+            Blocked(
+                r.rollout_id,
+                r.attempt,
+                r.turn,
+                r.age.ToMicroseconds() / 1e6,
+                r.waiting_on,
+                r.no_client_for.ToMicroseconds() / 1e6 if r.HasField("no_client_for") else None,
+            )  # fmt: skip
             for r in detail.rollouts
         ),
         rollout_count=detail.rollout_count,

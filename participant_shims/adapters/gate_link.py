@@ -29,7 +29,10 @@ Json = Mapping[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class GateStatus:
-    """What one worker's gate says of itself. `waiting_for`: rollouts with a handler that runs, the oldest ones."""
+    """What one worker's gate says of itself. `waiting_for`: rollouts with a handler that runs, the oldest ones.
+
+    `orphan_count`: how many of those have no client any more; for `orphans_for_s` seconds at least.
+    """
 
     counts: Counts = field(default_factory=Counts)
     generation: int = 0
@@ -39,6 +42,8 @@ class GateStatus:
     rollout_count: int = 0
     waiting_for: tuple[LiveRollout, ...] = ()
     waiting_for_count: int = 0
+    orphan_count: int = 0
+    orphans_for_s: float = 0.0
     anonymous_requests: int = 0
     closed_for_s: float | None = None
     fresh: bool = True
@@ -76,6 +81,8 @@ def read_status(raw: object) -> GateStatus:
             rollout_count=int(status.get("rollout_count", len(rollouts))),
             waiting_for=waiting_for,
             waiting_for_count=int(status.get("waiting_for_count", len(waiting_for))),
+            orphan_count=int(status.get("orphan_count") or 0),
+            orphans_for_s=float(status.get("orphans_for_s") or 0.0),
             anonymous_requests=int(status.get("anonymous_requests") or 0),
             closed_for_s=None if closed_for is None else float(closed_for),
             fresh=bool(status.get("fresh", True)),
@@ -90,7 +97,7 @@ def read_status(raw: object) -> GateStatus:
 def read_rollout(raw: object) -> LiveRollout:
     """A live rollout as it came. Raises KeyError, TypeError, ValueError."""
     r = cast("dict[str, Any]", raw)
-    activity = r.get("activity", 0)
+    activity, left = r.get("activity", 0), r.get("no_client_s")
     return LiveRollout(
         rollout_id=str(r["rollout_id"]),
         activity=Activity[activity.upper()] if isinstance(activity, str) else Activity(int(activity)),
@@ -98,6 +105,7 @@ def read_rollout(raw: object) -> LiveRollout:
         turn=int(r.get("turn") or 0),
         age_s=float(r.get("age_s") or 0.0),
         waiting_on=str(r.get("waiting_on") or ""),
+        no_client_s=None if left is None else float(left),
     )
 
 

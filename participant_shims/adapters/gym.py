@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -167,6 +168,8 @@ class GymAdapter:
                 return
             yield Drain(counts, tuple(waiting[:SHOWN]), sum(s.waiting_for_count for s in statuses))
             left = None if give_up is None else give_up - loop.time()
+            if left is not None and exclude_after_s is not None:
+                left = min(left, _until_orphans_go(statuses, exclude_after_s))
             if left is not None and left <= 0:
                 excluded = await self._exclude(pause, waiting)
                 yield Drain(Counts(0, counts.parked, counts.held), quiesced=True, excluded=excluded)
@@ -471,3 +474,11 @@ def _kind(link: GateLink) -> str:
 
 def _closing(pause: _Pause, lease_s: float) -> Json:
     return {"operation_id": pause.operation_id, "mode": pause.mode.name.lower(), "lease_s": lease_s}
+
+
+def _until_orphans_go(statuses: Sequence[GateStatus], after_s: float) -> float:
+    """Seconds until everything that is waited for has had no client for `after_s`; infinite while something has one."""
+    orphaned = [s for s in statuses if s.orphan_count]
+    if not orphaned or any(s.orphan_count < s.waiting_for_count for s in statuses):
+        return math.inf
+    return after_s - min(s.orphans_for_s for s in orphaned)

@@ -227,7 +227,7 @@ class ProxyAdapter:
 
 
 def _live(s: Standing) -> LiveRollout:
-    return LiveRollout(s.rollout_id or ANONYMOUS, s.activity, s.attempt, s.turn, s.age_s, s.waiting_on)
+    return LiveRollout(s.rollout_id or ANONYMOUS, s.activity, s.attempt, s.turn, s.age_s, s.waiting_on, s.no_client_s)
 
 
 def _lost(directory: Path) -> list[LedgerLine]:

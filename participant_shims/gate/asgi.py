@@ -16,6 +16,7 @@ from typing import Final
 from urllib.parse import unquote
 
 from participant_shims.admission import Entry
+from participant_shims.gate.caller import Caller
 from participant_shims.gate.calllog import Answer, Claim, Stale, Verdict
 from participant_shims.gate.core import Gate
 from participant_shims.gate.digest import body_sha256, canonical, cookies_of_header, request_digest
@@ -66,23 +67,24 @@ class GateMiddleware:
         doors = gate.doors
         entry = doors.enter(exempt=gate.never_closes, waiting_on=scope["path"])
         try:
-            if body is None and doors.closed and not gate.never_closes:
-                body = await read_body(receive)  # a parked body must not fill the connection's buffers
-                if body is None:
+            with Caller(receive, lambda: doors.abandon(entry)) as caller:
+                if body is None and doors.closed and not gate.never_closes:
+                    body = await caller.body()  # a parked body must not fill the connection's buffers
+                    if body is None:
+                        return
+                elif body is not None:
+                    caller.keep(body)
+                if body is not None and not await doors.admitted(entry):
                     return
-            if body is not None:
-                if not await self._park(entry, receive):
-                    return
-                receive = _again(body, receive)
-            gate.served = True
+                gate.served = True
 
-            async def held_send(message: Message) -> None:
-                if not gate.never_closes:
-                    await doors.hold(entry)
-                await send(message)
+                async def held_send(message: Message) -> None:
+                    if not gate.never_closes:
+                        await doors.hold(entry)
+                    await send(message)
 
-            CURRENT.set(NOBODY)
-            await self._app(scope, receive, held_send)
+                CURRENT.set(NOBODY)
+                await self._app(scope, caller.receive, held_send)
         finally:
             doors.leave(entry)
 
@@ -105,12 +107,14 @@ class GateMiddleware:
         key = (identity.rollout_id, identity.call_id, digest)
         exempt = own or gate.never_closes
         entry = gate.doors.enter(
-            identity.rollout_id, identity.attempt, turn=gate.turns.get(identity.rollout_id, 0), exempt=exempt,
+            identity.rollout_id, identity.attempt, turn=gate.turns.get(identity.rollout_id, 0), exempt=exempt, nested=own,
             waiting_on=f"{scope['method']} {scope['path']}",
         )  # fmt: skip
         execution: Execution | None = None
+        caller = Caller(receive, lambda: gate.doors.abandon(entry))
+        caller.watch()
         try:
-            if not await self._park(entry, receive):
+            if not await gate.doors.admitted(entry):
                 return
             # From here to the start of the execution nothing awaits: a retry cannot slip in between.
             stale = None if own else log.stale(identity)
@@ -121,11 +125,11 @@ class GateMiddleware:
             running, remembered = gate.executions.get(key), log.recall(identity, digest)
             if running is not None:
                 gate.count("calls joined")
-                await self._follow(running, entry, exempt, receive, send)
+                await self._follow(running, entry, exempt, send)
                 return
             if remembered is not None and remembered[0] == digest:
                 gate.count("calls answered from memory")
-                if exempt or await self._held(entry, receive):
+                if exempt or await gate.doors.hold(entry):
                     await send_answer(send, remembered[1])
                 return
             if remembered is not None or any(other[:2] == key[:2] for other in gate.executions):
@@ -137,8 +141,9 @@ class GateMiddleware:
             execution.task = asyncio.create_task(
                 self._execute(execution, identity, scope, body, entry, recorded_from_headers(headers))
             )
-            await self._follow(execution, entry, exempt, receive, send)
+            await self._follow(execution, entry, exempt, send)
         finally:
+            caller.stop()
             self._leave(entry, execution)
 
     async def _execute(
@@ -190,8 +195,10 @@ class GateMiddleware:
         sha256 = body_sha256(body)
         entry = gate.doors.enter(rollout_id, waiting_on="POST /run")
         execution: Execution | None = None
+        caller = Caller(receive, lambda: gate.doors.abandon(entry))
+        caller.watch()
         try:
-            if not await self._park(entry, receive):
+            if not await gate.doors.admitted(entry):
                 return
             while True:
                 claim = gate.dispatches.claim(rollout_id, explicit, sha256, body, headers.get("cookie", ""))
@@ -203,9 +210,10 @@ class GateMiddleware:
                 break
             gate.served = True
             if claim.verdict is Verdict.CONFLICT:
-                await self._beside(rollout_id, claim, entry, scope, _again(body, receive), send)
+                caller.keep(body)
+                await self._beside(rollout_id, claim, entry, scope, caller.receive, send)
             elif claim.verdict is Verdict.ANSWER and claim.result is not None:
-                if await self._held(entry, receive):
+                if await gate.doors.hold(entry):
                     await send_answer(send, claim.result)
                     gate.log.delivered(rollout_id, claim.attempt)
             else:
@@ -218,9 +226,10 @@ class GateMiddleware:
                         lambda: gate.doors.leave(entry) if started.adopted else None,
                     )  # fmt: skip
                     followed = execution
-                if await self._follow(followed, entry, False, receive, send, watch=True):
+                if await self._follow(followed, entry, False, send):
                     gate.log.delivered(rollout_id, gate.log.attempt_of(rollout_id))
         finally:
+            caller.stop()
             self._leave(entry, execution)
 
     async def _beside(
@@ -243,67 +252,18 @@ class GateMiddleware:
         with gate.unlogged(rollout_id):
             await self._app(scope, receive, held_send)
 
-    # -- waiting, with an eye on the client
-
-    async def _park(self, entry: Entry, receive: Receive) -> bool:
-        if not self._gate.doors.closed:
-            return await self._gate.doors.admitted(entry)
-        watch = asyncio.create_task(self._watch(entry, receive))
-        try:
-            return await self._gate.doors.admitted(entry)
-        finally:
-            watch.cancel()
-
-    async def _held(self, entry: Entry, receive: Receive) -> bool:
-        if not self._gate.doors.closed:
-            return True
-        watch = asyncio.create_task(self._watch(entry, receive))
-        try:
-            return await self._gate.doors.hold(entry)
-        finally:
-            watch.cancel()
-
-    async def _follow(
-        self, execution: Execution, entry: Entry, exempt: bool, receive: Receive, send: Send, watch: bool = False
-    ) -> bool:
-        doors = self._gate.doors
-
+    async def _follow(self, execution: Execution, entry: Entry, exempt: bool, send: Send) -> bool:
         async def before_send() -> bool:
-            if exempt:
-                return True
-            return await (doors.hold(entry) if watch else self._held(entry, receive))
+            return exempt or await self._gate.doors.hold(entry)
 
-        watcher = asyncio.create_task(self._watch(entry, receive)) if watch else None
-        try:
-            return await execution.follow(send, before_send)
-        finally:
-            if watcher is not None:
-                watcher.cancel()
+        return await execution.follow(send, before_send)
 
     def _leave(self, entry: Entry, execution: Execution | None) -> None:
         if execution is None or execution.finished:
             self._gate.doors.leave(entry)
         else:  # it goes on without its client, and stays counted until it ends
             execution.adopted = True
-
-    async def _watch(self, entry: Entry, receive: Receive) -> None:
-        while True:
-            if (await receive())["type"] == "http.disconnect":
-                self._gate.doors.abandon(entry)
-                return
-
-
-def _again(body: bytes, receive: Receive) -> Receive:
-    given = False
-
-    async def again() -> Message:
-        nonlocal given
-        if given:
-            return await receive()
-        given = True
-        return {"type": "http.request", "body": body, "more_body": False}
-
-    return again
+            self._gate.doors.abandon(entry)
 
 
 def _refusal(stale: Stale, identity: CallIdentity, name: str) -> Answer:

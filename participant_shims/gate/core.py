@@ -236,6 +236,7 @@ class Gate:
         standing.pop(ANONYMOUS, None)
         for rollout_id, s in standing.items():
             where = f", waiting on {s.waiting_on}" if s.waiting_on else ""
+            where += f", no client for {s.no_client_s:.0f} s" if s.no_client_s is not None else ""
             self.log.exclude(
                 rollout_id, s.attempt, f"{_STRAGGLER} at {self.name} (turn {s.turn}, {s.age_s:.0f} s{where})"
             )
@@ -323,6 +324,7 @@ class Gate:
         doors = self.doors
         shown, count = doors.rollouts(max_rollouts)
         waiting, waiting_count = doors.rollouts(MAX_WAITING_FOR, only=(Activity.RUNNING,))
+        orphan_count, orphans_for_s = doors.orphans()
         return {
             "closed": doors.closed,
             "operation_id": doors.operation_id,
@@ -336,6 +338,8 @@ class Gate:
             "rollout_count": count,
             "waiting_for": [_standing(s) for s in waiting],
             "waiting_for_count": waiting_count,
+            "orphan_count": orphan_count,
+            "orphans_for_s": orphans_for_s,
             "anonymous_requests": doors.anonymous_total,
             "fresh": not self.served,
             "replayed_calls": self.outbound.replayed,
@@ -417,7 +421,8 @@ class Gate:
 
 
 def _standing(s: Standing) -> dict[str, Any]:
-    return {
+    out = {
         "rollout_id": s.rollout_id, "attempt": s.attempt, "turn": s.turn, "activity": s.activity.name.lower(),
         "age_s": round(s.age_s, 3), "waiting_on": s.waiting_on[:256],
     }  # fmt: skip
+    return out if s.no_client_s is None else out | {"no_client_s": round(s.no_client_s, 3)}

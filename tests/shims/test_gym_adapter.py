@@ -340,3 +340,46 @@ async def test_an_agent_does_not_continue_what_an_aborted_restore_had_loaded(sho
         gate.served = True
         await bench.adapter.unload()
         assert gate.log.attempt_of("r-2") == 0
+
+
+async def test_work_that_nobody_waits_for_is_given_up_so_long_after_its_client_left(bench: GymBench) -> None:  # A21
+    await bench.work("r-1")
+    gate, entry, _ = bench.inside["r-1"]
+    gate.doors.abandon(entry)
+    assert entry.gone_at is not None
+    entry.gone_at -= 30
+    await close(bench, mode=QuiesceMode.DRAIN)
+    steps = [d async for d in bench.adapter.quiesce(QuiesceMode.DRAIN, 20)]  # 20 s are not waited once more
+    assert steps[0].waiting_for[0].no_client_s == pytest.approx(30, abs=5)
+    assert [r.rollout_id for r in steps[-1].excluded] == ["r-1"]
+    assert "no client for" in gate.log.excluded()[0][2]
+    assert (await bench.adapter.still()).activity == ""
+
+
+async def test_work_without_a_client_shortens_no_wait_for_work_that_has_one(bench: GymBench) -> None:
+    for name in ("r-1", "r-2"):
+        await bench.work(name)
+    gate, entry, _ = bench.inside["r-1"]
+    gate.doors.abandon(entry)
+    assert entry.gone_at is not None
+    entry.gone_at -= 30
+    await close(bench, mode=QuiesceMode.DRAIN)
+    waiting = bench.adapter.quiesce(QuiesceMode.DRAIN, 20)
+    assert not (await anext(waiting)).quiesced
+    await bench.end("r-2")
+    rest = [d async for d in waiting]
+    assert [r.rollout_id for r in rest[-1].excluded] == ["r-1"]
+
+
+async def test_where_nothing_may_be_excluded_work_without_a_client_is_waited_for_and_named(bench: GymBench) -> None:
+    await bench.work("r-1")
+    gate, entry, _ = bench.inside["r-1"]
+    gate.doors.abandon(entry)
+    assert entry.gone_at is not None
+    entry.gone_at -= 3000
+    await close(bench, mode=QuiesceMode.DRAIN)
+    waiting = bench.adapter.quiesce(QuiesceMode.DRAIN, None)
+    seen = [await anext(waiting) for _ in range(2)]
+    assert not any(d.quiesced for d in seen)
+    assert "no client for" in str(messages.blocked(seen[1].waiting_for[0]))
+    await waiting.aclose()

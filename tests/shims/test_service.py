@@ -7,6 +7,7 @@ import errno
 import itertools
 import stat
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -63,6 +64,15 @@ async def test_prepare_that_does_not_drain_names_who_is_stuck_before_the_deadlin
     assert error.participant_id == "counter"
     assert (await shim.state()).state == ParticipantState.PREPARING
     assert not shim.adapter.open_now
+
+
+async def test_the_error_of_a_drain_says_what_nobody_waits_for_any_more(shim: Shim) -> None:  # A21
+    shim.adapter.in_flight = [replace(rollout("r-1"), no_client_s=12.0), rollout("r-2")]
+    error = await refused(collect(shim.prepare(timeout=0.5, straggler_policy=2)))
+    assert [r.no_client_s for r in error.rollouts] == [12.0, None]
+    assert "no client for 12 s" in str(error)
+    status = (await answer(shim.stub.GetStatus(pb.GetStatusRequest(max_rollouts=5), timeout=5))).status
+    assert [r.no_client_for.seconds for r in status.rollouts if r.HasField("no_client_for")] == [12]
 
 
 async def test_progress_comes_within_a_second_and_each_second(shim: Shim) -> None:  # E2

@@ -393,6 +393,7 @@ class RolloutActivity(_message.Message):
     ACTIVITY_FIELD_NUMBER: _builtins.int
     AGE_FIELD_NUMBER: _builtins.int
     WAITING_ON_FIELD_NUMBER: _builtins.int
+    NO_CLIENT_FOR_FIELD_NUMBER: _builtins.int
     rollout_id: _builtins.str
     """REQUIRED. The stable id; "anonymous" for work without identity."""
     attempt: _builtins.int
@@ -407,6 +408,10 @@ class RolloutActivity(_message.Message):
     def age(self) -> _duration_pb2.Duration:
         """OPTIONAL. How long it has been there."""
 
+    @_builtins.property
+    def no_client_for(self) -> _duration_pb2.Duration:
+        """OPTIONAL. How long ago the last client that waited for it left; absent while somebody waits, or when it is not known."""
+
     def __init__(
         self,
         *,
@@ -416,10 +421,11 @@ class RolloutActivity(_message.Message):
         activity: Global___Activity.ValueType = ...,
         age: _duration_pb2.Duration | None = ...,
         waiting_on: _builtins.str = ...,
+        no_client_for: _duration_pb2.Duration | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["age", b"age"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["age", b"age", "no_client_for", b"no_client_for"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["activity", b"activity", "age", b"age", "attempt", b"attempt", "rollout_id", b"rollout_id", "turn", b"turn", "waiting_on", b"waiting_on"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["activity", b"activity", "age", b"age", "attempt", b"attempt", "no_client_for", b"no_client_for", "rollout_id", b"rollout_id", "turn", b"turn", "waiting_on", b"waiting_on"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -497,7 +503,7 @@ class ParticipantStatus(_message.Message):
     @_builtins.property
     def warnings(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """OPTIONAL. What people should mend, each a sentence with what happened, to whom, and how often: at most 20, the newest
-        last, each at most 500 bytes. They stay until the server ends.
+        last, each at most 500 bytes. They stay until they are mended, at most until the server ends.
         """
 
     def __init__(

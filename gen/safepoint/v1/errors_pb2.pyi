@@ -75,6 +75,8 @@ class _ReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Reason.ValueTy
     """The participant declines, with its reason in the message. The operation is aborted at once."""
     REASON_LEDGER_UNBALANCED: _Reason.ValueType  # 41
     """The ledger of rollouts does not balance."""
+    REASON_PHASE_INCOMPLETE: _Reason.ValueType  # 42
+    """A participant answers and works, and its phase (an export, a load) did not end before the deadline."""
     REASON_UNKNOWN_PARTICIPANT: _Reason.ValueType  # 60
     """A participant id is not part of the topology."""
     REASON_DUPLICATE_PARTICIPANT: _Reason.ValueType  # 61
@@ -174,6 +176,8 @@ REASON_DECLINED: Reason.ValueType  # 40
 """The participant declines, with its reason in the message. The operation is aborted at once."""
 REASON_LEDGER_UNBALANCED: Reason.ValueType  # 41
 """The ledger of rollouts does not balance."""
+REASON_PHASE_INCOMPLETE: Reason.ValueType  # 42
+"""A participant answers and works, and its phase (an export, a load) did not end before the deadline."""
 REASON_UNKNOWN_PARTICIPANT: Reason.ValueType  # 60
 """A participant id is not part of the topology."""
 REASON_DUPLICATE_PARTICIPANT: Reason.ValueType  # 61
@@ -266,6 +270,7 @@ class ErrorDetail(_message.Message):
     ROLLOUT_COUNT_FIELD_NUMBER: _builtins.int
     WAITED_FIELD_NUMBER: _builtins.int
     METADATA_FIELD_NUMBER: _builtins.int
+    RETRY_AFTER_FIELD_NUMBER: _builtins.int
     reason: Global___Reason.ValueType
     """REQUIRED. The stable code."""
     message: _builtins.str
@@ -292,6 +297,10 @@ class ErrorDetail(_message.Message):
     def metadata(self) -> _containers.ScalarMap[_builtins.str, _builtins.str]:
         """OPTIONAL. Further facts, such as both digests of a conflict. At most 16 entries, 256 bytes each."""
 
+    @_builtins.property
+    def retry_after(self) -> _duration_pb2.Duration:
+        """OPTIONAL. The same call may succeed after so long; absent when repeating it would not help."""
+
     def __init__(
         self,
         *,
@@ -305,10 +314,11 @@ class ErrorDetail(_message.Message):
         rollout_count: _builtins.int = ...,
         waited: _duration_pb2.Duration | None = ...,
         metadata: _abc.Mapping[_builtins.str, _builtins.str] | None = ...,
+        retry_after: _duration_pb2.Duration | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["waited", b"waited"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["retry_after", b"retry_after", "waited", b"waited"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["message", b"message", "metadata", b"metadata", "next_step", b"next_step", "operation_id", b"operation_id", "participant_id", b"participant_id", "phase", b"phase", "reason", b"reason", "rollout_count", b"rollout_count", "rollouts", b"rollouts", "waited", b"waited"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["message", b"message", "metadata", b"metadata", "next_step", b"next_step", "operation_id", b"operation_id", "participant_id", b"participant_id", "phase", b"phase", "reason", b"reason", "retry_after", b"retry_after", "rollout_count", b"rollout_count", "rollouts", b"rollouts", "waited", b"waited"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -325,6 +335,7 @@ class BlockedRollout(_message.Message):
     TURN_FIELD_NUMBER: _builtins.int
     AGE_FIELD_NUMBER: _builtins.int
     WAITING_ON_FIELD_NUMBER: _builtins.int
+    NO_CLIENT_FOR_FIELD_NUMBER: _builtins.int
     rollout_id: _builtins.str
     """REQUIRED. The stable id of the rollout; "anonymous" for work without identity."""
     attempt: _builtins.int
@@ -337,6 +348,10 @@ class BlockedRollout(_message.Message):
     def age(self) -> _duration_pb2.Duration:
         """OPTIONAL. How long it has been in its present state."""
 
+    @_builtins.property
+    def no_client_for(self) -> _duration_pb2.Duration:
+        """OPTIONAL. How long ago the last client that waited for it left; absent while somebody waits, or when it is not known."""
+
     def __init__(
         self,
         *,
@@ -345,10 +360,11 @@ class BlockedRollout(_message.Message):
         turn: _builtins.int = ...,
         age: _duration_pb2.Duration | None = ...,
         waiting_on: _builtins.str = ...,
+        no_client_for: _duration_pb2.Duration | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["age", b"age"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["age", b"age", "no_client_for", b"no_client_for"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["age", b"age", "attempt", b"attempt", "rollout_id", b"rollout_id", "turn", b"turn", "waiting_on", b"waiting_on"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["age", b"age", "attempt", b"attempt", "no_client_for", b"no_client_for", "rollout_id", b"rollout_id", "turn", b"turn", "waiting_on", b"waiting_on"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -132,7 +132,7 @@ class ParticipantServicer(object):
         Errors: FAILED_PRECONDITION with REASON_WRONG_PHASE (not prepared), REASON_LEASE_LAPSED,
         REASON_OPERATION_FINISHED or REASON_STALE_EPOCH, ABORTED (REASON_FENCED): abort. RESOURCE_EXHAUSTED
         (REASON_STORAGE_FULL), UNAVAILABLE (REASON_STORAGE_FAILED): abort, then free space. ABORTED
-        (REASON_ACTIVITY_AFTER_PREPARED, REASON_DECLINED): abort. DEADLINE_EXCEEDED: the write may go on; repeat to join it.
+        (REASON_ACTIVITY_AFTER_PREPARED, REASON_DECLINED): abort. DEADLINE_EXCEEDED (REASON_PHASE_INCOMPLETE): it goes on; join it.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

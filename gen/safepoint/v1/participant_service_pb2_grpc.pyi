@@ -84,7 +84,7 @@ class ParticipantStub:
     Errors: FAILED_PRECONDITION with REASON_WRONG_PHASE (not prepared), REASON_LEASE_LAPSED,
     REASON_OPERATION_FINISHED or REASON_STALE_EPOCH, ABORTED (REASON_FENCED): abort. RESOURCE_EXHAUSTED
     (REASON_STORAGE_FULL), UNAVAILABLE (REASON_STORAGE_FAILED): abort, then free space. ABORTED
-    (REASON_ACTIVITY_AFTER_PREPARED, REASON_DECLINED): abort. DEADLINE_EXCEEDED: the write may go on; repeat to join it.
+    (REASON_ACTIVITY_AFTER_PREPARED, REASON_DECLINED): abort. DEADLINE_EXCEEDED (REASON_PHASE_INCOMPLETE): it goes on; join it.
     """
     Confirm: _grpc.UnaryUnaryMultiCallable[_participant_service_pb2.ConfirmRequest, _participant_service_pb2.ConfirmResponse]
     """Confirm proves that the freeze was never broken since Prepared.
@@ -172,7 +172,7 @@ class ParticipantAsyncStub(ParticipantStub):
     Errors: FAILED_PRECONDITION with REASON_WRONG_PHASE (not prepared), REASON_LEASE_LAPSED,
     REASON_OPERATION_FINISHED or REASON_STALE_EPOCH, ABORTED (REASON_FENCED): abort. RESOURCE_EXHAUSTED
     (REASON_STORAGE_FULL), UNAVAILABLE (REASON_STORAGE_FAILED): abort, then free space. ABORTED
-    (REASON_ACTIVITY_AFTER_PREPARED, REASON_DECLINED): abort. DEADLINE_EXCEEDED: the write may go on; repeat to join it.
+    (REASON_ACTIVITY_AFTER_PREPARED, REASON_DECLINED): abort. DEADLINE_EXCEEDED (REASON_PHASE_INCOMPLETE): it goes on; join it.
     """
     Confirm: _aio.UnaryUnaryMultiCallable[_participant_service_pb2.ConfirmRequest, _participant_service_pb2.ConfirmResponse]  # type: ignore[assignment]
     """Confirm proves that the freeze was never broken since Prepared.
@@ -275,7 +275,7 @@ class ParticipantServicer(metaclass=_abc_1.ABCMeta):
         Errors: FAILED_PRECONDITION with REASON_WRONG_PHASE (not prepared), REASON_LEASE_LAPSED,
         REASON_OPERATION_FINISHED or REASON_STALE_EPOCH, ABORTED (REASON_FENCED): abort. RESOURCE_EXHAUSTED
         (REASON_STORAGE_FULL), UNAVAILABLE (REASON_STORAGE_FAILED): abort, then free space. ABORTED
-        (REASON_ACTIVITY_AFTER_PREPARED, REASON_DECLINED): abort. DEADLINE_EXCEEDED: the write may go on; repeat to join it.
+        (REASON_ACTIVITY_AFTER_PREPARED, REASON_DECLINED): abort. DEADLINE_EXCEEDED (REASON_PHASE_INCOMPLETE): it goes on; join it.
         """
 
     @_abc_1.abstractmethod
