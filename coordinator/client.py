@@ -19,11 +19,14 @@ client_patience   what is repeated, for how long, and the last word
 client_sync       Client
 client_async      AsyncClient
 client_cut        a save that the trainer drives
+client_schedule   when a save is due (pure)
+client_autosave   a clock, signals and a client for it
 """
 
 from __future__ import annotations
 
 from coordinator.client_async import AsyncClient
+from coordinator.client_autosave import Autosave
 from coordinator.client_cut import AsyncCut, Cut
 from coordinator.client_patience import DEADLINES_S, Budgets
 from coordinator.client_results import (
@@ -40,6 +43,7 @@ from coordinator.client_results import (
     Totals,
     describe,
 )
+from coordinator.client_schedule import Due, SaveRules, Trigger
 from coordinator.client_sync import Client
 from coordinator.wire.errors import Misanswered, Reason, Refused, SafepointError, Unanswered
 from coordinator.wire.terms import QuiesceMode, RolloutState, StragglerPolicy
@@ -50,9 +54,11 @@ __all__ = [
     "AsyncClient",
     "AsyncCut",
     "AsyncRestoreResult",
+    "Autosave",
     "Budgets",
     "Client",
     "Cut",
+    "Due",
     "Misanswered",
     "PreparedResult",
     "ProgressCallback",
@@ -65,10 +71,12 @@ __all__ = [
     "RolloutState",
     "SafepointError",
     "SaveResult",
+    "SaveRules",
     "SnapshotList",
     "SnapshotSummary",
     "StragglerPolicy",
     "Totals",
+    "Trigger",
     "Unanswered",
     "describe",
 ]

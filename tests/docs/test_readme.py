@@ -39,6 +39,9 @@ class Trainer:
     def load_weights(self, path: str) -> None:
         self.did.append(f"load {path}")
 
+    def train(self, step: int) -> None:
+        self.did.append(f"train {step}")
+
     def start_from_scratch(self) -> None:
         self.did.append("scratch")
 
@@ -83,15 +86,23 @@ async def test_the_third_block_restores_or_starts_from_scratch(monkeypatch: pyte
         assert fake.done == ["resume"]
 
 
-async def test_the_fourth_block_is_the_same_in_an_event_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_the_fourth_block_saves_by_steps_with_the_gap(monkeypatch: pytest.MonkeyPatch) -> None:
     async with FakeCoordinator().serve() as fake:
-        await run_block(blocks("python")[3], fake, monkeypatch)
+        trainer = await run_block(blocks("python")[3], fake, monkeypatch)
+        assert fake.done == ["save step-20"], "the loop is over before the gap is"
+        assert "save 20" in trainer.did
+        assert fake.requests("Save")[0].metadata["trigger"] == "steps"
+
+
+async def test_the_fifth_block_is_the_same_in_an_event_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with FakeCoordinator().serve() as fake:
+        await run_block(blocks("python")[4], fake, monkeypatch)
         assert fake.done == ["publish step-42", "resume"]
         assert list(fake.requests("RetireRollouts")[0].rollout_ids) == ["r-1", "r-2"]
 
 
 def test_there_is_no_python_block_without_a_test() -> None:
-    assert len(blocks("python")) == 4
+    assert len(blocks("python")) == 5
 
 
 def safepoint_lines() -> list[list[str]]:
