@@ -5,7 +5,8 @@ Reading order:
 wire/           what both ends must agree on: ids, reasons, deadlines, the token, files on disk
 protocol/       PURE  phases, topology, transaction, ledger: events in, ordered effects out
 convert         protobuf <-> the core's types
-snapshots       the snapshots of a root: reserved, published last, verified, pruned
+snapshot_reading, snapshots           the snapshots of a root: listed, verified; reserved, published last, given up
+retention, pruning                    PURE which of them stay; pins, and what is deleted
 journal         epoch, records of operations, outcomes: durable before the calls they cover
 registry, registration, preflight     who is there, and whether they can be checkpointed together
 participants    the coordinator's end of the Participant service

@@ -45,6 +45,14 @@ def coordinator(
     keep_last: Annotated[
         int | None, typer.Option("--keep-last", min=0, help="Prune to so many snapshots after a save; 0 keeps all.")
     ] = None,
+    keep_every: Annotated[
+        int | None,
+        typer.Option("--keep-every", min=0, metavar="STEPS", help="Keep the oldest of each so many steps for good."),
+    ] = None,
+    keep_interval: Annotated[
+        float | None,
+        typer.Option("--keep-interval", min=0, metavar="S", help="Keep the oldest of each so many seconds for good."),
+    ] = None,
     token_file: TokenFile = "",
     insecure: Annotated[
         bool, typer.Option("--insecure", help="Allow an address that is no loopback without a token.")
@@ -78,6 +86,8 @@ def coordinator(
             policy_endpoints=tuple(policy_endpoint) if policy_endpoint else None,
             lease_ttl_s=lease,
             keep_last=keep_last,
+            keep_every=keep_every,
+            keep_interval_s=keep_interval,
             token_file=token_file or None,
             insecure=insecure or None,
         )

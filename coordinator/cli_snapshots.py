@@ -1,7 +1,6 @@
-"""Commands about snapshots: ls, show, verify, prune.
+"""Commands that look at snapshots: ls, show, verify.
 
-They ask the coordinator, or with --root read a snapshot root themselves. The rule: without a coordinator nothing is deleted
-while one may be using the root.
+The rule: they ask the coordinator, or with --root read a snapshot root themselves; either way nothing is changed.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ from coordinator.cli_options import (
     missing,
 )
 from coordinator.cli_output import emit, note, plain, reporting, say, show
-from coordinator.wire.errors import Reason, SafepointError, Unanswered, refuse
+from coordinator.wire.errors import Reason, refuse
 from coordinator.wire.ids import SnapshotId
 
 if TYPE_CHECKING:
@@ -37,7 +36,7 @@ if TYPE_CHECKING:
     from coordinator.snapshots import SnapshotStore
 
 app = typer.Typer(
-    no_args_is_help=True, help="List, show, verify and prune snapshots; with --root without a coordinator."
+    no_args_is_help=True, help="List, show, verify, pin and prune snapshots; with --root without a coordinator."
 )
 
 OfflineRoot = Annotated[
@@ -63,8 +62,12 @@ def ls(
 
     with reporting(as_json):
         if root:
-            listing = _store(root, as_json).list()
-            published, invalid = [_summary(m) for m in listing.snapshots], dict(listing.invalid)
+            from coordinator import pruning
+
+            store = open_store(root, as_json)
+            listing, pinned = store.list(), pruning.pins(store)
+            published = [_summary(m, pinned.get(m.snapshot_id, "")) for m in listing.snapshots]
+            invalid = dict(listing.invalid)
         else:
             with make_client(target, os.environ.get(ROOT_VARIABLE, ""), token_file, wait, as_json) as client:
                 found = client.snapshots(timeout=timeout)
@@ -94,16 +97,18 @@ def show_one(
 
     with reporting(as_json):
         if root:
-            store = _store(root, as_json)
-            name = _newest(store) if snapshot == "latest" else snapshot
+            store = open_store(root, as_json)
+            name = newest(store) if snapshot == "latest" else snapshot
             if rollouts:
                 _print_rollouts((plain_entry(line) for line in store.ledger(name)), as_json)
                 return
-            one = _summary(store.load(name))
+            from coordinator import pruning
+
+            one = _summary(store.load(name), pruning.pins(store).get(name, ""))
         else:
             with make_client(target, os.environ.get(ROOT_VARIABLE, ""), token_file, wait, as_json) as client:
                 published = client.snapshots(timeout=timeout).published
-                one = _named(published, snapshot)
+                one = named(published, snapshot)
                 if rollouts:
                     _print_rollouts((plain(r) for r in client.ledger(one.snapshot_id, timeout=timeout)), as_json)
                     return
@@ -131,13 +136,13 @@ def verify(
 
     with reporting(as_json):
         if root:
-            store = _store(root, as_json)
-            name = _newest(store) if snapshot == "latest" else snapshot
+            store = open_store(root, as_json)
+            name = newest(store) if snapshot == "latest" else snapshot
             checked = store.verify(name)
             files, size, unlisted = checked.files, checked.size_bytes, list(checked.unlisted)
         else:
             with make_client(target, os.environ.get(ROOT_VARIABLE, ""), token_file, wait, as_json) as client:
-                name = _named(client.snapshots().published, snapshot).snapshot_id if snapshot == "latest" else snapshot
+                name = named(client.snapshots().published, snapshot).snapshot_id if snapshot == "latest" else snapshot
                 answer = client.verify(name, timeout=timeout)
             files, size, unlisted = answer.files, answer.size_bytes, list(answer.unlisted)
         if as_json:
@@ -148,41 +153,7 @@ def verify(
             note(f"ignored, not part of it: {', '.join(unlisted)}")
 
 
-@app.command("prune")
-def prune(
-    keep: Annotated[int, typer.Option("--keep", min=1, help="How many of the newest stay.")],
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only say what would be deleted.")] = False,
-    root: OfflineRoot = "",
-    timeout: Timeout = None,
-    target: Target = "",
-    token_file: TokenFile = "",
-    wait: Wait = DEFAULT_WAIT_S,
-    as_json: AsJson = False,
-) -> None:
-    """Delete old snapshots and leavings; never the newest one, nor one that is being restored.
-
-    Example: safepoint snapshots prune --keep 3 --dry-run
-    """
-    from coordinator.client_results import size_text
-
-    with reporting(as_json):
-        if root:
-            store = _store(root, as_json)
-            _refuse_beside_a_coordinator(folder(root), token_file)
-            pruned = store.prune(keep, store.spared(keep), dry_run)
-            deleted, size = list(pruned.deleted), pruned.size_bytes
-        else:
-            with make_client(target, os.environ.get(ROOT_VARIABLE, ""), token_file, wait, as_json) as client:
-                answer = client.prune(keep, dry_run=dry_run, timeout=timeout)
-            deleted, size = list(answer.deleted), answer.size_bytes
-        if as_json:
-            emit({"deleted": deleted, "size_bytes": size, "dry_run": dry_run})
-        else:
-            verb = "would delete" if dry_run else "deleted"
-            say(f"{verb} {', '.join(deleted) or 'nothing'}" + (f", {size_text(size)}" if deleted else ""))
-
-
-def _store(root: str, as_json: bool) -> SnapshotStore:
+def open_store(root: str, as_json: bool) -> SnapshotStore:
     """The store below `root`, for the job that owns it. Makes nothing: a mistyped path stays what it is."""
     path = Path(folder(root))
     owner_file = path / "owner.json"
@@ -203,42 +174,21 @@ def _store(root: str, as_json: bool) -> SnapshotStore:
     return SnapshotStore(path, str(job_id))
 
 
-def _refuse_beside_a_coordinator(root: str, token_file: str) -> None:
-    """Raises Refused(SNAPSHOT_IN_USE) when a coordinator answers at the root: only it knows what is being restored."""
-    from coordinator.client import Budgets, Client
-
-    address = Path(root) / "coordinator" / "address.json"
-    if not address.exists():
-        return
-    with Client(f"file:{address}", token_file=token_file or None, budgets=Budgets(0, 0, 0)) as client:
-        try:
-            client.status(timeout=2.0)
-        except Unanswered:
-            return
-        except SafepointError:
-            pass  # it lives, and does not like our token
-    raise refuse(
-        Reason.SNAPSHOT_IN_USE,
-        f"A coordinator runs on {root}.",
-        next_step="Leave out --root: the coordinator knows what is being restored.",
-    )
-
-
-def _newest(store: SnapshotStore) -> SnapshotId:
+def newest(store: SnapshotStore) -> SnapshotId:
     listing = store.list()
     if not listing.snapshots:
         raise refuse(Reason.SNAPSHOT_NOT_FOUND, f"No snapshot is published below {store.root}.")
     return SnapshotId(listing.snapshots[0].snapshot_id)
 
 
-def _named(published: tuple[SnapshotSummary, ...], name: str) -> SnapshotSummary:
+def named(published: tuple[SnapshotSummary, ...], name: str) -> SnapshotSummary:
     for one in published:
         if name in ("latest", one.snapshot_id):
             return one
     raise refuse(Reason.SNAPSHOT_NOT_FOUND, "No snapshot is published." if name == "latest" else f"No snapshot {name}.")
 
 
-def _summary(manifest: manifest_pb2.SnapshotManifest) -> SnapshotSummary:
+def _summary(manifest: manifest_pb2.SnapshotManifest, pin_reason: str) -> SnapshotSummary:
     from coordinator.client_results import SnapshotSummary, totals_from
 
     return SnapshotSummary(
@@ -250,6 +200,7 @@ def _summary(manifest: manifest_pb2.SnapshotManifest) -> SnapshotSummary:
         tuple(reference.participant_id for reference in manifest.participants),
         manifest.topology_fingerprint,
         dict(manifest.metadata),
+        pin_reason,
     )
 
 

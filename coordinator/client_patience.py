@@ -35,6 +35,8 @@ DEADLINES_S: Final[Mapping[str, float]] = {
     "ReadLedger": 300.0,
     "VerifySnapshot": 1800.0,
     "PruneSnapshots": 300.0,
+    "PinSnapshot": 30.0,
+    "UnpinSnapshot": 30.0,
     "RetireRollouts": 30.0,
     "Explain": 10.0,
     "Watch": 3600.0,

@@ -79,6 +79,18 @@ def restore_request(
     return request
 
 
+def prune_request(
+    keep_last: int, keep_every: int | None, keep_interval_s: float | None, dry_run: bool
+) -> pb.PruneSnapshotsRequest:
+    """None leaves it to the coordinator's settings. Raises Refused(INVALID_ARGUMENT) for what is negative."""
+    if min(keep_last, keep_every or 0) < 0:
+        raise refuse(Reason.INVALID_ARGUMENT, "keep_last and keep_every must not be negative.")
+    request = pb.PruneSnapshotsRequest(keep_last=keep_last, keep_every=keep_every, dry_run=dry_run)
+    if keep_interval_s is not None:
+        request.keep_interval.CopyFrom(duration(keep_interval_s, "keep_interval"))
+    return request
+
+
 def operation_id_or_new(operation_id: str | None, kind: str) -> str:
     if operation_id is None:
         return new_operation_id(kind)

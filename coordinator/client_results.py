@@ -68,7 +68,10 @@ class Rollout:
 
 @dataclass(frozen=True, slots=True)
 class SnapshotSummary:
-    """A published snapshot as lists show it. `create_time_s`: seconds since the epoch, for people only."""
+    """A published snapshot as lists show it. `create_time_s`: seconds since the epoch, for people only.
+
+    `pin_reason`: why it is never pruned; empty when it is not pinned. Known in lists only.
+    """
 
     snapshot_id: str
     operation_id: str
@@ -77,6 +80,7 @@ class SnapshotSummary:
     totals: Totals
     participant_ids: tuple[str, ...]
     topology_fingerprint: str
+    pin_reason: str = ""
     metadata: Mapping[str, str]
 
 
@@ -388,6 +392,7 @@ def summary_from(info: pb.SnapshotInfo) -> SnapshotSummary:
         totals_from(info.totals),
         tuple(info.participant_ids),
         info.topology_fingerprint,
+        info.pin_reason,
         dict(info.metadata),
     )
 

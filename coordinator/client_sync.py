@@ -314,14 +314,38 @@ class Client:
         )
 
     def prune(
-        self, keep_last: int, *, dry_run: bool = False, timeout: float | None = None
+        self,
+        keep_last: int,
+        *,
+        keep_every: int | None = None,
+        keep_interval: float | None = None,
+        dry_run: bool = False,
+        timeout: float | None = None,
     ) -> pb.PruneSnapshotsResponse:
-        """Delete old snapshots; never the newest one, nor one that is being restored. With `dry_run` only say which."""
-        request = pb.PruneSnapshotsRequest(keep_last=keep_last, dry_run=dry_run)
+        """Delete old snapshots; never the newest whole one, nor one that is pinned or in use. `dry_run` only says which.
+
+        `keep_every` keeps the oldest of each so many steps (`metadata["step"]`), `keep_interval` of each so many seconds;
+        None is as the coordinator is set. The answer's `kept` says why each one stays.
+        """
+        request = requests.prune_request(keep_last, keep_every, keep_interval, dry_run)
         return self._calls.ask("PruneSnapshots", "Prune", lambda stub: stub.PruneSnapshots, request, timeout)
 
     def retire(self, rollout_ids: Sequence[str], *, timeout: float | None = None) -> int:
         """Forget rollouts whose results you have safe, any number of them; how many records were dropped.
+
+    def pin(self, snapshot_id: str, reason: str, *, timeout: float | None = None) -> SnapshotSummary:
+        """Keep a snapshot from being pruned until `unpin`; the reason is for people. Durable when this returns."""
+        request = pb.PinSnapshotRequest(snapshot_id=requests.checked_snapshot_id(snapshot_id), reason=reason)
+        answer = self._calls.ask("PinSnapshot", f"Pin {snapshot_id}", lambda stub: stub.PinSnapshot, request, timeout)
+        return summary_from(answer.snapshot)
+
+    def unpin(self, snapshot_id: str, *, timeout: float | None = None) -> str:
+        """Take a pin away; the reason that it had, empty when there was none. Deletes nothing."""
+        request = pb.UnpinSnapshotRequest(snapshot_id=requests.checked_snapshot_id(snapshot_id))
+        answer = self._calls.ask(
+            "UnpinSnapshot", f"Unpin {snapshot_id}", lambda stub: stub.UnpinSnapshot, request, timeout
+        )
+        return answer.pin_reason
 
         Raises Unanswered naming participants that could not be told; repeat it then.
         """

@@ -18,7 +18,7 @@ from typing import Any, Final
 from google.protobuf import json_format
 from safepoint.v1 import coordinator_service_pb2, manifest_pb2
 
-from coordinator import convert, ledger_lines, outcomes
+from coordinator import convert, ledger_lines, outcomes, pruning
 from coordinator.answers import ABORT, START, check_digest
 from coordinator.driver import Drive, Identity
 from coordinator.feed import Feed
@@ -33,6 +33,7 @@ from coordinator.protocol.topology import Participant, Topology, fingerprint, re
 from coordinator.protocol.transaction import Transaction
 from coordinator.publication import Cut, Publisher
 from coordinator.reporting import snapshot_info
+from coordinator.retention import Retention
 from coordinator.settings import Settings
 from coordinator.snapshots import SnapshotStore
 from coordinator.wire import failpoints
@@ -333,11 +334,24 @@ class Operations:
             log.warning("what %s left is still there, prune deletes it: %s", snapshot_id, error)
 
     async def _prune(self) -> None:
+        settings = self.settings
+        retention = Retention(settings.keep_last, settings.keep_every, settings.keep_interval_s)
         async with self.storage_lock:
             try:
-                await self._in_thread(self.store.prune, self.settings.keep_last, self.in_use(), False)
+                await self._in_thread(pruning.prune, self.store, retention, self.in_use())
             except SafepointError as error:
                 log.warning("old snapshots were not deleted: %s", error)
+
+    async def sweep(self) -> None:
+        """Delete what a crash left in the root. Once, when what the journal holds is being settled."""
+        async with self.storage_lock:
+            try:
+                swept = await self._in_thread(pruning.sweep, self.store, self.in_use())
+            except SafepointError as error:
+                log.warning("what unfinished saves left is still there, prune deletes it: %s", error)
+            else:
+                if swept:
+                    log.info("deleted what unfinished saves left: %s", ", ".join(swept[:20]))
 
     def _append(self, entry: Entry) -> Awaitable[None]:
         return self._loop.run_in_executor(self._writer, self.journal.append, entry)

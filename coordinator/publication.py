@@ -21,7 +21,8 @@ from coordinator.protocol import ledger
 from coordinator.protocol.operation import Operation
 from coordinator.protocol.proofs import Committed
 from coordinator.protocol.topology import Participant, Topology, fingerprint
-from coordinator.snapshots import LEDGER_NAME, MAX_LEDGER_LINE, SnapshotStore, blamed_on, participant_files
+from coordinator.snapshot_reading import LEDGER_NAME, MAX_LEDGER_LINE, blamed_on, participant_files
+from coordinator.snapshots import SnapshotStore
 from coordinator.wire import failpoints
 from coordinator.wire.beneath import Directory
 from coordinator.wire.errors import Problem, Reason, Refused, refuse

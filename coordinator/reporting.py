@@ -135,8 +135,10 @@ def failure(primary: Problem, secondary: Sequence[Problem]) -> coordinator_servi
     )
 
 
-def snapshot_info(manifest: manifest_pb2.SnapshotManifest) -> coordinator_service_pb2.SnapshotInfo:
-    """What a list shows of a snapshot."""
+def snapshot_info(
+    manifest: manifest_pb2.SnapshotManifest, pin_reason: str = ""
+) -> coordinator_service_pb2.SnapshotInfo:
+    """What a list shows of a snapshot; `pin_reason` is empty for one that is not pinned."""
     return coordinator_service_pb2.SnapshotInfo(
         snapshot_id=manifest.snapshot_id,
         operation_id=manifest.operation_id,
@@ -146,4 +148,5 @@ def snapshot_info(manifest: manifest_pb2.SnapshotManifest) -> coordinator_servic
         participant_ids=[each.participant_id for each in manifest.participants],
         topology_fingerprint=manifest.topology_fingerprint,
         metadata=manifest.metadata,
+        pin_reason=pin_reason,
     )

@@ -308,6 +308,7 @@ async def _look_around(operations: Operations) -> None:
     operations.discovery.expect(members(newest) if newest is not None else ())
     if newest is not None and not operations.latest_snapshot_id:
         operations.latest_snapshot_id = newest.snapshot_id
+    await operations.sweep()
 
 
 async def _bind(server: aio.Server, settings: Settings) -> str:

@@ -21,7 +21,7 @@ from grpc import aio
 from safepoint.v1 import coordinator_service_pb2 as pb
 from safepoint.v1 import coordinator_service_pb2_grpc, manifest_pb2
 
-from coordinator import convert, ledger_lines
+from coordinator import convert, ledger_lines, pruning
 from coordinator.answers import COMMIT, PUBLISH, RESUME, START
 from coordinator.driver import Drive, Identity
 from coordinator.following import follow_answer, replay, watch
@@ -32,6 +32,8 @@ from coordinator.protocol.operation import Operation, Options
 from coordinator.protocol.topology import Finding, Participant, fingerprint, validate
 from coordinator.registration import Registration
 from coordinator.reporting import snapshot_info
+from coordinator.retention import Retention
+from coordinator.settings import Settings
 from coordinator.status import ANSWER_WITHIN_S, coordinator_status
 from coordinator.wire.errors import CATALOG, Problem, Reason, SafepointError, refuse
 from coordinator.wire.ids import OperationId, SnapshotId, is_rollout_id, is_wire_id
@@ -220,6 +222,7 @@ class CoordinatorService(coordinator_service_pb2_grpc.CoordinatorServicer):
         time_budget(context)
         size = min(request.page_size or DEFAULT_PAGE, MAX_PAGE)
         listing = await asyncio.to_thread(self._operations.store.list)
+        pinned = await asyncio.to_thread(pruning.pins, self._operations.store)
         found = list(listing.snapshots)
         start = 0
         if request.page_token:
@@ -231,7 +234,7 @@ class CoordinatorService(coordinator_service_pb2_grpc.CoordinatorServicer):
         page = found[start : start + size]
         more = start + size < len(found)
         return pb.ListSnapshotsResponse(
-            snapshots=[snapshot_info(manifest) for manifest in page],
+            snapshots=[snapshot_info(manifest, pinned.get(manifest.snapshot_id, "")) for manifest in page],
             next_page_token=page[-1].snapshot_id if page and more else "",
             invalid=dict(list(listing.invalid.items())[:MAX_INVALID]),
         )
@@ -264,12 +267,28 @@ class CoordinatorService(coordinator_service_pb2_grpc.CoordinatorServicer):
     async def PruneSnapshots(self, request: pb.PruneSnapshotsRequest, context: Context) -> pb.PruneSnapshotsResponse:
         time_budget(context)
         operations = self._operations
-        spared = await asyncio.to_thread(operations.store.spared, request.keep_last)  # reads: before the lock
+        retention = _retention(request, operations.settings)
+        spared = await asyncio.to_thread(pruning.spared, operations.store, retention)  # reads: before the lock
         async with operations.storage_lock:
             pruned = await asyncio.to_thread(
-                operations.store.prune, request.keep_last, operations.in_use() | spared, request.dry_run
+                pruning.prune, operations.store, retention, operations.in_use(), dry_run=request.dry_run, spare=spared
             )
-        return pb.PruneSnapshotsResponse(deleted=pruned.deleted, size_bytes=pruned.size_bytes)
+        kept = dict(islice(pruned.kept.items(), MAX_INVALID))
+        return pb.PruneSnapshotsResponse(deleted=pruned.deleted, size_bytes=pruned.size_bytes, kept=kept)
+
+    async def PinSnapshot(self, request: pb.PinSnapshotRequest, context: Context) -> pb.PinSnapshotResponse:
+        time_budget(context)
+        operations, snapshot_id = self._operations, _snapshot_id(request.snapshot_id)
+        async with operations.storage_lock:  # a prune that has looked already would delete it all the same
+            manifest = await asyncio.to_thread(pruning.pin, operations.store, snapshot_id, request.reason)
+        return pb.PinSnapshotResponse(snapshot=snapshot_info(manifest, request.reason))
+
+    async def UnpinSnapshot(self, request: pb.UnpinSnapshotRequest, context: Context) -> pb.UnpinSnapshotResponse:
+        time_budget(context)
+        operations, snapshot_id = self._operations, _snapshot_id(request.snapshot_id)
+        async with operations.storage_lock:
+            reason = await asyncio.to_thread(pruning.unpin, operations.store, snapshot_id)
+        return pb.UnpinSnapshotResponse(pin_reason=reason)
 
     # ---- within -----------------------------------------------------------------------------------------------------
 
@@ -359,6 +378,14 @@ def _snapshot_id(text: str) -> SnapshotId:
     if not is_wire_id(text):
         raise refuse(Reason.MALFORMED_ID, f"{text[:130]!r} is no snapshot_id.")
     return SnapshotId(text)
+
+
+def _retention(request: pb.PruneSnapshotsRequest, settings: Settings) -> Retention:
+    """What the caller asks for; what it leaves open is as configured."""
+    every = request.keep_every if request.HasField("keep_every") else settings.keep_every
+    interval = request.keep_interval
+    interval_s = interval.ToMilliseconds() / 1e3 if request.HasField("keep_interval") else settings.keep_interval_s
+    return Retention(request.keep_last, every, interval_s)
 
 
 def _finding(found: Finding) -> pb.Finding:

@@ -69,6 +69,7 @@ RULES = (
     *(Rule(name, NO_IO | WIRE_PURE) for name in sorted(WIRE_PURE)),
     Rule("coordinator.wire.*", STDLIB | GRPC | {"coordinator.wire"}),
     Rule("coordinator.protocol*", NO_IO | {"coordinator.protocol"} | WIRE_PURE),
+    Rule("coordinator.retention", NO_IO | WIRE_PURE),
     Rule("coordinator.ray_host", COORDINATOR | {"ray"}),
     Rule("coordinator.demo.network", STDLIB | {"torch", "coordinator.demo"}),
     Rule("coordinator.demo.policy", STDLIB | {"torch", "coordinator.demo", "aiohttp"}),

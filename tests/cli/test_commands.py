@@ -35,7 +35,8 @@ async def test_json_is_one_document_and_nothing_else(safepoint: Safepoint, fake:
     for arguments in (
         ("save", "s"), ("restore", "step-40"), ("resume",), ("abort",), ("status", "--rollouts", "2"), ("topology",),
         ("why", "--events"), ("snapshots", "ls"), ("snapshots", "show"), ("snapshots", "verify"),
-        ("snapshots", "prune", "--keep", "1", "--dry-run"), ("version",),
+        ("snapshots", "prune", "--keep", "1", "--dry-run"), ("snapshots", "pin", "step-40", "--reason", "why"),
+        ("snapshots", "unpin", "step-40"), ("version",),
     ):  # fmt: skip
         ran = await safepoint(*arguments, "--json")
         assert ran.code == 0, arguments

@@ -63,6 +63,7 @@ class FakeCoordinator(CoordinatorServicer):
     budgets: list[float] = field(default_factory=list)
     published: list[str] = field(default_factory=list)
     damaged: dict[str, Reason] = field(default_factory=dict)
+    pins: dict[str, str] = field(default_factory=dict)
     invalid: dict[str, str] = field(default_factory=dict)
     metadata: dict[str, str] = field(default_factory=dict)  # of the snapshot that is restored
     rollouts: list[manifest_pb2.LedgerEntry] = field(default_factory=list)
@@ -292,7 +293,19 @@ class FakeCoordinator(CoordinatorServicer):
         gone = self.published[request.keep_last :]
         if not request.dry_run:
             del self.published[request.keep_last :]
-        return pb.PruneSnapshotsResponse(deleted=gone, size_bytes=1000 * len(gone))
+        kept = dict.fromkeys(self.published[: request.keep_last], "it is the newest")
+        return pb.PruneSnapshotsResponse(deleted=gone, size_bytes=1000 * len(gone), kept=kept)
+
+    async def PinSnapshot(self, request, context):
+        await self._unary("PinSnapshot", request, context)
+        self.pins[request.snapshot_id] = request.reason
+        return pb.PinSnapshotResponse(
+            snapshot=pb.SnapshotInfo(snapshot_id=request.snapshot_id, pin_reason=request.reason)
+        )
+
+    async def UnpinSnapshot(self, request, context):
+        await self._unary("UnpinSnapshot", request, context)
+        return pb.UnpinSnapshotResponse(pin_reason=self.pins.pop(request.snapshot_id, ""))
 
     async def RetireRollouts(self, request, context):
         await self._unary("RetireRollouts", request, context)

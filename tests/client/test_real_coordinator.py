@@ -168,8 +168,17 @@ async def test_the_command_works_on_a_root_with_and_without_its_coordinator(flee
         await safepoint("snapshots", "show", "--rollouts", "--json")
     ).out
     assert (await safepoint("snapshots", "prune", "--keep", "1", *root)).code == 4, "a coordinator runs on it"
+    assert (await safepoint("snapshots", "pin", "step-1", "-m", "figure 3", *root)).code == 4, "likewise"
+    assert (await safepoint("snapshots", "pin", "step-1", "-m", "figure 3")).out == "step-1 is pinned: figure 3\n"
+    dry = await safepoint("snapshots", "prune", "--keep", "2", "--dry-run")
+    assert "keeps step-1: it is pinned: figure 3" in dry.out
+    assert "pinned: step-1: figure 3" in (await safepoint("snapshots", "ls", *root)).out
+    assert (await safepoint("snapshots", "unpin", "step-1")).code == 0
     assert (await safepoint("snapshots", "prune", "--keep", "2", "--json")).json()["deleted"] == ["step-1"]
     await fleet.coordinator.kill()
+    assert (await safepoint("snapshots", "pin", "step-2", "-m", "why", *root)).code == 0
+    assert (await safepoint("snapshots", "prune", "--keep", "1", "--json", *root)).json()["deleted"] == []
+    assert (await safepoint("snapshots", "unpin", "step-2", *root)).code == 0
     gone = await safepoint("snapshots", "prune", "--keep", "1", "--json", *root)
     assert gone.json()["deleted"] == ["step-2"]
     assert (await safepoint("snapshots", "verify", *root)).out.startswith("step-3 is whole: ")

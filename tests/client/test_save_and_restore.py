@@ -163,6 +163,12 @@ async def test_lists_topology_status_prune_retire_and_explain_pass_through(
     assert listed.invalid == {"e": "no manifest"}
     assert (await driver.do("prune", 3, dry_run=True)).deleted == ["a"]
     assert (await driver.do("prune", 3)).deleted == ["a"]
+    assert (await driver.do("prune", 1, keep_every=0, keep_interval=60)).kept == {"d": "it is the newest"}
+    asked = fake.requests("PruneSnapshots")
+    assert [r.HasField("keep_every") for r in asked] == [False, False, True], "silence is not zero"
+    assert asked[-1].keep_interval.seconds == 60
+    assert (await driver.do("pin", "d", "figure 3")).pin_reason == "figure 3"
+    assert [await driver.do("unpin", "d") for _ in range(2)] == ["figure 3", ""]
     assert (await driver.do("verify", "d")).files == 4
     assert (await driver.do("topology")).participants[0].capabilities.participant_id == "agent"
     status = await driver.do("status", participants=True, max_rollouts=1)

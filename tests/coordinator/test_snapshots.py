@@ -12,12 +12,13 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from safepoint.v1 import capabilities_pb2, manifest_pb2
 
-from coordinator import ledger_lines
+from coordinator import ledger_lines, pruning
 from coordinator.protocol.ledger import Line
 from coordinator.protocol.operation import Operation
 from coordinator.protocol.proofs import Committed
 from coordinator.protocol.topology import Participant, Topology
 from coordinator.publication import Cut, Publisher
+from coordinator.retention import Retention
 from coordinator.snapshots import SnapshotStore
 from coordinator.wire.beneath import Directory
 from coordinator.wire.errors import Reason, SafepointError
@@ -42,7 +43,9 @@ def store(tmp_path: Path) -> SnapshotStore:
     return SnapshotStore(tmp_path / "root", "job-1")
 
 
-def make(store: SnapshotStore, name: str, publisher: Publisher | None = None) -> manifest_pb2.SnapshotManifest:
+def make(
+    store: SnapshotStore, name: str, publisher: Publisher | None = None, step: str = "7"
+) -> manifest_pb2.SnapshotManifest:
     """A snapshot of one agent with two rollouts, made by the code that makes real ones."""
     snapshot_id = SnapshotId(name)
     operation = Operation(OperationKind.SAVE, OperationId(f"save-{name}"), snapshot_id)
@@ -75,7 +78,7 @@ def make(store: SnapshotStore, name: str, publisher: Publisher | None = None) ->
             ),
         )
     )
-    cut = Cut(operation, topology, {AGENT: proof}, {"step": "7"})
+    cut = Cut(operation, topology, {AGENT: proof}, {"step": step})
     return (publisher or Publisher(store, epoch=1)).publish(cut, lambda: None).manifest
 
 
@@ -175,7 +178,7 @@ def test_links_are_refused_and_nothing_changes(store: SnapshotStore, tmp_path: P
     before = contents(tmp_path)
     assert refused(store.verify, "step-1").reason is Reason.SNAPSHOT_UNSAFE
     store.list()
-    store.prune(1, (), dry_run=False)
+    pruning.prune(store, Retention(1))
     assert contents(tmp_path) == before
     assert victim.is_symlink()
 
@@ -209,37 +212,6 @@ def test_unlisted_files_are_reported_and_ignored(store: SnapshotStore, tmp_path:
     (folder / "agent" / "extra").write_text("?")
     (folder / "extra").symlink_to("/etc/passwd")
     assert store.verify("step-1").unlisted == ("agent/extra", "extra")
-
-
-def test_prune_keeps_the_newest_and_what_is_in_use_and_takes_leavings(store: SnapshotStore, tmp_path: Path) -> None:
-    publisher = Publisher(store, 1)
-    for n in range(4):
-        make(store, f"step-{n}", publisher)
-    store.begin(SnapshotId("failed"))
-    store.begin(SnapshotId("being-saved"))
-    folder = tmp_path / "root" / "snapshots"
-    damaged = folder / "step-1" / "manifest.json"
-    damaged.write_bytes(damaged.read_bytes()[:-1])
-    in_use = ("step-0", "being-saved")
-    dry = store.prune(1, in_use, dry_run=True)
-    assert dry.deleted == ("step-2", "failed")
-    assert dry.size_bytes > 0
-    assert len(list(folder.iterdir())) == 6
-    assert store.prune(1, in_use, dry_run=False) == dry
-    assert sorted(p.name for p in folder.iterdir()) == ["being-saved", "step-0", "step-1", "step-3"]
-    assert refused(store.prune, 0, (), False).reason is Reason.INVALID_ARGUMENT
-
-
-def test_a_deletion_that_was_interrupted_leaves_no_snapshot_and_is_finished(
-    store: SnapshotStore, tmp_path: Path
-) -> None:
-    make(store, "step-1")
-    folder = tmp_path / "root" / "snapshots"
-    (folder / "step-1").rename(folder / ".gone-step-1-abcd")
-    assert store.list().snapshots == ()
-    assert store.list().invalid == {}
-    store.prune(1, (), dry_run=False)
-    assert list(folder.iterdir()) == []
 
 
 def test_a_published_snapshot_is_never_discarded(store: SnapshotStore, tmp_path: Path) -> None:
@@ -338,5 +310,5 @@ def test_any_damage_is_refused_with_a_reason_and_without_a_change(
     assert refused(damaged.verify, "step-1").reason in REFUSALS
     assert damaged.published_by(SnapshotId("step-1"), "save-step-1") is None or victim != folder / "manifest.json"
     damaged.list()
-    damaged.prune(1, (), dry_run=True)
+    pruning.prune(damaged, Retention(1), dry_run=True)
     assert contents(root) == before

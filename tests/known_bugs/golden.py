@@ -67,6 +67,8 @@ async def printed() -> dict[str, list[str]]:
             "snapshots show --rollouts": ("snapshots", "show", "step-40", "--rollouts"),
             "snapshots verify": ("snapshots", "verify", "step-40"),
             "snapshots prune": ("snapshots", "prune", "--keep", "1", "--dry-run"),
+            "snapshots pin": ("snapshots", "pin", "step-40", "--reason", "why"),
+            "snapshots unpin": ("snapshots", "unpin", "step-40"),
         }
         for name, arguments in commands.items():
             if name == "status":

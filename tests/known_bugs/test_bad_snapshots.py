@@ -14,7 +14,9 @@ from pathlib import Path
 import pytest
 from safepoint.v1 import coordinator_service_pb2 as pb
 
+from coordinator import pruning
 from coordinator.client import AsyncClient
+from coordinator.retention import Retention
 from coordinator.snapshots import SnapshotStore
 from coordinator.wire.errors import CATALOG, Reason, Refused, SafepointError
 from tests.coordinator.conftest import Bench, unary, until
@@ -211,7 +213,7 @@ def test_a_crash_at_any_write_of_a_save_and_its_pruning_leaves_a_whole_snapshot(
             made = crash_at(number, patch)
             try:
                 make(store, "step-2")
-                store.prune(1, (), dry_run=False)
+                pruning.prune(store, Retention(1))
                 done = True
             except Crash:
                 done = False
@@ -221,7 +223,7 @@ def test_a_crash_at_any_write_of_a_save_and_its_pruning_leaves_a_whole_snapshot(
         for name in listed:
             again.verify(name)
         assert "step-1" in listed or listed == ["step-2"], "the old one goes only when the new one is whole"
-        again.prune(1, (), dry_run=False)
+        pruning.prune(again, Retention(1))
         assert len(again.list().snapshots) == 1
         assert not [n for n in os.listdir(root / "snapshots") if n.startswith(".")], "leavings go with the next pruning"
         shutil.rmtree(root)

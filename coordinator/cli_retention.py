@@ -1,0 +1,173 @@
+"""Commands that decide which snapshots stay: prune, pin, unpin.
+
+They ask the coordinator, or with --root work on a snapshot root themselves. The rule: without a coordinator nothing is
+deleted or pinned while one may be using the root.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from coordinator.cli_options import (
+    DEFAULT_WAIT_S,
+    ROOT_VARIABLE,
+    AsJson,
+    Target,
+    Timeout,
+    TokenFile,
+    Wait,
+    folder,
+    make_client,
+)
+from coordinator.cli_output import emit, reporting, say
+from coordinator.cli_snapshots import OfflineRoot, SnapshotName, named, newest, open_store
+from coordinator.wire.errors import Reason, SafepointError, Unanswered, refuse
+
+
+def prune(
+    keep: Annotated[int, typer.Option("--keep", "--keep-last", min=1, help="How many of the newest stay.")],
+    keep_every: Annotated[
+        int | None,
+        typer.Option(
+            "--keep-every",
+            min=0,
+            metavar="STEPS",
+            help="Keep also the oldest of each so many steps (--meta step=N). [default: as the coordinator is set]",
+        ),
+    ] = None,
+    keep_interval: Annotated[
+        float | None,
+        typer.Option(
+            "--keep-interval",
+            min=0,
+            metavar="S",
+            help="Keep also the oldest of each so many seconds. [default: as the coordinator is set]",
+        ),
+    ] = None,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Only say what would be deleted, and why the rest stays.")
+    ] = False,
+    root: OfflineRoot = "",
+    timeout: Timeout = None,
+    target: Target = "",
+    token_file: TokenFile = "",
+    wait: Wait = DEFAULT_WAIT_S,
+    as_json: AsJson = False,
+) -> None:
+    """Delete old snapshots and leavings; never the newest whole one, nor one that is pinned or being restored.
+
+    Example: safepoint snapshots prune --keep 3 --keep-every 100 --dry-run
+    """
+    from coordinator.client_results import size_text
+
+    with reporting(as_json):
+        if root:
+            from coordinator import pruning
+            from coordinator.retention import Retention
+
+            store = open_store(root, as_json)
+            refuse_beside_a_coordinator(folder(root), token_file)
+            retention = Retention(keep, keep_every or 0, keep_interval or 0.0)
+            pruned = pruning.prune(store, retention, dry_run=dry_run, spare=pruning.spared(store, retention))
+            deleted, size, kept = list(pruned.deleted), pruned.size_bytes, dict(pruned.kept)
+        else:
+            with make_client(target, os.environ.get(ROOT_VARIABLE, ""), token_file, wait, as_json) as client:
+                answer = client.prune(
+                    keep, keep_every=keep_every, keep_interval=keep_interval, dry_run=dry_run, timeout=timeout
+                )
+            deleted, size, kept = list(answer.deleted), answer.size_bytes, dict(answer.kept)
+        if as_json:
+            stays = [{"snapshot_id": name, "why": why} for name, why in kept.items()]
+            emit({"deleted": deleted, "size_bytes": size, "dry_run": dry_run, "kept": stays})
+            return
+        verb = "would delete" if dry_run else "deleted"
+        say(f"{verb} {', '.join(deleted) or 'nothing'}" + (f", {size_text(size)}" if deleted else ""))
+        if dry_run:
+            for name, why in kept.items():
+                say(f"keeps {name}: {why}")
+
+
+def pin(
+    snapshot: SnapshotName,
+    reason: Annotated[str, typer.Option("--reason", "-m", help="Why it must stay, for people.", metavar="TEXT")],
+    root: OfflineRoot = "",
+    timeout: Timeout = None,
+    target: Target = "",
+    token_file: TokenFile = "",
+    wait: Wait = DEFAULT_WAIT_S,
+    as_json: AsJson = False,
+) -> None:
+    """Keep a snapshot from being pruned, until it is unpinned.
+
+    Example: safepoint snapshots pin step-40 --reason "the paper's figure 3"
+    """
+    with reporting(as_json):
+        if root:
+            from coordinator import pruning
+
+            store = open_store(root, as_json)
+            refuse_beside_a_coordinator(folder(root), token_file)
+            name = newest(store) if snapshot == "latest" else snapshot
+            pruning.pin(store, name, reason)
+        else:
+            with make_client(target, os.environ.get(ROOT_VARIABLE, ""), token_file, wait, as_json) as client:
+                name = named(client.snapshots().published, snapshot).snapshot_id if snapshot == "latest" else snapshot
+                client.pin(name, reason, timeout=timeout)
+        if as_json:
+            emit({"snapshot_id": name, "pin_reason": reason})
+        else:
+            say(f"{name} is pinned: {reason}")
+
+
+def unpin(
+    snapshot: Annotated[str, typer.Argument(help="The snapshot.", metavar="SNAPSHOT")],
+    root: OfflineRoot = "",
+    timeout: Timeout = None,
+    target: Target = "",
+    token_file: TokenFile = "",
+    wait: Wait = DEFAULT_WAIT_S,
+    as_json: AsJson = False,
+) -> None:
+    """Take a pin away; nothing is deleted by it.
+
+    Example: safepoint snapshots unpin step-40
+    """
+    with reporting(as_json):
+        if root:
+            from coordinator import pruning
+
+            store = open_store(root, as_json)
+            refuse_beside_a_coordinator(folder(root), token_file)
+            reason = pruning.unpin(store, snapshot)
+        else:
+            with make_client(target, os.environ.get(ROOT_VARIABLE, ""), token_file, wait, as_json) as client:
+                reason = client.unpin(snapshot, timeout=timeout)
+        if as_json:
+            emit({"snapshot_id": snapshot, "pin_reason": reason})
+        else:
+            say(f"{snapshot} is not pinned any more: {reason}" if reason else f"{snapshot} was not pinned")
+
+
+def refuse_beside_a_coordinator(root: str, token_file: str) -> None:
+    """Raises Refused(SNAPSHOT_IN_USE) when a coordinator answers at the root: only it knows what is being restored."""
+    from coordinator.client import Budgets, Client
+
+    address = Path(root) / "coordinator" / "address.json"
+    if not address.exists():
+        return
+    with Client(f"file:{address}", token_file=token_file or None, budgets=Budgets(0, 0, 0)) as client:
+        try:
+            client.status(timeout=2.0)
+        except Unanswered:
+            return
+        except SafepointError:
+            pass  # it lives, and does not like our token
+    raise refuse(
+        Reason.SNAPSHOT_IN_USE,
+        f"A coordinator runs on {root}.",
+        next_step="Leave out --root: the coordinator knows what is being restored.",
+    )

@@ -1,0 +1,286 @@
+"""Snapshots as they are read: opened, listed, loaded, verified. Nothing here changes a byte.
+
+The rule: a snapshot exists if and only if its manifest is there and verifies; what is damaged, foreign, newer or hostile is
+refused with the reason, and never taken for one. A list reads manifests and sizes, `verify` every byte.
+
+    <root>/snapshots/<snapshot_id>/manifest.json        SnapshotManifest, written last
+    <root>/snapshots/<snapshot_id>/ledger.jsonl         one LedgerEntry a line
+    <root>/snapshots/<snapshot_id>/<participant_id>/    what that participant wrote
+    <root>/snapshots/.gone-<snapshot_id>-<random>       being deleted; no snapshot any more
+
+Everything here blocks: callers on an event loop use a thread. Safe for several threads.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Generator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Final
+
+from safepoint.v1 import manifest_pb2
+
+from coordinator import ledger_lines
+from coordinator.protocol import ledger
+from coordinator.wire.beneath import Directory, FileDigest
+from coordinator.wire.errors import Reason, SafepointError, refuse
+from coordinator.wire.ids import is_wire_id
+from coordinator.wire.manifest_file import (
+    MANIFEST_NAME,
+    MAX_UNLISTED,
+    is_sha256,
+    is_void,
+    read_participant_manifest,
+    read_snapshot_manifest,
+    verify_files,
+)
+from coordinator.wire.terms import Phase, RolloutState
+
+LEDGER_NAME: Final = "ledger.jsonl"
+MAX_LEDGER_LINE: Final = 64 << 10
+SNAPSHOTS: Final = "snapshots"
+GONE: Final = ".gone-"
+
+
+@dataclass(frozen=True, slots=True)
+class Verification:
+    """What was read to verify a snapshot: files and bytes, and the files that nobody vouches for (at most 100)."""
+
+    manifest: manifest_pb2.SnapshotManifest
+    files: int
+    size_bytes: int
+    unlisted: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Listing:
+    """Published snapshots, newest first, and directories that hold none, with the reason."""
+
+    snapshots: tuple[manifest_pb2.SnapshotManifest, ...]
+    invalid: dict[str, str]
+
+
+class SnapshotReader:
+    """The snapshots of `job_id` below `root`. Makes nothing: a root that is not there raises STORAGE_FAILED."""
+
+    def __init__(self, root: str | os.PathLike[str], job_id: str) -> None:
+        self.root = Path(root)
+        self.job_id = job_id
+
+    def open(self, snapshot_id: str) -> Directory:
+        """The directory of a snapshot, published or not. Raises SNAPSHOT_NOT_FOUND, MALFORMED_ID, SNAPSHOT_UNSAFE."""
+        if not is_wire_id(snapshot_id):
+            raise refuse(Reason.MALFORMED_ID, f"{snapshot_id[:130]!r} is no snapshot_id.")
+        with self.snapshots() as snapshots:
+            try:
+                return snapshots.child(snapshot_id)
+            except FileNotFoundError:
+                raise _not_found(snapshot_id) from None
+
+    def load(self, snapshot_id: str) -> manifest_pb2.SnapshotManifest:
+        """The manifest of a published snapshot; its files are not read.
+
+        Raises SNAPSHOT_NOT_FOUND, SNAPSHOT_CORRUPT, SNAPSHOT_TOO_NEW, SNAPSHOT_UNSAFE, SNAPSHOT_FOREIGN.
+        """
+        with self.open(snapshot_id) as directory:
+            return self._manifest(directory, snapshot_id)
+
+    def verify(self, snapshot_id: str) -> Verification:
+        """Read every byte of a snapshot and compare all digests. Raises as `load`; the message names the file."""
+        with self.open(snapshot_id) as directory:
+            manifest = self._manifest(directory, snapshot_id)
+            files, size, unlisted = 1, 0, list[str]()
+            for reference in manifest.participants:
+                if not reference.manifest_sha256:
+                    continue
+                blamed = blamed_on(reference.participant_id)
+                with blamed, _participant_directory(directory, reference.participant_id) as part:
+                    found, stored = _participant_manifest(part, reference)
+                    _check_belongs(found, manifest, reference.participant_id)
+                    verified = verify_files(part, found)
+                files += verified.files + 1
+                size += verified.size_bytes + stored.size_bytes
+                unlisted += [f"{reference.participant_id}/{path}" for path in verified.unlisted]
+            size += self._check_ledger(directory, manifest).size_bytes
+            _check_balance(directory, manifest)
+            known = {MANIFEST_NAME, LEDGER_NAME} | {
+                r.participant_id for r in manifest.participants if r.manifest_sha256
+            }
+            unlisted += [name for name in directory.names() if name not in known]
+            return Verification(manifest, files, size, tuple(unlisted[:MAX_UNLISTED]))
+
+    def part_totals(self, reference: manifest_pb2.ParticipantRef, snapshot_id: str) -> dict[str, int]:
+        """The rollouts of one participant's own ledger, by the lower-case name of their state. Raises as `load`."""
+        with self.open(snapshot_id) as directory, _participant_directory(directory, reference.participant_id) as part:
+            totals = _participant_manifest(part, reference)[0].totals
+        return {state.name.lower(): getattr(totals, state.name.lower()) for state in RolloutState if state}
+
+    def ledger(self, snapshot_id: str) -> Generator[bytes]:
+        """The lines of a snapshot's ledger, after its digest was compared. Raises as `load`."""
+        with self.open(snapshot_id) as directory:
+            self._check_ledger(directory, self._manifest(directory, snapshot_id))
+            yield from directory.lines(LEDGER_NAME, MAX_LEDGER_LINE)
+
+    def list(self) -> Listing:
+        """What is there. A directory without a valid manifest is listed with why, and never restored.
+
+        Reads manifests and no ledger: a byte that has changed elsewhere is found by `verify`, which a restore begins with.
+        Newest first: by the epoch of the coordinator that published, then by its clock.
+        """
+        valid: list[manifest_pb2.SnapshotManifest] = []
+        invalid: dict[str, str] = {}
+        with self.snapshots() as snapshots:
+            for name in snapshots.names():
+                if name.startswith(GONE):
+                    continue
+                try:
+                    if not is_wire_id(name):
+                        raise refuse(Reason.SNAPSHOT_UNSAFE, f"{name[:130]!r} is no snapshot_id.")
+                    with snapshots.child(name) as directory:
+                        manifest = self._manifest(directory, name)
+                        self._check_complete(directory, manifest)
+                        valid.append(manifest)
+                except SafepointError as error:
+                    invalid[name] = error.problem.message
+                except FileNotFoundError:
+                    pass  # deleted in between
+        valid.sort(key=_age, reverse=True)
+        return Listing(tuple(valid), invalid)
+
+    def snapshots(self) -> Directory:
+        """The directory that all snapshots are in. Raises STORAGE_FAILED when it is gone."""
+        try:
+            with Directory.open(self.root) as top:
+                return top.child(SNAPSHOTS)
+        except FileNotFoundError:
+            raise refuse(Reason.STORAGE_FAILED, f"The snapshot root {self.root} is gone.") from None
+
+    def _manifest(self, directory: Directory, snapshot_id: str) -> manifest_pb2.SnapshotManifest:
+        try:
+            if is_void(directory):
+                raise _not_found(snapshot_id)
+            manifest, _ = read_snapshot_manifest(directory)
+        except FileNotFoundError:
+            raise _not_found(snapshot_id) from None
+        if manifest.job_id != self.job_id:
+            raise refuse(
+                Reason.SNAPSHOT_FOREIGN,
+                f"The snapshot {snapshot_id} belongs to job {manifest.job_id}, not {self.job_id}.",
+            )
+        if manifest.snapshot_id != snapshot_id:
+            raise refuse(
+                Reason.SNAPSHOT_FOREIGN, f"The directory {snapshot_id} holds the snapshot {manifest.snapshot_id}."
+            )
+        return manifest
+
+    def _check_ledger(self, directory: Directory, manifest: manifest_pb2.SnapshotManifest) -> FileDigest:
+        where = directory.path / LEDGER_NAME
+        try:
+            found = directory.digest(LEDGER_NAME)
+        except FileNotFoundError:
+            raise refuse(Reason.SNAPSHOT_CORRUPT, f"{where} is missing.") from None
+        if found != FileDigest(manifest.ledger_size_bytes, manifest.ledger_sha256):
+            raise refuse(Reason.SNAPSHOT_CORRUPT, f"{where} is damaged: its bytes are not those that were saved.")
+        return found
+
+    def _check_complete(self, directory: Directory, manifest: manifest_pb2.SnapshotManifest) -> None:
+        # Cheap, for lists: every part is there with the manifest that was bound, and the ledger, which may have a million
+        # lines, with its size. `verify` reads the bytes.
+        where = directory.path / LEDGER_NAME
+        try:
+            size = directory.size(LEDGER_NAME)
+        except FileNotFoundError:
+            raise refuse(Reason.SNAPSHOT_CORRUPT, f"{where} is missing.") from None
+        if size != manifest.ledger_size_bytes:
+            raise refuse(Reason.SNAPSHOT_CORRUPT, f"{where} is damaged: it has another size than what was saved.")
+        for reference in manifest.participants:
+            if reference.manifest_sha256:
+                with _participant_directory(directory, reference.participant_id) as part:
+                    _participant_manifest(part, reference)
+
+
+@contextmanager
+def blamed_on(participant_id: str, phase: Phase = Phase.UNSPECIFIED) -> Generator[None]:
+    """Whatever is wrong with a part of a snapshot is wrong with the one who wrote it."""
+    try:
+        yield
+    except SafepointError as error:
+        found = error.problem
+        filled = replace(found, participant_id=found.participant_id or participant_id, phase=found.phase or phase)
+        raise type(error)(filled) from error
+
+
+def participant_files(
+    directory: Directory, participant_id: str, manifest_sha256: str
+) -> tuple[Directory, manifest_pb2.ParticipantManifest]:
+    """The open directory of a participant and its manifest, which must be the one of that digest.
+
+    Raises SNAPSHOT_CORRUPT when either is missing or the manifest is another one.
+    """
+    part = _participant_directory(directory, participant_id)
+    try:
+        reference = manifest_pb2.ParticipantRef(participant_id=participant_id, manifest_sha256=manifest_sha256)
+        return part, _participant_manifest(part, reference)[0]
+    except BaseException:
+        part.close()
+        raise
+
+
+def _check_balance(directory: Directory, manifest: manifest_pb2.SnapshotManifest) -> None:
+    # Digests say that nothing was changed, not that it was right: a rollout in no state, or in two, would be lost.
+    where = str(directory.path / LEDGER_NAME)
+    lines = (ledger_lines.decode(raw, where) for raw in directory.lines(LEDGER_NAME, MAX_LEDGER_LINE))
+    totals = {state: getattr(manifest.totals, state.name.lower()) for state in RolloutState if state}
+    try:
+        ledger.balance(lines, totals)
+    except SafepointError as error:
+        if error.reason is not Reason.LEDGER_UNBALANCED:
+            raise
+        raise refuse(Reason.SNAPSHOT_CORRUPT, f"{where}: {error.problem.message}") from error
+
+
+def _participant_directory(directory: Directory, participant_id: str) -> Directory:
+    try:
+        return directory.child(participant_id)
+    except FileNotFoundError:
+        raise refuse(
+            Reason.SNAPSHOT_CORRUPT, f"{directory.path / participant_id} is missing.", participant_id=participant_id
+        ) from None
+
+
+def _participant_manifest(
+    part: Directory, reference: manifest_pb2.ParticipantRef
+) -> tuple[manifest_pb2.ParticipantManifest, FileDigest]:
+    where = part.path / MANIFEST_NAME
+    if not is_sha256(reference.manifest_sha256):
+        raise refuse(Reason.SNAPSHOT_CORRUPT, f"{where} has no digest.", participant_id=reference.participant_id)
+    try:
+        return read_participant_manifest(part, reference.manifest_sha256)
+    except FileNotFoundError:
+        raise refuse(Reason.SNAPSHOT_CORRUPT, f"{where} is missing.", participant_id=reference.participant_id) from None
+
+
+def _check_belongs(
+    found: manifest_pb2.ParticipantManifest, snapshot: manifest_pb2.SnapshotManifest, participant_id: str
+) -> None:
+    if (found.capabilities.participant_id, found.snapshot_id, found.operation_id) != (
+        participant_id,
+        snapshot.snapshot_id,
+        snapshot.operation_id,
+    ):
+        raise refuse(
+            Reason.SNAPSHOT_FOREIGN,
+            f"The part {participant_id} of {snapshot.snapshot_id} was written by {found.capabilities.participant_id} for "
+            f"{found.snapshot_id} in {found.operation_id}.",
+            participant_id=participant_id,
+        )
+
+
+def _age(manifest: manifest_pb2.SnapshotManifest) -> tuple[int, int, str]:
+    return (manifest.coordinator_epoch, manifest.create_time.ToNanoseconds(), manifest.snapshot_id)
+
+
+def _not_found(snapshot_id: str) -> SafepointError:
+    return refuse(Reason.SNAPSHOT_NOT_FOUND, f"No snapshot {snapshot_id} is published here.")
