@@ -332,10 +332,6 @@ class AsyncClient:
         request = requests.prune_request(keep_last, keep_every, keep_interval, dry_run)
         return await self._calls.ask("PruneSnapshots", "Prune", lambda stub: stub.PruneSnapshots, request, timeout)
 
-    async def retire(self, rollout_ids: Sequence[str], *, timeout: float | None = None) -> int:
-        """Forget rollouts whose results you have safe, any number of them; how many records were dropped.
-
-        Raises Unanswered naming participants that could not be told; repeat it then.
     async def pin(self, snapshot_id: str, reason: str, *, timeout: float | None = None) -> SnapshotSummary:
         """Keep a snapshot from being pruned until `unpin`; the reason is for people. Durable when this returns."""
         request = pb.PinSnapshotRequest(snapshot_id=requests.checked_snapshot_id(snapshot_id), reason=reason)
@@ -352,6 +348,10 @@ class AsyncClient:
         )
         return answer.pin_reason
 
+    async def retire(self, rollout_ids: Sequence[str], *, timeout: float | None = None) -> int:
+        """Forget rollouts whose results you have safe, any number of them; how many records were dropped.
+
+        Raises Unanswered naming participants that could not be told; repeat it then.
         """
         retired, missing = 0, dict[str, str]()
         for part in requests.checked_rollout_ids(list(rollout_ids)):

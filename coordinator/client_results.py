@@ -80,8 +80,8 @@ class SnapshotSummary:
     totals: Totals
     participant_ids: tuple[str, ...]
     topology_fingerprint: str
-    pin_reason: str = ""
     metadata: Mapping[str, str]
+    pin_reason: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -392,8 +392,8 @@ def summary_from(info: pb.SnapshotInfo) -> SnapshotSummary:
         totals_from(info.totals),
         tuple(info.participant_ids),
         info.topology_fingerprint,
-        info.pin_reason,
         dict(info.metadata),
+        info.pin_reason,
     )
 
 

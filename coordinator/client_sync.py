@@ -330,9 +330,6 @@ class Client:
         request = requests.prune_request(keep_last, keep_every, keep_interval, dry_run)
         return self._calls.ask("PruneSnapshots", "Prune", lambda stub: stub.PruneSnapshots, request, timeout)
 
-    def retire(self, rollout_ids: Sequence[str], *, timeout: float | None = None) -> int:
-        """Forget rollouts whose results you have safe, any number of them; how many records were dropped.
-
     def pin(self, snapshot_id: str, reason: str, *, timeout: float | None = None) -> SnapshotSummary:
         """Keep a snapshot from being pruned until `unpin`; the reason is for people. Durable when this returns."""
         request = pb.PinSnapshotRequest(snapshot_id=requests.checked_snapshot_id(snapshot_id), reason=reason)
@@ -346,6 +343,9 @@ class Client:
             "UnpinSnapshot", f"Unpin {snapshot_id}", lambda stub: stub.UnpinSnapshot, request, timeout
         )
         return answer.pin_reason
+
+    def retire(self, rollout_ids: Sequence[str], *, timeout: float | None = None) -> int:
+        """Forget rollouts whose results you have safe, any number of them; how many records were dropped.
 
         Raises Unanswered naming participants that could not be told; repeat it then.
         """

@@ -51,6 +51,8 @@ class Settings(BaseModel):
     commit_timeout_s: Seconds = 600.0
     restore_timeout_s: Seconds = 1800.0
     keep_last: Annotated[int, Field(ge=0)] = 0  # prune to so many after each save; 0 keeps all
+    keep_every: Annotated[int, Field(ge=0)] = 0  # and keep for good the oldest of each so many steps; 0: none
+    keep_interval_s: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.0  # and of each so many seconds; 0: none
 
     @field_validator("root")
     @classmethod
@@ -58,8 +60,6 @@ class Settings(BaseModel):
         # Coordinator, shims and a restarted actor have different working directories.
         if not Path(value).is_absolute():
             raise ValueError(f"must be an absolute path, not {value!r}")
-    keep_every: Annotated[int, Field(ge=0)] = 0  # and keep for good the oldest of each so many steps; 0: none
-    keep_interval_s: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.0  # and of each so many seconds; 0: none
         return value
 
     @field_validator("job_id")
