@@ -1,0 +1,91 @@
+"""The address record: where the coordinator of a root listens, and how a caller knows that it has reached that one.
+
+The rule: who was found by the record is held to it. A record may be old (another node's view of a shared directory, a
+coordinator that died), and its port may be somebody else's by now; so every call that was found by a record carries the
+record's nonce, and a coordinator that has another nonce refuses it before anything is done. The caller reads the record
+again then. A call to an address that a person wrote down carries none.
+
+    <root>/coordinator/address.json     {"address": "10.0.0.3:41873", "epoch": 7, "nonce": "9f2c..."}
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final, cast
+
+import grpc
+from grpc import aio
+
+from coordinator.wire.errors import Problem, Reason, Unanswered, refuse
+
+FILE: Final = "file:"
+MAX_BYTES: Final = 65_536
+NONCE_METADATA_KEY: Final = "safepoint-nonce"
+
+
+@dataclass(frozen=True, slots=True)
+class Record:
+    """A gRPC target, and what is known of the coordinator there: zero and empty when somebody wrote the target down."""
+
+    address: str
+    epoch: int = 0
+    nonce: str = ""
+
+    def metadata(self) -> tuple[tuple[str, str], ...]:
+        """What a call to it carries."""
+        return ((NONCE_METADATA_KEY, self.nonce),) if self.nonce else ()
+
+
+def look_up(target: str) -> Record:
+    """Where to dial now: `target` itself, or what the coordinator wrote into `file:PATH`. Read it again for each try.
+
+    Raises Unanswered while the file is not there or not readable: a coordinator that starts has yet to write it.
+    """
+    if not target.startswith(FILE):
+        return Record(target)
+    path = Path(target.removeprefix(FILE).removeprefix("//"))
+    try:
+        with path.open("rb") as stream:
+            loaded: object = json.loads(stream.read(MAX_BYTES))
+    except FileNotFoundError:
+        raise _nowhere(f"No coordinator's address is in {path}: none has written it yet.") from None
+    except (OSError, ValueError, RecursionError) as error:
+        raise _nowhere(f"No coordinator's address is in {path}: it cannot be read ({error}).") from error
+    fields = cast("dict[str, object]", loaded) if isinstance(loaded, dict) else {}
+    address, epoch, nonce = fields.get("address"), fields.get("epoch"), fields.get("nonce")
+    if not isinstance(address, str) or not address:
+        raise _nowhere(f"No coordinator's address is in {path}.")
+    return Record(address, epoch if isinstance(epoch, int) else 0, nonce if isinstance(nonce, str) else "")
+
+
+class NonceInterceptor(aio.ServerInterceptor):
+    """Refuses calls that were meant for another coordinator. Stands behind authentication: a stranger learns nothing."""
+
+    def __init__(self, nonce: str) -> None:
+        self._nonce = nonce
+
+    async def intercept_service(
+        self,
+        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[grpc.RpcMethodHandler[Any, Any] | None]],
+        handler_call_details: grpc.HandlerCallDetails,
+    ) -> grpc.RpcMethodHandler[Any, Any] | None:
+        metadata = dict(handler_call_details.invocation_metadata or ())
+        if metadata.get(NONCE_METADATA_KEY, self._nonce) != self._nonce:
+            return grpc.unary_unary_rpc_method_handler(_refuse)
+        return await continuation(handler_call_details)
+
+
+async def _refuse(_request: object, _context: aio.ServicerContext[Any, Any]) -> None:
+    raise refuse(
+        Reason.UNAVAILABLE, "This is not the coordinator that the address record named.",
+        next_step="Read the record again: the coordinator was started anew, or another one has its port.",
+    )  # fmt: skip
+
+
+def _nowhere(message: str) -> Unanswered:
+    return Unanswered(
+        Problem(Reason.UNREACHABLE, message, next_step="Start one with `safepoint coordinator`, or correct the path.")
+    )
