@@ -37,6 +37,7 @@ _OPEN_CALL_S: Final = 2.0
 
 async def recover(operations: Operations) -> None:
     """Settle what the journal holds: start driving it. Returns before it is settled. The last one owns the fence."""
+    await _tidy(operations)
     unfinished = list(operations.journal.contents.open.items())
     for operation_id, entries in unfinished:
         failpoints.reach("recovery.before_settle")
@@ -51,6 +52,22 @@ async def recover(operations: Operations) -> None:
         log.warning("the coordinator before this one did not end %s; settling it", operation_id)
         failpoints.reach("recovery.before_open")
         drive.start(core.Recover(operations.clock()))
+
+
+async def _tidy(operations: Operations) -> None:
+    """What a crash left on the disk and no record names. A disk that does not answer keeps it, and nobody from starting."""
+
+    async def finish_deletions() -> None:  # may be many gigabytes: nobody waits for it
+        try:
+            await asyncio.to_thread(operations.store.finish_deletions)
+        except SafepointError as error:
+            log.warning("what was being deleted is still there, prune deletes it: %s", error)
+
+    try:
+        await asyncio.to_thread(operations.store.forget_reserved)
+    except SafepointError as error:
+        log.warning("a name that was reserved may stay taken: %s", error)
+    operations.spawn(finish_deletions())
 
 
 async def _drive(operations: Operations, records: list[core.Record], begun: Entry, entries: list[Entry]) -> Drive:

@@ -11,6 +11,7 @@ meet an operation that writes the same snapshot.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import secrets
@@ -23,7 +24,7 @@ from coordinator.snapshot_reading import GONE, SNAPSHOTS, SnapshotReader
 from coordinator.wire import failpoints
 from coordinator.wire.beneath import Directory, FileDigest, storage_error
 from coordinator.wire.errors import Reason, SafepointError, refuse
-from coordinator.wire.ids import SnapshotId
+from coordinator.wire.ids import SnapshotId, is_wire_id
 from coordinator.wire.manifest_file import MANIFEST_NAME, VOID, is_void, write_snapshot_manifest
 
 _OWNER: Final = "owner.json"
@@ -102,6 +103,25 @@ class SnapshotStore(SnapshotReader):
             if error.reason is not Reason.SNAPSHOT_NOT_FOUND:  # without a directory nothing can be published
                 raise
         failpoints.reach("snapshots.after_void")
+
+    def forget_reserved(self) -> None:
+        """At a start: remove directories that were reserved and hold nothing. Raises STORAGE_FAILED.
+
+        A coordinator that dies between reserving and its first record leaves one that no journal knows, and the repeat of
+        that save would find its name taken. One that lives and has only just reserved it is replaced by us anyway.
+        """
+        with self.snapshots() as snapshots:
+            for name in snapshots.names():
+                if is_wire_id(name):
+                    snapshots.remove_empty(name)
+
+    def finish_deletions(self) -> None:
+        """At a start: delete what had been renamed away when the coordinator before us died. Raises STORAGE_FAILED."""
+        with self.snapshots() as snapshots:
+            for name in snapshots.names():
+                if name.startswith(GONE):
+                    with contextlib.suppress(FileNotFoundError):
+                        snapshots.remove_child(name)
 
     def published_by(self, snapshot_id: SnapshotId, operation_id: str) -> manifest_pb2.SnapshotManifest | None:
         """The manifest, if that operation has published it. Raises STORAGE_FAILED when the disk cannot say."""

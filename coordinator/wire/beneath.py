@@ -288,6 +288,18 @@ class Directory:
         except OSError as error:
             raise storage_error(error, f"removing {self.path / name}") from error
 
+    def remove_empty(self, name: str) -> bool:
+        """Remove a directory below this one that holds nothing; whether it did. Anything else stays as it is."""
+        (segment,) = segments(name)
+        try:
+            os.rmdir(segment, dir_fd=self._fd)
+            self.sync()
+        except OSError as error:
+            if error.errno in {errno.ENOTEMPTY, errno.EEXIST, errno.ENOENT, errno.ENOTDIR}:
+                return False
+            raise storage_error(error, f"removing {self.path / name}") from error
+        return True
+
     def rename_child(self, name: str, to: str) -> None:
         """Rename a directory within this one, durably."""
         (old,), (new,) = segments(name), segments(to)
