@@ -13,13 +13,18 @@ import yaml
 from typer.main import get_command
 
 from coordinator.cli import app
+from coordinator.cli_exit import MEANINGS, ExitCode
 from coordinator.client import Client, Reason
 from coordinator.settings import Settings
 from tests.client.fake_coordinator import FakeCoordinator, entries
 from tests.docs.render_tables import ROOT
 
 README = (ROOT / "README.md").read_text(encoding="utf-8")
-DOCUMENTS = ["README.md", "ARCHITECTURE.md", "CHANGELOG.md", "proto/README.md"]
+RUNBOOK = (ROOT / "docs" / "runbook.md").read_text(encoding="utf-8")
+DOCUMENTS = [
+    "README.md", "ARCHITECTURE.md", "CHANGELOG.md", "proto/README.md",
+    *(str(path.relative_to(ROOT)) for path in sorted((ROOT / "docs").glob("*.md"))),
+]  # fmt: skip
 
 
 def blocks(language: str) -> list[str]:
@@ -106,9 +111,11 @@ def test_there_is_no_python_block_without_a_test() -> None:
 
 
 def safepoint_lines() -> list[list[str]]:
-    lines = [shlex.split(line, comments=True) for block in blocks("bash") for line in block.splitlines()]
-    found = [line[1:] for line in lines if line[:1] == ["safepoint"]]
-    return found + [shlex.split(c)[1:] for c in re.findall(r"`(safepoint [a-z][^`]*)`", README) if "COMMAND" not in c]
+    shell = blocks("bash") + re.findall(r"^```bash\n(.*?)^```", RUNBOOK, re.DOTALL | re.MULTILINE)
+    lines = [shlex.split(line, comments=True) for block in shell for line in block.splitlines()]
+    found = [line[1 : line.index(">") if ">" in line else None] for line in lines if line[:1] == ["safepoint"]]
+    inline = re.findall(r"`(safepoint [a-z][^`]*)`", README + RUNBOOK)
+    return found + [shlex.split(text)[1:] for text in inline if "COMMAND" not in text]
 
 
 def test_the_readme_has_commands_to_check() -> None:
@@ -131,6 +138,13 @@ def test_every_command_of_the_readme_exists_with_its_options(words: list[str]) -
     known = {option for parameter in command.params for option in parameter.opts}
     used = [word.partition("=")[0] for word in rest if word.startswith("-")]
     assert set(used) <= known, (used, known)
+
+
+def test_the_runbook_has_a_part_for_every_exit_code_that_an_operation_can_end_with() -> None:
+    parts = dict(re.findall(r"^\*\*(\d+), (.*)\.\*\*$", RUNBOOK, re.MULTILINE))
+    for code in (ExitCode.UNANSWERED, ExitCode.DAMAGED, ExitCode.DRAIN, ExitCode.STORAGE, ExitCode.ACCESS, ExitCode.VOID,
+                 ExitCode.TOPOLOGY):  # fmt: skip
+        assert parts[str(int(code))].split(":")[0] in MEANINGS[code][0]
 
 
 def test_the_settings_file_of_the_readme_is_one() -> None:
