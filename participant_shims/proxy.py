@@ -41,14 +41,25 @@ LOST: Final = (ConnectionError, BrokenMessage, asyncio.IncompleteReadError, OSEr
 
 
 class Link(asyncio.StreamReaderProtocol):
-    """A connection with an event for "the peer has gone", which also comes while nobody reads."""
+    """A connection with an event for "the peer has gone", which also comes while nobody reads.
+
+    `sink`: gets what comes in the step in which it comes, instead of the reader. `on_gone`: called when the peer goes.
+    """
 
     def __init__(self, on_connected: Callable[[Link], None] | None = None) -> None:
         self.reader = asyncio.StreamReader(READ_BYTES * 2)
         super().__init__(self.reader)
         self.gone = asyncio.Event()
         self.writer: asyncio.StreamWriter | None = None
+        self.sink: Callable[[bytes], None] | None = None
+        self.on_gone: Callable[[], None] | None = None
         self._on_connected = on_connected
+
+    def data_received(self, data: bytes) -> None:
+        if self.sink is not None:
+            self.sink(data)
+        else:
+            super().data_received(data)
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         super().connection_made(transport)
@@ -58,12 +69,17 @@ class Link(asyncio.StreamReaderProtocol):
             self._on_connected(self)
 
     def eof_received(self) -> bool | None:
-        self.gone.set()
+        self._went()
         return super().eof_received()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        self.gone.set()
+        self._went()
         super().connection_lost(exc)
+
+    def _went(self) -> None:
+        self.gone.set()
+        if self.on_gone is not None:
+            self.on_gone()
 
     async def send(self, data: bytes) -> None:
         """Write, and wait while the peer is slow. Raises ConnectionError when it is gone."""
@@ -71,6 +87,11 @@ class Link(asyncio.StreamReaderProtocol):
             assert self.writer is not None  # set when the connection was made
             self.writer.write(data)
             await self.writer.drain()
+
+    def write(self, data: bytes) -> None:
+        """Write, whether the peer is slow or not: for what is bounded anyway."""
+        assert self.writer is not None
+        self.writer.write(data)
 
     def drop(self, *, now: bool) -> None:
         """Close; `now` without sending what is buffered, which the peer sees as a lost connection."""

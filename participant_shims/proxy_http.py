@@ -139,17 +139,22 @@ class Messages:
             data = await self._reader.read(READ_BYTES)
             if not data:
                 return None
-            if self._in_head:
-                self._head_bytes += len(data)
-                if self._head_bytes > MAX_HEAD_BYTES + READ_BYTES:
-                    raise BrokenMessage("the head is too long")
-            try:
-                self._parser.feed_data(data)
-            except self._tools.HttpParserUpgrade as upgrade:
-                self.raw = data[cast(int, upgrade.args[0]) :]
-            except self._tools.HttpParserError as error:
-                raise BrokenMessage(str(error)) from error
+            self.feed(data)
         return self._events.popleft()
+
+    def feed(self, data: bytes) -> deque[Event]:
+        """Parse what has come; the events that nobody has taken yet. Raises BrokenMessage for what is not HTTP."""
+        if self._in_head:
+            self._head_bytes += len(data)
+            if self._head_bytes > MAX_HEAD_BYTES + READ_BYTES:
+                raise BrokenMessage("the head is too long")
+        try:
+            self._parser.feed_data(data)
+        except self._tools.HttpParserUpgrade as upgrade:
+            self.raw = data[cast(int, upgrade.args[0]) :]
+        except self._tools.HttpParserError as error:
+            raise BrokenMessage(str(error)) from error
+        return self._events
 
     # ---- called by the parser -------------------------------------------------------------------------------------
 

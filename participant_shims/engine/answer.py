@@ -5,11 +5,11 @@ PURE. The rule: member by member what vLLM answers to the same request by itself
 
 from __future__ import annotations
 
-import json
 from typing import Any, cast
 
 from participant_shims.engine.record import Piece, Record
 from participant_shims.engine.request import Ask, Json
+from participant_shims.engine.text import dumps
 
 _ROLE = {"role": "assistant", "content": ""}
 
@@ -38,7 +38,7 @@ def stripped(chunk: Json, ask: Ask) -> Json | None:
 
 def event(chunk: Json) -> bytes:
     """A chunk on its way."""
-    return b"data: " + json.dumps(chunk, ensure_ascii=False, separators=(",", ":")).encode() + b"\n\n"
+    return b"data: " + dumps(chunk) + b"\n\n"
 
 
 def event_without(chunk: Json, ask: Ask) -> bytes:

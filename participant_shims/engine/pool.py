@@ -10,6 +10,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from participant_shims.engine.record import Record
+from participant_shims.engine.request import Ask
 from participant_shims.identity import CallIdentity
 
 
@@ -55,9 +56,9 @@ class Pool:
         for record in records:
             self.put(record)
 
-    def claim(self, digest: str, caller: CallIdentity | None) -> Record | None:
+    def claim(self, ask: Ask, caller: CallIdentity | None) -> Record | None:
         """The record that answers this question; it is gone from here then."""
-        waiting = self._by_digest.get(digest)
+        waiting = self._by_digest.get(ask.digest) if self._by_digest else None
         if not waiting:
             return None
         place = 0
@@ -73,7 +74,7 @@ class Pool:
             place = found[0]
         record = waiting.pop(place)
         if not waiting:
-            del self._by_digest[digest]
+            del self._by_digest[ask.digest]
         return record
 
     def retire(self, attempts: Sequence[tuple[str, int]]) -> int:

@@ -12,12 +12,13 @@ while the doors are closed and go one at a time with ours.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import logging
 import secrets
 import time
-from collections.abc import Callable
-from typing import Any, Final, TypeVar
+from collections.abc import Callable, Generator
+from typing import Final, TypeVar
 
 from coordinator.wire.terms import Activity
 from participant_shims.admission import ANONYMOUS, Doors, Entry
@@ -29,7 +30,7 @@ from participant_shims.engine.serving import Exchange, Serving
 from participant_shims.engine.stream import pieces, rewritten
 from participant_shims.identity import CallIdentity, from_headers
 from participant_shims.proxy import Link, Proxy, Upstream
-from participant_shims.proxy_http import Body, End, Head, Messages
+from participant_shims.proxy_http import Body, BrokenMessage, End, Head, Messages
 
 log = logging.getLogger(__name__)
 ResultT = TypeVar("ResultT")
@@ -56,7 +57,7 @@ class EngineProxy(Proxy):
         super().__init__(listen, upstream, doors, is_stale)
         self._control, self._pool, self._rejects = control, pool, rejects
         self.in_flight: dict[str, Record] = {}
-        self._working: dict[str, asyncio.Task[Any]] = {}
+        self._working: dict[str, Callable[[], None]] = {}
         self.spoke_at = 0.0
         self.serving = Serving(
             self._upstream, doors, pool, self.in_flight, self._dial, self._relay_as_it_came, self._spoke
@@ -146,9 +147,8 @@ class EngineProxy(Proxy):
             record = self._new_record(path, raw, caller)
             self.in_flight[record.request_id] = record
             at = Exchange(client, head, raw, entry, record, upstream)
-            working = asyncio.create_task(self.serving.serve(at))
-            self._working[record.request_id] = working
-            return await self._while_there(client, working)
+            with self._while_it_stays(client, record.request_id):
+                return await self.serving.serve(at)
         except BaseException as error:
             for line in {id(u): u for u in (upstream, at.upstream if at else None) if u is not None}.values():
                 line.link.drop(now=True)
@@ -159,14 +159,42 @@ class EngineProxy(Proxy):
             self._doors.leave(entry)
             if record is not None:
                 self.in_flight.pop(record.request_id, None)
-                self._working.pop(record.request_id, None)
 
     def end_all(self) -> list[str]:
         """Cut the connections of those whose engine has nothing more to say to them; their ids."""
         ended = list(self._working)
-        for working in self._working.values():
-            working.cancel()
+        for cut in list(self._working.values()):
+            cut()
         return ended
+
+    @contextlib.contextmanager
+    def _while_it_stays(self, client: Link, request_id: str) -> Generator[None]:
+        """Until it is done, the client leaves, or it is cut by `end_all`; the last two raise what is in LOST."""
+        task = asyncio.current_task()
+        assert task is not None
+        why: list[Exception] = []
+
+        def end(error: Exception) -> None:
+            if not why:
+                why.append(error)
+                task.cancel()
+
+        def left() -> None:
+            end(ConnectionResetError("the client left before its response"))
+
+        client.on_gone = left
+        self._working[request_id] = lambda: end(BrokenMessage("it was aborted, and nobody said so"))
+        try:
+            if client.gone.is_set():
+                raise ConnectionResetError("the client left before its response")
+            yield
+        except asyncio.CancelledError:
+            if not why or task.uncancel() > 0:
+                raise  # the proxy ends
+            raise why[0] from None
+        finally:
+            client.on_gone = None
+            self._working.pop(request_id, None)
 
     @staticmethod
     async def _while_there(client: Link, working: asyncio.Task[ResultT]) -> ResultT:

@@ -9,8 +9,10 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Final, cast
+
+from participant_shims.engine.text import loads
 
 Json = dict[str, Any]
 
@@ -62,10 +64,17 @@ class Ask:
 
     path: str
     body: Json
-    digest: str
     why_untouched: str = ""
     why_anew: str = ""
     parses: bool = False
+    _digest: list[str] = field(default_factory=list[str], compare=False)
+
+    @property
+    def digest(self) -> str:
+        """What was asked, made when it is wanted first: only who looks for a restored record wants it."""
+        if not self._digest:
+            self._digest.append(digest(self.path, self.body))
+        return self._digest[0]
 
     @property
     def chat(self) -> bool:
@@ -115,7 +124,7 @@ def read_ask(path: str, raw: bytes) -> Ask | None:
     if path not in PATHS:
         return None
     try:
-        loaded = json.loads(raw)
+        loaded = loads(raw)
     except (ValueError, RecursionError):
         return None
     if not isinstance(loaded, dict):
@@ -127,7 +136,7 @@ def make_ask(path: str, body: Json) -> Ask:
     """What `body` asks for at `path`."""
     untouched = _why_untouched(path, body)
     parses = path == CHAT and bool(body.get("tools")) and body.get("tool_choice") != "none"
-    return Ask(path, body, digest(path, body), untouched, untouched or _why_anew(body), parses)
+    return Ask(path, body, untouched, untouched or _why_anew(body), parses)
 
 
 def digest(path: str, body: Json) -> str:

@@ -7,7 +7,6 @@ connection that carries it is known to whoever has to cut it (`Exchange.upstream
 from __future__ import annotations
 
 import asyncio
-import json
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import dataclass
@@ -21,7 +20,8 @@ from participant_shims.engine.discovery import Engine
 from participant_shims.engine.pool import Pool
 from participant_shims.engine.record import Piece, Record, read_piece
 from participant_shims.engine.request import COMPLETIONS, Ask, Json, upstream_body
-from participant_shims.engine.stream import REWRITTEN, Chunks, Failure, Stream, nothing, pieces, rewritten
+from participant_shims.engine.stream import REWRITTEN, Chunks, Failure, Refusal, Stream, nothing, rewritten
+from participant_shims.engine.text import dumps
 from participant_shims.identity import CallIdentity
 from participant_shims.proxy import Link, Upstream
 from participant_shims.proxy_http import Body, End, Head, Header, encode_body, encode_end
@@ -32,14 +32,6 @@ DERENDER_S: Final = 30.0
 LABEL: Final = b"x-safepoint-continued"
 _JSON: Final[Header] = (b"content-type", b"application/json")
 _EVENTS: Final[Header] = (b"content-type", b"text/event-stream; charset=utf-8")
-
-
-class _Refusal(Exception):
-    """The engine answered something else than a stream; nothing has been generated."""
-
-    def __init__(self, head: Head, body: bytes) -> None:
-        super().__init__(head.status)
-        self.head, self.body = head, body
 
 
 @dataclass(slots=True)
@@ -94,7 +86,7 @@ class Serving:
             if not why:
                 try:
                     return await self._continue(at, restored)
-                except _Refusal as refusal:
+                except Refusal as refusal:
                     why = f"vLLM answered {refusal.head.status} to its continuation"
                     await self._redial(at)
                     self._in_flight[record.request_id] = record
@@ -104,7 +96,7 @@ class Serving:
         if not self._untouched(record.ask):
             try:
                 return await self._record(at)
-            except _Refusal as refusal:
+            except Refusal as refusal:
                 if refusal.head.status != 400:
                     await self._doors.hold(at.entry)
                     await at.client.send(rewritten(refusal.head, b"", refusal.body).encode() + refusal.body)
@@ -119,7 +111,7 @@ class Serving:
         if not record.ask.body:
             return None
         caller = CallIdentity(record.rollout_id, record.attempt, record.call_id) if record.rollout_id else None
-        restored = self._pool.claim(record.ask.digest, caller)
+        restored = self._pool.claim(record.ask, caller)
         if restored is None or restored.finished or restored.anew:
             return restored
         self._pool.tally.again += restored.cut_back(record.ask.max_tokens)
@@ -132,44 +124,51 @@ class Serving:
     # ---- recording ------------------------------------------------------------------------------------------------
 
     async def _record(self, at: Exchange) -> Upstream | None:
-        record, client, entry = at.record, at.client, at.entry
-        ask = record.ask
-        response = await self._ask(at, at.head.url, upstream_body(ask), record)
-        chunks = self._stream(at, record, lambda chunk, raw: read_piece(chunk, chat=ask.chat, raw=raw))
-        if not ask.stream:
-            return await self._send_whole(at, record, chunks, response)
-        as_it_came = ask.wants_ids and ask.wants_logprobs
-        await self._doors.hold(entry)
-        await client.send(response.encode())
+        record, client, entry, doors = at.record, at.client, at.entry, self._doors
+        ask, chat = record.ask, record.ask.chat
+        stream = await self._ask(
+            at, at.head.url, upstream_body(ask), record, lambda chunk, raw: read_piece(chunk, chat=chat, raw=raw)
+        )
         try:
-            async for chunk, piece in chunks:
-                # What is told is what came, unless something has to be taken out of it.
-                told = piece.raw if as_it_came else answer.event_without(chunk, ask)
-                if told:
-                    if self._doors.closed:
-                        await self._doors.hold(entry)
-                    await client.send(encode_body(told, response.chunked))
-        except Failure as failure:
-            await client.send(encode_body(answer.event(failure.event), response.chunked))
-        await self._doors.hold(entry)
-        await client.send(encode_body(answer.DONE, response.chunked) + encode_end(End(), response.chunked))
+            response = await stream.head()
+            if not ask.stream:
+                return await self._send_whole(at, record, stream.whole(), response)
+            # What is told is what came, unless something has to be taken out of it.
+            as_it_came = ask.wants_ids and ask.wants_logprobs
+            chunked = response.chunked
+            await doors.hold(entry)
+            client.write(response.encode())
+            try:
+                await stream.pass_on(
+                    (lambda chunk, piece: piece.raw)
+                    if as_it_came
+                    else (lambda chunk, _: answer.event_without(chunk, ask)),
+                    lambda told: client.write(encode_body(told, chunked)),
+                    lambda: not doors.closed,
+                    lambda: doors.hold(entry),
+                )
+            except Failure as failure:
+                client.write(encode_body(answer.event(failure.event), chunked))
+        finally:
+            stream.close()
+        await doors.hold(entry)
+        await client.send(encode_body(answer.DONE, chunked) + encode_end(End(), chunked))
         return self._again(at, response)
 
     async def _send_whole(
-        self, at: Exchange, record: Record, chunks: Chunks, response: Head | None, label: str = ""
+        self, at: Exchange, record: Record, ending: Awaitable[None], response: Head | None, label: str = ""
     ) -> Upstream | None:
         """Wait for the end, then answer in one."""
         status, phrase = 200, b"OK"
         try:
-            async for _ in chunks:
-                pass
+            await ending
             shown = await self._complete(record)
         except Failure as failure:
             shown = failure.event
             code = cast(Json, shown.get("error") or {}).get("code")
             status, phrase = (code if isinstance(code, int) and 400 <= code < 600 else 500), b"Error"
         await self._doors.hold(at.entry)
-        body = json.dumps(shown, ensure_ascii=False, separators=(",", ":")).encode("utf-8", "surrogatepass")
+        body = dumps(shown)
         kept = [h for h in (response.headers if response else []) if h[0].lower() not in (*REWRITTEN, b"content-type")]
         out = Head([*kept, _JSON], status=status, phrase=phrase)
         if label:
@@ -213,7 +212,7 @@ class Serving:
     # ---- continuing -----------------------------------------------------------------------------------------------
 
     async def _continue(self, at: Exchange, restored: Record) -> Upstream | None:
-        """Answer from a restored record and what it lacks. Raises _Refusal when vLLM does not go on with it."""
+        """Answer from a restored record and what it lacks. Raises Refusal when vLLM does not go on with it."""
         record, client, entry, tally = at.record, at.client, at.entry, self._pool.tally
         ask = record.ask
         # In the caller's words: it may stream now and not before, or the other way round.
@@ -227,19 +226,24 @@ class Serving:
             restored.stop_reason, restored.reasoning,
         )  # fmt: skip
         chunks: Chunks = nothing()
+        stream: Stream | None = None
         if not restored.finished:
             restored.weights_are(self.weight_version)
             restored.continued = label_of(restored)
             restored.usage = None
             body = continuation_body(restored, self.engine.max_model_len if self.engine else 0)
-            await self._ask(at, COMPLETIONS.encode(), body, restored)
-            chunks = self._stream(at, restored, lambda chunk, _: in_words_of(restored, read_piece(chunk, chat=False)))
+            stream = await self._ask(
+                at, COMPLETIONS.encode(), body, restored,
+                lambda chunk, _: in_words_of(restored, read_piece(chunk, chat=False)),
+            )  # fmt: skip
+            await stream.head()
+            chunks = stream.chunks()
         tally.exact += int(restored.continued in ("", EXACT))
         tally.not_exact += int(restored.continued not in ("", EXACT))
         tally.kept += restored.kept
         label = _label(restored)
         if not ask.stream:
-            return await self._send_whole(at, restored, chunks, None, label)
+            return await self._send_whole(at, restored, stream.whole() if stream else _at_once(), None, label)
         out = Head([_EVENTS, (b"transfer-encoding", b"chunked"), (LABEL, label.encode())], status=200, phrase=b"OK")
         await self._doors.hold(entry)
         await client.send(out.encode())
@@ -285,27 +289,26 @@ class Serving:
 
     # ---- talking with the engine ----------------------------------------------------------------------------------
 
-    async def _ask(self, at: Exchange, url: bytes, body: Json, record: Record) -> Head:
-        """Send the request; the head of a stream. Raises _Refusal for any other answer."""
-        raw = json.dumps(body, ensure_ascii=False, separators=(",", ":")).encode("utf-8", "surrogatepass")
+    async def _ask(
+        self, at: Exchange, url: bytes, body: Json, record: Record, understand: Callable[[Json, bytes], Piece]
+    ) -> Stream:
+        """Send the request; its response is read and recorded from now on. `head()` of it raises Refusal."""
+        raw = dumps(body)
         out = rewritten(at.head, url, raw)
         if not out.value(b"x-request-id"):
             out.headers.append((b"x-request-id", record.request_id.encode()))
+        stream = Stream(at.upstream, record, understand, self._spoke)
         await at.upstream.link.send(out.encode() + raw)
-        response = await at.upstream.messages.next()
-        if not isinstance(response, Head):
-            raise ConnectionResetError("vLLM closed the connection before its response")
-        if response.status != 200 or b"event-stream" not in response.value(b"content-type"):
-            raise _Refusal(response, b"".join([piece async for piece in pieces(at.upstream.messages, ())]))
-        return response
-
-    def _stream(self, at: Exchange, record: Record, understand: Callable[[Json, bytes], Piece]) -> Chunks:
-        return Stream(at.upstream.messages, record, understand, self._spoke).chunks()
+        return stream
 
     @staticmethod
     def _again(at: Exchange, response: Head) -> Upstream | None:
         at.upstream.used_at = asyncio.get_running_loop().time()
         return at.upstream if at.head.keep_alive and response.keep_alive else None
+
+
+async def _at_once() -> None:
+    """Nothing more is to come."""
 
 
 def _label(record: Record) -> str:

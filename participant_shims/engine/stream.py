@@ -1,24 +1,27 @@
 """Reading what vLLM streams, and the HTTP around it.
 
-The rule: a stream is read as it comes, from the moment its head is there, and each chunk is recorded in the step in which
-it was read. Whoever passes chunks on takes them when it may; the reader never waits for that. What piles up is bounded by
-the generation itself, as it is inside vLLM.
+The rule: a stream is read as it comes, and each chunk is recorded in the step in which its bytes arrive. What may be passed
+on is passed on in the same step, without a task that has to wake up first; what may not waits in order. The reader never
+waits for a caller. What piles up is bounded by the generation itself, as it is inside vLLM.
 """
 
 from __future__ import annotations
 
 import asyncio
-import json
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections import deque
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from typing import Any, Final, cast
 
 from participant_shims.engine.record import Piece, Record
 from participant_shims.engine.request import Json
-from participant_shims.proxy_http import Body, BrokenMessage, End, Head, Messages
+from participant_shims.engine.text import loads
+from participant_shims.proxy import Upstream
+from participant_shims.proxy_http import Body, BrokenMessage, End, Event, Head, Messages
 
 MAX_BODY_BYTES: Final = 256 << 20
 REWRITTEN: Final = frozenset({b"content-length", b"transfer-encoding", b"connection", b"expect", b"accept-encoding"})
 Chunks = AsyncIterator[tuple[Json, Piece]]
+Encode = Callable[[Json, Piece], bytes]
 
 
 class Failure(Exception):
@@ -29,72 +32,179 @@ class Failure(Exception):
         self.event = event
 
 
+class Refusal(Exception):
+    """The engine answered something else than a stream; nothing has been generated."""
+
+    def __init__(self, head: Head, body: bytes) -> None:
+        super().__init__(head.status)
+        self.head, self.body = head, body
+
+
 class Stream:
-    """One response that is read and recorded from now on. `understand` says what a chunk means; `on_bytes` is called
-    when something came."""
+    """The response to the request that is about to be written to `upstream`, read and recorded from now on.
+
+    `understand` says what a chunk means; `on_bytes` is called when something came. Ends with `close()`.
+    """
 
     def __init__(
-        self,
-        messages: Messages,
-        record: Record,
-        understand: Callable[[Json, bytes], Piece],
-        on_bytes: Callable[[], None],
-    ) -> None:
-        self._messages, self._record = messages, record
-        self._understand, self._on_bytes = understand, on_bytes
-        self._waiting: asyncio.Queue[tuple[Json, Piece] | BaseException | None] = asyncio.Queue()
-        self._reading = asyncio.create_task(self._read())
+        self, upstream: Upstream, record: Record, understand: Callable[[Json, bytes], Piece], on_bytes: Callable[[], None]
+    ) -> None:  # fmt: skip
+        self._messages, self._link = upstream.messages, upstream.link
+        self._record, self._understand, self._on_bytes = record, understand, on_bytes
+        self._head: Head | None = None
+        self._refused: list[bytes] | None = None
+        self._rest: bytes = b""
+        self._done = False
+        self._over = False
+        self._error: Exception | None = None
+        self._waiting: deque[tuple[Json, Piece]] = deque()
+        self._waiter: asyncio.Future[None] | None = None
+        self._keeps = True  # whether chunks wait for somebody; whole answers are made from the record
+        self._direct: tuple[Encode, Callable[[bytes], None], Callable[[], bool]] | None = None
+        self._link.sink, self._link.on_gone = self._feed, self._lost
+        if self._link.gone.is_set():
+            self._lost()
+
+    async def head(self) -> Head:
+        """The head of the stream. Raises Refusal, ConnectionError, BrokenMessage."""
+        while not self._over and (self._head is None or self._refused is not None):
+            await self._change()
+        if self._error is not None and (self._head is None or self._refused is not None):
+            raise self._error
+        assert self._head is not None
+        return self._head
+
+    async def whole(self) -> None:
+        """Wait for the end; the record has what was said. Raises Failure, ConnectionError, BrokenMessage."""
+        self._keeps = False
+        self._waiting.clear()
+        while not self._over:
+            await self._change()
+        if self._error is not None:
+            raise self._error
 
     async def chunks(self) -> Chunks:
         """Each chunk with what it means. Raises Failure, ConnectionError, BrokenMessage, after what came before it."""
-        try:
-            while True:
-                item = await self._waiting.get()
-                if item is None:
-                    return
-                if isinstance(item, BaseException):
-                    raise item
-                yield item
-        finally:
-            self._reading.cancel()
-            await asyncio.gather(self._reading, return_exceptions=True)
-
-    async def _read(self) -> None:
-        try:
-            async for raw in self._events():
-                chunk = cast(Json, json.loads(raw))
-                if "error" in chunk and "choices" not in chunk:
-                    raise Failure(chunk)
-                piece = self._understand(chunk, b"data: %s\n\n" % raw)
-                _take_head(self._record, chunk)
-                self._record.add(piece)
-                self._waiting.put_nowait((chunk, piece))
-        except (OSError, BrokenMessage, Failure) as error:
-            self._waiting.put_nowait(error)
-        except (ValueError, KeyError, TypeError, IndexError) as error:
-            self._waiting.put_nowait(BrokenMessage(f"no stream of vLLM: {error!r}"))
-        else:
-            self._waiting.put_nowait(None)
-
-    async def _events(self) -> AsyncIterator[bytes]:
-        """The data of each event, to the end of the response."""
-        rest = b""
-        done = False
         while True:
-            event = await self._messages.next()
-            if isinstance(event, End):
-                if not done:
-                    raise ConnectionResetError("vLLM ended its stream in the middle")
+            while self._waiting:
+                yield self._waiting.popleft()
+            if self._over:
+                if self._error is not None:
+                    raise self._error
                 return
-            if not isinstance(event, Body):
-                raise ConnectionResetError("vLLM closed the connection inside its stream")
+            await self._change()
+
+    async def pass_on(
+        self, encode: Encode, write: Callable[[bytes], None], may: Callable[[], bool], hold: Callable[[], Awaitable[Any]]
+    ) -> None:  # fmt: skip
+        """Pass every chunk on by `write`, as `encode` has it: at once while `may()`, else after `hold()`.
+
+        Raises as `chunks` does.
+        """
+        while True:
+            await hold()
+            told = b"".join([encode(chunk, piece) for chunk, piece in self._waiting])
+            self._waiting.clear()
+            if told:
+                write(told)
+            if self._over:
+                if self._error is not None:
+                    raise self._error
+                return
+            self._direct = encode, write, may
+            try:
+                await self._change()
+            finally:
+                self._direct = None
+
+    def close(self) -> None:
+        """Read no more. Whoever wants the connection for something else has read to the end."""
+        self._link.sink = self._link.on_gone = None
+
+    # ---- called when something comes ------------------------------------------------------------------------------
+
+    def _feed(self, data: bytes) -> None:
+        try:
+            events = self._messages.feed(data)
+            while events and not self._over:
+                self._take(events.popleft())
+        except (OSError, BrokenMessage, Failure) as error:
+            self._end(error)
+        except (ValueError, KeyError, TypeError, IndexError) as error:
+            self._end(BrokenMessage(f"no stream of vLLM: {error!r}"))
+
+    def _lost(self) -> None:
+        where = "inside its stream" if self._head is not None else "before its response"
+        self._end(ConnectionResetError(f"vLLM closed the connection {where}"))
+
+    def _take(self, event: Event) -> None:
+        if isinstance(event, Body):
             self._on_bytes()
-            *whole, rest = (rest + event.data).replace(b"\r\n", b"\n").split(b"\n\n")
+            if self._refused is None:
+                self._read(event.data)
+                return
+            self._refused.append(event.data)
+            if sum(map(len, self._refused)) > MAX_BODY_BYTES:
+                raise BrokenMessage("the body is too long")
+        elif isinstance(event, End):
+            if self._refused is not None:
+                assert self._head is not None
+                self._end(Refusal(self._head, b"".join(self._refused)))
+            elif self._head is not None and not 100 <= self._head.status < 200:
+                self._end(None if self._done else ConnectionResetError("vLLM ended its stream in the middle"))
+        else:
+            self._head = event
+            if event.status != 200 or b"event-stream" not in event.value(b"content-type"):
+                self._refused = None if 100 <= event.status < 200 else []
+            self._wake()
+
+    def _read(self, data: bytes) -> None:
+        """Record what a piece of the body says, to the last chunk that is complete in it."""
+        if self._rest:
+            data = self._rest + data
+        if b"\r" in data:
+            data = data.replace(b"\r\n", b"\n")
+        record, direct, told = self._record, self._direct, list[bytes]()
+        whole = data.split(b"\n\n")
+        self._rest = whole.pop()
+        try:
             for raw in whole:
                 if raw == b"data: [DONE]":
-                    done = True
+                    self._done = True
                 elif raw.startswith(b"data: "):
-                    yield raw[6:]
+                    chunk = cast(Json, loads(raw[6:]))
+                    if "error" in chunk and "choices" not in chunk:
+                        raise Failure(chunk)
+                    piece = self._understand(chunk, raw + b"\n\n")
+                    _take_head(record, chunk)
+                    record.add(piece)
+                    if self._direct is not None and self._direct[2]():
+                        told.append(self._direct[0](chunk, piece))
+                    elif self._keeps:
+                        self._direct = None  # what comes next comes after this one
+                        self._waiting.append((chunk, piece))
+        finally:
+            if direct is not None and told:
+                direct[1](b"".join(told))
+        if self._waiting:
+            self._wake()
+
+    def _end(self, error: Exception | None) -> None:
+        if not self._over:
+            self._over, self._error = True, error
+            self.close()
+            self._wake()
+
+    async def _change(self) -> None:
+        self._waiter = asyncio.get_running_loop().create_future()
+        try:
+            await self._waiter
+        finally:
+            self._waiter = None
+
+    def _wake(self) -> None:
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
 
 
 def _take_head(record: Record, chunk: Json) -> None:
@@ -105,8 +215,9 @@ def _take_head(record: Record, chunk: Json) -> None:
     if not record.prompt_ids:
         choices = cast("list[Json]", chunk.get("choices") or [{}])
         record.prompt_ids = tuple(chunk.get("prompt_token_ids") or choices[0].get("prompt_token_ids") or ())
-    if chunk.get("usage"):
-        record.usage = cast(Json, chunk["usage"])
+    usage = chunk.get("usage")
+    if usage:
+        record.usage = cast(Json, usage)
     record.fingerprint = chunk.get("system_fingerprint") or record.fingerprint
 
 

@@ -35,7 +35,7 @@ def tiny_model() -> Path:
     folder = REPOSITORY / "build" / "vllm-tiny"
     if not (folder / "model.safetensors").exists():
         subprocess.run(
-            [str(vllm_python()), str(Path(__file__).with_name("tiny_model.py")), str(folder)],
+            [str(vllm_python()), str(REPOSITORY / "coordinator/demo/tiny_model.py"), str(folder)],
             check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
         )  # fmt: skip
     return folder

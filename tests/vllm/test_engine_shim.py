@@ -47,7 +47,7 @@ def _no_environment(monkeypatch: pytest.MonkeyPatch) -> None:
 @asynccontextmanager
 async def beside(engine: Scripted, path: Path) -> AsyncIterator[tuple[Shim, VllmAdapter, Caller]]:
     life = path / "life"
-    life.mkdir(exist_ok=True)
+    life.mkdir(mode=0o700, exist_ok=True)
     adapter = VllmAdapter(VllmOptions("engine", "127.0.0.1:0", engine.target, life))
     options = ShimOptions(life, "engine", f"file:{path}/root/coordinator/address.json", path / "root", bind="unix")
     async with Shim(options, adapter) as shim, aiohttp.ClientSession() as http:

@@ -234,7 +234,7 @@ def test_a_record_answers_once_and_its_own_caller_first() -> None:
     mine, theirs, nobodys = record(rollout_id="r-1", call_id="0.1"), record(rollout_id="r-2", call_id="0.1"), record()
     for each in (theirs, mine, nobodys):
         pool.put(each)
-    digest = mine.ask.digest
+    digest = mine.ask
     assert pool.claim(digest, CallIdentity("r-1", 1, "0.1")) is mine
     assert pool.claim(digest, CallIdentity("r-9", 0, "0.1")) is nobodys
     assert pool.claim(digest, CallIdentity("r-9", 0, "0.1")) is None  # r-2 will ask for its own

@@ -1,0 +1,171 @@
+"""What the proxy before an engine costs: CPU of the shim's own process, a request and a token.
+
+    python -m tests.vllm.bench_proxy [--profile FILE]      prints JSON
+
+Engine, shim and caller are three processes; the engine answers from canned bytes, so that nothing but the proxy is seen.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+CALLERS = 8
+ASKS: dict[str, dict[str, Any]] = {
+    # As NeMo Gym's model server asks: whole answers.
+    "whole, 1 token": {"max_tokens": 1, "logprobs": 0, "return_token_ids": True},
+    "whole, 1 token, bare": {"max_tokens": 1},
+    "streamed, 1 token": {"max_tokens": 1, "logprobs": 0, "return_token_ids": True, "stream": True},
+}
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+@contextlib.contextmanager
+def shim(folder: Path, pace: float = 0.0, profile: str = "") -> Iterator[tuple[int, psutil.Process]]:
+    """The proxy's port and the process."""
+    environment = {**os.environ, "PYTHONPATH": f"{REPOSITORY}{os.pathsep}{REPOSITORY / 'gen'}"}
+    run: dict[str, Any] = {
+        "stdout": subprocess.PIPE,
+        "stderr": subprocess.DEVNULL,
+        "cwd": REPOSITORY,
+        "env": environment,
+    }
+    engine = subprocess.Popen([sys.executable, "-m", "tests.vllm.canned_engine", str(pace)], **run)
+    assert engine.stdout is not None
+    upstream, port = int(engine.stdout.readline()), free_port()
+    command = [sys.executable, *(["-m", "cProfile", "-o", profile] if profile else []), "-m", "participant_shims.cli"]
+    command += ["shim", "--vllm", f"127.0.0.1:{port}=127.0.0.1:{upstream}", "--name", "engine", "--life", str(folder)]
+    process = subprocess.Popen([*command, "--bind", "unix"], **run)
+    try:
+        assert process.stdout is not None
+        process.stdout.readline()
+        time.sleep(1.5)  # it gets to know its engine
+        yield port, psutil.Process(process.pid)
+    finally:
+        process.send_signal(signal.SIGTERM)
+        process.wait(20)
+        engine.kill()
+        engine.wait()
+
+
+def message(port: int, ask: dict[str, Any]) -> bytes:
+    body = json.dumps({"model": "tiny", "prompt": "Count on: 1 2 3", "temperature": 0, **ask}).encode()
+    return (
+        b"POST /v1/completions HTTP/1.1\r\nhost: 127.0.0.1:%d\r\nauthorization: Bearer none\r\naccept: */*\r\n"
+        b"content-type: application/json\r\ncontent-length: %d\r\n\r\n%s" % (port, len(body), body)
+    )
+
+
+class Caller(asyncio.Protocol):
+    """Asks again and again on one connection."""
+
+    def __init__(self, ask: bytes, count: int, done: asyncio.Future[None]) -> None:
+        self.ask, self.left, self.done = ask, count, done
+        self.buffer = b""
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        assert isinstance(transport, asyncio.Transport)
+        self.transport = transport
+        transport.write(self.ask)
+
+    def data_received(self, data: bytes) -> None:
+        self.buffer += data
+        if self.buffer.endswith(b"0\r\n\r\n") or self._whole():
+            assert b" 200 " in self.buffer[:16], self.buffer[:500]
+            self.buffer = b""
+            self.left -= 1
+            if self.left:
+                self.transport.write(self.ask)
+            else:
+                self.transport.close()
+                self.done.set_result(None)
+
+    def _whole(self) -> bool:
+        head, _, body = self.buffer.partition(b"\r\n\r\n")
+        at = head.find(b"content-length: ")
+        return at >= 0 and len(body) == int(head[at + 16 :].split(b"\r\n", 1)[0])
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        if not self.done.done():
+            self.done.set_exception(ConnectionResetError("the proxy closed"))
+
+
+async def ask(port: int, body: dict[str, Any], callers: int, count: int) -> None:
+    loop = asyncio.get_running_loop()
+    ends: list[asyncio.Future[None]] = []
+    for _ in range(callers):
+        done = loop.create_future()
+        ends.append(done)
+        await loop.create_connection(lambda done=done: Caller(message(port, body), count, done), "127.0.0.1", port)  # type: ignore[misc]
+    await asyncio.gather(*ends)
+
+
+def used(process: psutil.Process) -> float:
+    times = process.cpu_times()
+    return float(times.user + times.system)
+
+
+def measure(port: int, process: psutil.Process, body: dict[str, Any], callers: int, count: int) -> tuple[float, float]:
+    """CPU seconds of the proxy and seconds that went by."""
+    asyncio.run(ask(port, body, callers, max(1, count // 10)))
+    before, begun = used(process), time.monotonic()
+    asyncio.run(ask(port, body, callers, count))
+    return used(process) - before, time.monotonic() - begun
+
+
+def bench(count: int = 1000, profile: str = "") -> dict[str, float]:
+    """The figures."""
+    found: dict[str, float] = {}
+    with (
+        tempfile.TemporaryDirectory(prefix="sp-") as folder,
+        shim(Path(folder) / "a", profile=profile) as (port, process),
+    ):
+        for name, body in ASKS.items():
+            cpu, took = measure(port, process, body, CALLERS, count)
+            found[f"ms CPU a request: {name}"] = round(cpu / count / CALLERS * 1e3, 4)
+            found[f"requests/s: {name}"] = round(count * CALLERS / took)
+        for name, more in (("as asked", {"logprobs": 0, "return_token_ids": True}), ("stripped", {})):
+            tokens = 2000
+            cpu, _ = measure(port, process, {"max_tokens": tokens, "stream": True, **more}, CALLERS, 10)
+            found[f"us CPU a token, all at once: {name}"] = round(cpu / tokens / 10 / CALLERS * 1e6, 2)
+    if profile:
+        return found
+    with tempfile.TemporaryDirectory(prefix="sp-") as folder, shim(Path(folder) / "b", 50.0) as (port, process):
+        tokens = 250
+        body = {"max_tokens": tokens, "stream": True, "logprobs": 0, "return_token_ids": True}
+        cpu, took = measure(port, process, body, 16, 1)
+        found["us CPU a token, 16 streams of 50 tokens/s"] = round(cpu / tokens / 16 * 1e6, 2)
+        found["share of a core, 16 streams of 50 tokens/s"] = round(cpu / took, 4)
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--count", type=int, default=1000, help="requests of each caller")
+    parser.add_argument("--profile", default="", help="write a profile of the shim's process to this file")
+    arguments = parser.parse_args()
+    print(json.dumps(bench(arguments.count, arguments.profile), indent=1))
+
+
+if __name__ == "__main__":
+    main()
