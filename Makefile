@@ -107,6 +107,10 @@ mutants: setup ## take guards away one by one: the simulation must notice each; 
 demo: setup setup-gym ## save, kill and restore 32 live rollouts on real NeMo Gym servers
 	$(PY) -m coordinator.cli demo
 
+.PHONY: demo-vllm
+demo-vllm: setup setup-gym setup-vllm ## the same with a real vLLM, and long generations in flight at the cut
+	$(PY) -m coordinator.cli demo --vllm
+
 check: ## what CI runs: check-proto, check-stubs, lint, types, test
 	$(MAKE) --no-print-directory check-proto
 	$(MAKE) --no-print-directory check-stubs

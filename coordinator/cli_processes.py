@@ -169,8 +169,11 @@ def inspect(
 
 
 def demo(
-    rollouts: Annotated[int, typer.Option("--rollouts", min=1, help="How many rollouts run.")] = 32,
+    rollouts: Annotated[
+        int | None, typer.Option("--rollouts", min=1, help="How many rollouts run. [default: 32; with --vllm: 16]")
+    ] = None,
     seed: Annotated[int, typer.Option("--seed", help="Of the policy and the tasks.")] = 7,
+    vllm: Annotated[bool, typer.Option("--vllm", help="With a real vLLM and long generations in flight.")] = False,
     as_json: AsJson = False,
 ) -> None:
     """Save, kill and restore live rollouts on real Gym servers, and compare them with an uninterrupted run.
@@ -179,10 +182,13 @@ def demo(
     """
     with reporting(as_json):
         try:
-            from coordinator.demo.story import run_demo
+            if vllm:
+                from coordinator.demo.story_vllm import run_vllm_demo as run_demo
+            else:
+                from coordinator.demo.story import run_demo
         except ImportError as error:
             missing(f"The demo needs {error.name}.", "pip install 'safepoint[demo,ray]', or `make demo`.", as_json)
-        code = run_demo(json=as_json, rollouts=rollouts, seed=seed)
+        code = run_demo(json=as_json, rollouts=rollouts or (16 if vllm else 32), seed=seed)
     raise typer.Exit(code)
 
 

@@ -17,31 +17,45 @@ _RESPONSE_DRAWN: Final = frozenset({"id", "created_at", "completed_at"})
 _ITEM_DRAWN: Final = frozenset({"id"})
 
 
-def canonical(result: Mapping[str, Any]) -> dict[str, Any]:
-    """A rollout's result without what is drawn anew for each answer."""
+def canonical(result: Mapping[str, Any], *, calls_are_drawn: bool = False) -> dict[str, Any]:
+    """A rollout's result without what is drawn anew for each answer.
+
+    `calls_are_drawn`: the engine draws ids of tool calls, too; they are then numbered in the order in which they come.
+    """
     response = dict(cast(Mapping[str, Any], result.get("response") or {}))
     items = cast(Sequence[Mapping[str, Any]], response.get("output") or ())
-    response["output"] = [{k: v for k, v in item.items() if k not in _ITEM_DRAWN} for item in items]
+    output = [{k: v for k, v in item.items() if k not in _ITEM_DRAWN} for item in items]
+    if calls_are_drawn:
+        numbers: dict[str, int] = {}
+        for item in output:
+            if "call_id" in item:
+                item["call_id"] = numbers.setdefault(item["call_id"], len(numbers))
+    response["output"] = output
     return {**result, "response": {k: v for k, v in response.items() if k not in _RESPONSE_DRAWN}}
 
 
-def first_difference(left: object, right: object, path: str = "") -> str:
-    """Where two JSON values differ first, as a path with both values; empty when they are equal."""
+def first_difference(left: object, right: object, path: str = "", log_probs_within: float = 0.0) -> str:
+    """Where two JSON values differ first, as a path with both values; empty when they are equal.
+
+    `log_probs_within`: how far log-probabilities of generated tokens may be apart.
+    """
     ends: tuple[object, object] = (left, right)
     if isinstance(left, Mapping) and isinstance(right, Mapping):
         one, other = cast(Mapping[str, object], left), cast(Mapping[str, object], right)
         for key in sorted({*one, *other}):
             if key not in one or key not in other:
                 return f"{path}.{key} is only in {'the first' if key in one else 'the second'}"
-            if found := first_difference(one[key], other[key], f"{path}.{key}"):
+            if found := first_difference(one[key], other[key], f"{path}.{key}", log_probs_within):
                 return found
         return ""
     if isinstance(left, list) and isinstance(right, list):
         mine, theirs = cast(list[object], left), cast(list[object], right)
         for index, (a, b) in enumerate(zip(mine, theirs, strict=False)):
-            if found := first_difference(a, b, f"{path}[{index}]"):
+            if found := first_difference(a, b, f"{path}[{index}]", log_probs_within):
                 return found
         return "" if len(mine) == len(theirs) else f"{path} has {len(mine)} and {len(theirs)} items"
+    if log_probs_within and ".generation_log_probs[" in path and isinstance(left, float) and isinstance(right, float):
+        return "" if abs(left - right) <= log_probs_within else f"{path}: {left} and {right}"
     # repr: 1 and 1.0 and True are three different answers, and a NaN equals itself.
     return "" if repr(ends[0]) == repr(ends[1]) else f"{path}: {_short(ends[0])} and {_short(ends[1])}"
 
@@ -59,7 +73,9 @@ class Outcome:
     states: Mapping[str, object]
 
 
-def differences(expected: Outcome, actual: Outcome) -> list[str]:
+def differences(
+    expected: Outcome, actual: Outcome, *, log_probs_within: float = 0.0, calls_are_drawn: bool = False
+) -> list[str]:
     """One sentence for each rollout that is not equal: answer, tokens, log-probabilities, reward, environment state."""
     found: list[str] = []
     for rollout_id in sorted({*expected.results, *actual.results}):
@@ -67,8 +83,10 @@ def differences(expected: Outcome, actual: Outcome) -> list[str]:
             where = "interrupted" if rollout_id not in actual.results else "uninterrupted"
             found.append(f"{rollout_id} has no result in the {where} run")
             continue
-        left, right = canonical(expected.results[rollout_id]), canonical(actual.results[rollout_id])
-        if difference := first_difference(left, right):
+        left, right = (
+            canonical(each.results[rollout_id], calls_are_drawn=calls_are_drawn) for each in (expected, actual)
+        )
+        if difference := first_difference(left, right, log_probs_within=log_probs_within):
             found.append(f"{rollout_id}{difference}")
     for rollout_id in sorted({*expected.states, *actual.states}):
         left_state, right_state = expected.states.get(rollout_id), actual.states.get(rollout_id)

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from coordinator.demo.compare import Generations, prompts_in, read_generations
-from coordinator.demo.network import conversation_digest
+from coordinator.demo.conversation import conversation_digest
 
 
 def _lines(folder: Path) -> Iterator[dict[str, Any]]:

@@ -1,9 +1,9 @@
-"""Starts and kills the demo's servers: the policy endpoint, and NeMo Gym's own servers, unmodified.
+"""Starts and kills the demo's servers: the engine, and NeMo Gym's own servers, unmodified.
 
 The rule it keeps: what is started here is found again by a mark in its environment, which children inherit. So `kill`
 gets every server, every shim and every grandchild with SIGKILL, whoever their parent is by now, and nothing else.
 
-    fleet = Fleet(FleetPaths(...), seed=7, environment={"SAFEPOINT_ROOT": ...})
+    fleet = Fleet(logs, RandomNetwork(seed=7, token_ms=20), environment={"SAFEPOINT_ROOT": ...})
     await fleet.start()
     fleet.urls["counter_agent"]
     fleet.kill()
@@ -18,9 +18,8 @@ import secrets
 import signal
 import socket
 import subprocess
-import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any, Final
@@ -28,17 +27,17 @@ from typing import IO, Any, Final
 import aiohttp
 import psutil
 
+from coordinator.demo.engines import MODEL_NAME, VLLM_PYTHON, Engine
 from coordinator.demo.rows import COUNTER_AGENT, SYNONYMS_AGENT
 from coordinator.wire.errors import Reason, refuse
 
 MARK: Final = "SAFEPOINT_DEMO_FLEET"
-POLICY: Final = "policy"
 MODEL: Final = "policy_model"
 COUNTER: Final = "counter"
 SYNONYMS: Final = "synonyms"
 START_S: Final = 120.0
 GYM_PYTHON: Final = "SAFEPOINT_GYM_PYTHON"
-_KEPT: Final = frozenset({GYM_PYTHON, "SAFEPOINT_TEST_RUN"})
+_KEPT: Final = frozenset({GYM_PYTHON, VLLM_PYTHON, "SAFEPOINT_TEST_RUN"})
 _REPOSITORY: Final = Path(__file__).resolve().parents[2]
 # Nothing in here talks to the outside.
 _QUIET: Final = {
@@ -73,7 +72,7 @@ class Server:
     settings: Mapping[str, Any] = field(default_factory=dict[str, Any])
 
 
-def _agent(name: str, resources: str) -> Server:
+def _agent(name: str, resources: str, settings: Mapping[str, Any]) -> Server:
     return Server(
         name,
         "responses_api_agents",
@@ -81,16 +80,17 @@ def _agent(name: str, resources: str) -> Server:
         {
             "resources_server": {"type": "resources_servers", "name": resources},
             "model_server": {"type": "responses_api_models", "name": MODEL},
+            **settings,
         },
     )
 
 
-def servers(policy_url: str) -> list[Server]:
+def servers(policy_url: str, agent_settings: Mapping[str, Any]) -> list[Server]:
     """The demo's servers: one policy model, and two environments with an agent each, stateful and stateless."""
     model = {
         "base_url": policy_url,
         "api_key": "none",
-        "model": "demo-policy",
+        "model": MODEL_NAME,
         "return_token_id_information": True,
         "uses_reasoning_parser": False,
     }
@@ -98,8 +98,8 @@ def servers(policy_url: str) -> list[Server]:
         Server(MODEL, "responses_api_models", "vllm_model", model),
         Server(COUNTER, "resources_servers", "example_session_state_mgmt", {"domain": "agent"}),
         Server(SYNONYMS, "resources_servers", "example_multi_step", {"domain": "instruction_following"}),
-        _agent(COUNTER_AGENT, COUNTER),
-        _agent(SYNONYMS_AGENT, SYNONYMS),
+        _agent(COUNTER_AGENT, COUNTER, agent_settings),
+        _agent(SYNONYMS_AGENT, SYNONYMS, agent_settings),
     ]
 
 
@@ -146,13 +146,15 @@ def kill_marked(mark: str, within_s: float = 20.0) -> int:
 
 @dataclass
 class Fleet:
-    """The servers of one run. `logs`: folder for what they print; `environment`: what each of them gets besides ours."""
+    """The servers of one run. `logs`: folder for what they print; `environment`: what each of them gets besides ours.
+
+    `policy_log`: where the engine writes down what it generates.
+    """
 
     logs: Path
-    seed: int
+    engine: Engine
     environment: Mapping[str, str]
     python_path: tuple[str, ...] = ()
-    token_ms: float = 20.0
     policy_log: Path | None = None
     urls: dict[str, str] = field(default_factory=dict[str, str], init=False)
     mark: str = field(default_factory=lambda: secrets.token_hex(8), init=False)
@@ -164,8 +166,10 @@ class Fleet:
         """Start everything and return when every server answers. A failure kills what was started, and says whose log to read."""
         try:
             self.logs.mkdir(parents=True, exist_ok=True)
-            policy_url = await asyncio.to_thread(self._start_policy)
-            chosen = servers(policy_url)
+            policy_url = await asyncio.to_thread(
+                self.engine.start, self._launch, self._died, free_ports, self.policy_log
+            )
+            chosen = servers(policy_url, self.engine.agent_settings)
             ports = dict(zip((server.name for server in chosen), free_ports(len(chosen)), strict=True))
             resolved = await asyncio.to_thread(self._resolve, chosen, ports)
             for server in chosen:
@@ -195,24 +199,20 @@ class Fleet:
     def _log(self, name: str) -> IO[bytes]:
         return (self.logs / f"{name}.log").open("ab")
 
-    def _start_policy(self) -> str:
-        command = [sys.executable, "-m", "coordinator.demo.policy", "--seed", str(self.seed)]
-        command += ["--token-ms", str(self.token_ms)]
-        if self.policy_log is not None:
-            command += ["--log", str(self.policy_log)]
-        environment = self._environment()
-        with self._log(POLICY) as log:
-            process = subprocess.Popen(
-                command, cwd=_REPOSITORY, env=environment, stdout=subprocess.PIPE, stderr=log, start_new_session=True
+    def _launch(
+        self, name: str, command: Sequence[str], *, says: bool = False, more: Mapping[str, str] | None = None
+    ) -> subprocess.Popen[bytes]:
+        environment = self._environment(**(more or {}))
+        with self._log(name) as log:
+            self._processes[name] = subprocess.Popen(
+                list(command),
+                cwd=_REPOSITORY,
+                env=environment,
+                stdout=subprocess.PIPE if says else log,
+                stderr=log,
+                start_new_session=True,
             )
-        self._processes[POLICY] = process
-        assert process.stdout is not None
-        # Ends when the process does: it says where it listens, or its pipe closes.
-        with process.stdout as said:
-            line = said.readline()
-        if not line:
-            raise self._died(POLICY)
-        return str(json.loads(line)["base_url"])
+        return self._processes[name]
 
     def _resolve(self, chosen: list[Server], ports: Mapping[str, int]) -> dict[str, str]:
         config: dict[str, Any] = {

@@ -7,7 +7,6 @@ log-probability. Nothing here is trained; `grammar` makes whatever it says valid
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
@@ -15,6 +14,7 @@ from typing import Final
 import torch
 from torch import Tensor, nn
 
+from coordinator.demo.conversation import conversation_digest
 from coordinator.demo.grammar import Decoder, Reply
 
 VOCABULARY: Final = 258
@@ -52,11 +52,6 @@ class _Recurrent(nn.Module):
 def prompt_ids(text: str) -> list[int]:
     """The tokens of a prompt: its UTF-8 bytes between two marks."""
     return [BEGIN, *text.encode(), ANSWER]
-
-
-def conversation_digest(seed: int, ids: Sequence[int]) -> str:
-    """SHA-256 hex of what a reply depends on. Equal digests mean equal replies."""
-    return hashlib.sha256(f"{seed}:{','.join(map(str, ids))}".encode()).hexdigest()
 
 
 class Network:

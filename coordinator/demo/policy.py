@@ -26,8 +26,9 @@ from typing import Any, Final
 
 from aiohttp import web
 
+from coordinator.demo.conversation import conversation_digest
 from coordinator.demo.grammar import Decoder, Schema, Tool
-from coordinator.demo.network import Generation, Network, conversation_digest, prompt_ids
+from coordinator.demo.network import Generation, Network, prompt_ids
 
 # A rollout has between so many model calls; the sampled tokens decide within them.
 MIN_TURNS: Final = 3

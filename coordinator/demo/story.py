@@ -18,7 +18,7 @@ import dataclasses
 import json
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -29,8 +29,9 @@ from rich.spinner import Spinner
 from rich.table import Table
 
 from coordinator.client_results import SaveResult
-from coordinator.demo.compare import Outcome, differences, final_states
+from coordinator.demo.compare import Generations, Outcome, differences, final_states
 from coordinator.demo.drive import Trainer
+from coordinator.demo.engines import Engine, RandomNetwork
 from coordinator.demo.evidence import conversations_of, read_log, recorded_calls
 from coordinator.demo.figures import Figures, Records, measure
 from coordinator.demo.hosts import RayHost
@@ -56,15 +57,21 @@ class Interrupted:
 
 
 class Story:
-    """Tells and measures one demo. `console` gets the story."""
+    """Tells and measures one demo. `console` gets the story; `quiet` and `rough` are the engines of the two worlds."""
 
-    def __init__(self, console: Console, rollouts: int, seed: int, folder: Path, token_ms: float = TOKEN_MS) -> None:
+    # Whether the second world starts while the first one runs, which costs less time than cores.
+    both_at_once = True
+    finish_s = FINISH_S
+
+    def __init__(
+        self, console: Console, tasks: Sequence[Task], seed: int, folder: Path, quiet: Engine, rough: Engine
+    ) -> None:
         self._console = console
         self._seed = seed
-        self._tasks = make_tasks(rollouts, seed)
+        self._tasks = tasks
         self._began = time.monotonic()
-        self._quiet = World(folder / "uninterrupted", seed, None, token_ms)
-        self._rough = World(folder / "interrupted", seed, RayHost(), token_ms)
+        self._quiet = World(folder / "uninterrupted", quiet, None)
+        self._rough = World(folder / "interrupted", rough, RayHost())
 
     async def tell(self) -> Figures:
         """The figures. Raises SafepointError when a step is refused; everything that was started is ended then too."""
@@ -74,7 +81,7 @@ class Story:
             interrupted = await self._interrupted()
         finally:
             await asyncio.gather(self._quiet.stop(), self._rough.stop(), return_exceptions=True)
-        found = differences(expected, interrupted.outcome)
+        found = self._differences(expected, interrupted.outcome)
         figures = self._measure(interrupted, equal=not found)
         self._show(figures, found)
         return figures
@@ -85,7 +92,7 @@ class Story:
         with self._doing("starting servers"):
             await self._quiet.start()
         # The other world comes up meanwhile: that takes longer than the run does.
-        starting = asyncio.create_task(self._rough.start())
+        starting = asyncio.create_task(self._rough.start()) if self.both_at_once else None
         try:
             began = time.monotonic()
             async with Trainer(self._quiet.fleet.urls) as trainer:
@@ -94,10 +101,11 @@ class Story:
             self._say(f"   {_summary(trainer.results)}, in {time.monotonic() - began:.1f} s.")
             await asyncio.to_thread(self._quiet.kill)
             with self._doing("starting the servers of the other run"):
-                await starting
+                await (starting or self._rough.start())
         finally:
-            starting.cancel()
-            await asyncio.gather(starting, return_exceptions=True)
+            if starting is not None:
+                starting.cancel()
+                await asyncio.gather(starting, return_exceptions=True)
         return _outcome(trainer)
 
     async def _interrupted(self) -> Interrupted:
@@ -108,10 +116,10 @@ class Story:
         few = max(1, count // 8)
         async with Trainer(world.fleet.urls) as trainer:
             with self._doing("rollouts run", trainer):
-                await self._drive(trainer, self._tasks, few)
+                await self._to_the_cut(trainer, world, few)
             self._say(f"   {len(trainer.results)} have finished, {len(trainer.in_flight)} are in flight. Saving.")
             finished = frozenset(trainer.results)
-            save = await world.client.save(SNAPSHOT, timeout=60, metadata={"step": "1"})
+            save = await self._save(world)
             self._say(f"   [green]{save.line}[/]")
             with self._doing("rollouts go on", trainer):
                 await self._drive(trainer, [], len(trainer.results) + few)
@@ -145,20 +153,36 @@ class Story:
             self._say(f"   {_summary(trainer.results)}, in {time.monotonic() - began:.1f} s.")
         return Interrupted(save, frozenset(restarted), finished, _outcome(trainer))
 
+    async def _to_the_cut(self, trainer: Trainer, world: World, few: int) -> None:
+        """Dispatch everything, and wait for the moment to save: when `few` have finished."""
+        del world
+        await self._drive(trainer, self._tasks, few)
+
+    async def _save(self, world: World) -> SaveResult:
+        return await world.client.save(SNAPSHOT, timeout=60, metadata={"step": "1"})
+
+    def _differences(self, expected: Outcome, actual: Outcome) -> list[str]:
+        return differences(expected, actual)
+
     async def _drive(self, trainer: Trainer, tasks: Sequence[Task], until: int) -> None:
         trainer.dispatch(tasks)
         try:
-            await asyncio.wait_for(trainer.until_finished(until), FINISH_S)
+            await asyncio.wait_for(trainer.until_finished(until), self.finish_s)
         except TimeoutError:
             raise refuse(
                 Reason.UNAVAILABLE,
-                f"after {FINISH_S:.0f} s only {len(trainer.results)} rollouts have finished; without a result: "
+                f"after {self.finish_s:.0f} s only {len(trainer.results)} rollouts have finished; without a result: "
                 f"{', '.join(sorted(trainer.in_flight))}",
                 next_step=f"Read the logs in {self._rough.folder.parent}.",
             ) from None
         trainer.raise_failures()
 
     def _measure(self, done: Interrupted, equal: bool) -> Figures:
+        return self._plain_figures(
+            done, equal, read_log(self._rough.policy_log(1)), read_log(self._rough.policy_log(2))
+        )
+
+    def _plain_figures(self, done: Interrupted, equal: bool, before: Generations, after: Generations) -> Figures:
         world, totals = self._rough, done.save.totals
         records = Records(
             rollouts=[task.rollout_id for task in self._tasks],
@@ -169,8 +193,8 @@ class Story:
             conversations={
                 rollout_id: conversations_of(result, self._seed) for rollout_id, result in done.outcome.results.items()
             },
-            before_kill=read_log(world.policy_log(1)),
-            after_kill=read_log(world.policy_log(2)),
+            before_kill=before,
+            after_kill=after,
         )
         return measure(records, done.save.pause_s, done.save.size_bytes, equal)
 
@@ -232,19 +256,30 @@ def run_demo(json: bool = False, rollouts: int = 32, seed: int = 7) -> int:
 
 
 def _run(as_json: bool, rollouts: int, seed: int, build: Path, token_ms: float = TOKEN_MS) -> int:
-    folder = build / "demo"
+    engine = RandomNetwork(seed, token_ms)
+    return show(
+        as_json,
+        "demo",
+        build,
+        lambda console, folder: Story(console, make_tasks(rollouts, seed), seed, folder, engine, engine),
+    )
+
+
+def show(as_json: bool, name: str, build: Path, make: Callable[[Console, Path], Story]) -> int:
+    """Tell a story with its logs below build/<name>/ and its figures in build/<name>.json; the exit code."""
+    folder = build / name
     folder.mkdir(parents=True, exist_ok=True)
     console = Console(file=sys.stderr if as_json else sys.stdout)
     try:
         # Ray prints to standard output whenever a worker dies, and here one is killed on purpose.
         with (folder / "ray.log").open("w") as log, contextlib.redirect_stdout(log):
-            figures = asyncio.run(Story(console, rollouts, seed, folder, token_ms).tell())
+            figures = asyncio.run(make(console, folder).tell())
     except SafepointError:
         console.print(
             f"The demo did not get through. Logs are in {folder}.", markup=False, highlight=False, soft_wrap=True
         )
         raise
     line = json.dumps(dataclasses.asdict(figures))
-    (build / "demo.json").write_text(line + "\n")
+    (build / f"{name}.json").write_text(line + "\n")
     print(line, flush=True)
     return 0 if figures.good else 1

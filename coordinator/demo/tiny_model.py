@@ -1,6 +1,6 @@
 """A model with random weights and a tokenizer of its own, made on the spot: nothing is downloaded.
 
-    .venv-vllm/bin/python tests/vllm/tiny_model.py FOLDER
+    .venv-vllm/bin/python coordinator/demo/tiny_model.py FOLDER
 
 The rule: the same seed makes the same weights, so that two servers of one folder say the same. Eight layers of width 512
 are as small as is useful: with less, the API server and not the engine is what a measurement sees.
@@ -9,6 +9,7 @@ are as small as is useful: with less, the API server and not the engine is what 
 from __future__ import annotations
 
 import argparse
+import importlib
 import os
 import sys
 from pathlib import Path
@@ -32,20 +33,19 @@ TEMPLATE: Final = (
 
 def make_tokenizer(folder: Path) -> None:
     """A byte-level tokenizer, trained on a few sentences."""
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers  # type: ignore[import-not-found]
-    from transformers import PreTrainedTokenizerFast  # type: ignore[import-not-found]
-
-    tokenizer: Any = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
+    tokenizers: Any = importlib.import_module("tokenizers")
+    byte_level: Any = tokenizers.pre_tokenizers.ByteLevel
+    tokenizer: Any = tokenizers.Tokenizer(tokenizers.models.BPE())
+    tokenizer.pre_tokenizer = byte_level(add_prefix_space=False)
+    tokenizer.decoder = tokenizers.decoders.ByteLevel()
+    trainer: Any = tokenizers.trainers.BpeTrainer(
         vocab_size=VOCABULARY,
         special_tokens=["<pad>", "<s>", "</s>"],
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        initial_alphabet=byte_level.alphabet(),
         show_progress=False,
     )
     tokenizer.train_from_iterator(SENTENCES * 20, trainer)
-    fast = PreTrainedTokenizerFast(
+    fast: Any = importlib.import_module("transformers").PreTrainedTokenizerFast(
         tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>", pad_token="<pad>", model_max_length=CONTEXT
     )
     fast.chat_template = TEMPLATE
@@ -54,13 +54,12 @@ def make_tokenizer(folder: Path) -> None:
 
 def make_model(folder: Path, layers: int, width: int, seed: int) -> None:
     """Weights of a small Llama."""
-    import torch  # type: ignore[import-not-found,unused-ignore]
-    from transformers import LlamaConfig, LlamaForCausalLM
-
+    torch: Any = importlib.import_module("torch")
+    transformers: Any = importlib.import_module("transformers")
     torch.manual_seed(seed)
     heads = max(2, width // 64)
-    model = LlamaForCausalLM(
-        LlamaConfig(
+    model: Any = transformers.LlamaForCausalLM(
+        transformers.LlamaConfig(
             vocab_size=VOCABULARY,
             hidden_size=width,
             intermediate_size=2 * width,

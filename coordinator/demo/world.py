@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Final
 
 from coordinator.client import AsyncClient
+from coordinator.demo.engines import Engine
 from coordinator.demo.fleet import MODEL, Fleet
 from coordinator.demo.hosts import RayHost
 from coordinator.settings import Settings
@@ -25,17 +26,16 @@ from coordinator.wire.errors import Reason, SafepointError, refuse
 from participant_shims.gate import bootstrap_path
 
 REGISTER_S: Final = 60.0
-PARTICIPANTS: Final = 5
+PARTICIPANTS: Final = 5  # besides the engine's own
 
 
 @dataclass
 class World:
-    """`folder` is emptied first and gets the logs and the snapshot root. `token_ms`: how long a sampled token takes."""
+    """`folder` is emptied first and gets the logs and the snapshot root."""
 
     folder: Path
-    seed: int
+    engine: Engine
     host: RayHost | None
-    token_ms: float
     lives: int = field(default=0, init=False)
     fleet: Fleet = field(init=False)
     client: AsyncClient = field(init=False)
@@ -107,7 +107,7 @@ class World:
         else:
             environment["SAFEPOINT_COORDINATOR"] = f"file:{self.root}/coordinator/address.json"
         logs = self.folder / f"logs-{self.lives}"
-        return Fleet(logs, self.seed, environment, (bootstrap_path(),), self.token_ms, self.policy_log(self.lives))
+        return Fleet(logs, self.engine, environment, (bootstrap_path(),), self.policy_log(self.lives))
 
     async def _until_registered(self) -> None:
         until = time.monotonic() + REGISTER_S
@@ -117,7 +117,7 @@ class World:
                 topology = await self.client.topology(timeout=5)
                 seen = ", ".join(each.capabilities.participant_id for each in topology.participants) or "nobody"
                 blocking = [finding for finding in topology.findings if finding.blocking]
-                if len(topology.participants) == PARTICIPANTS and not blocking:
+                if len(topology.participants) == PARTICIPANTS + self.engine.participants and not blocking:
                     return
                 seen += "".join(f"; {finding.participant_id}: {finding.message}" for finding in blocking)
             except SafepointError as error:

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 from coordinator.demo.compare import Generations
+from coordinator.demo.conversation import conversation_digest
 from coordinator.demo.evidence import read_log, recorded_calls
 from coordinator.demo.figures import Figures, Records, measure
-from coordinator.demo.network import conversation_digest
 
 # Three rollouts: `done` had finished at the cut, `half` had one of two calls recorded, `new` none of its one. One call of
 # `half` and the one of `new` ended after the cut and died with the kill.

@@ -16,8 +16,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from coordinator.demo.compare import read_generations
+from coordinator.demo.conversation import conversation_digest
 from coordinator.demo.grammar import MAX_TEXT, MIN_TEXT, Decoder, Tool
-from coordinator.demo.network import Network, conversation_digest, prompt_ids
+from coordinator.demo.network import Network, prompt_ids
 from coordinator.demo.policy import MAX_TURNS, MIN_TURNS, GenerationLog, Policy, render, serve
 from coordinator.demo.rows import make_tasks
 
