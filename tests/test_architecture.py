@@ -73,6 +73,7 @@ RULES = (
     Rule("coordinator.ray_host", COORDINATOR | {"ray"}),
     Rule("coordinator.demo.network", STDLIB | {"torch", "coordinator.demo"}),
     Rule("coordinator.demo.policy", STDLIB | {"torch", "coordinator.demo", "aiohttp"}),
+    Rule("coordinator.demo.engine_log", STDLIB),  # loaded into vLLM
     Rule("coordinator.demo*", COORDINATOR | {"aiohttp", "rich", "psutil", "participant_shims.gate.bootstrap_path"}),
     Rule("coordinator.client*", CLIENT),
     # One command starts everything, shims too; it loads them only when it does.
