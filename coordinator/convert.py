@@ -6,6 +6,7 @@ the core refuses where it matters; a proof that is not there at all is the calle
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Iterable, Mapping
 from enum import IntEnum
 from typing import Any, TypeVar, cast
@@ -15,7 +16,7 @@ from safepoint.v1 import capabilities_pb2, coordinator_service_pb2, manifest_pb2
 
 from coordinator.protocol import proofs
 from coordinator.protocol.operation import Options
-from coordinator.protocol.topology import Participant
+from coordinator.protocol.topology import Participant, ShimProcess
 from coordinator.wire.errors import Blocked, Reason, refuse
 from coordinator.wire.ids import IncarnationId, OperationId, ParticipantId, SnapshotId, is_wire_id
 from coordinator.wire.terms import CheckpointMode, QuiesceMode, Role, RolloutState, StragglerPolicy
@@ -54,7 +55,10 @@ def seconds(value: Duration) -> float:
 # ---- participants ---------------------------------------------------------------------------------------------------
 
 
-def participant(capabilities: capabilities_pb2.Capabilities, incarnation_id: str, address: str) -> Participant:
+def participant(
+    capabilities: capabilities_pb2.Capabilities, incarnation_id: str, address: str,
+    process: coordinator_service_pb2.ShimProcess | None = None,
+) -> Participant:  # fmt: skip
     """A participant as it describes itself. Raises MALFORMED_ID, INVALID_ARGUMENT, ROLE_INVALID."""
     name = capabilities.participant_id
     if not is_wire_id(name) or not is_wire_id(incarnation_id):
@@ -83,6 +87,9 @@ def participant(capabilities: capabilities_pb2.Capabilities, incarnation_id: str
         config_digest=capabilities.config_digest,
         features=tuple(capabilities.features),
         shim_version=capabilities.shim_version,
+        process=None
+        if process is None
+        else ShimProcess(process.host[:255], process.pid, process.log_path[:1024], process.watched),
     )
 
 
@@ -107,9 +114,34 @@ def capabilities(found: Participant) -> capabilities_pb2.Capabilities:
 
 def participant_info(found: Participant) -> coordinator_service_pb2.ParticipantInfo:
     """A participant as topology and status show it."""
-    return coordinator_service_pb2.ParticipantInfo(
+    info = coordinator_service_pb2.ParticipantInfo(
         capabilities=capabilities(found), incarnation_id=found.incarnation_id, address=found.address
     )
+    if (process := found.process) is not None:
+        info.process.CopyFrom(
+            coordinator_service_pb2.ShimProcess(
+                host=process.host, pid=process.pid, log_path=process.log_path, watched=process.watched
+            )
+        )
+    return info
+
+
+def process_end(report: coordinator_service_pb2.ReportEndRequest) -> str:
+    """How a shim's process ended, as a sentence."""
+    match report.WhichOneof("end"):
+        case "signal":
+            return f"It was ended by signal {report.signal}{_named(report.signal)}."
+        case "exit_code":
+            return f"It ended with exit code {report.exit_code}."
+        case _:
+            return "It has ended."
+
+
+def _named(number: int) -> str:
+    try:
+        return f" ({signal.Signals(number).name})"
+    except ValueError:
+        return ""
 
 
 # ---- proofs and progress --------------------------------------------------------------------------------------------

@@ -32,6 +32,7 @@ from coordinator.protocol.operation import Limits, Operation
 from coordinator.protocol.topology import Participant, Topology, fingerprint, refusal, validate
 from coordinator.protocol.transaction import Transaction
 from coordinator.publication import Cut, Publisher
+from coordinator.registry import ENDED
 from coordinator.reporting import snapshot_info
 from coordinator.retention import Retention
 from coordinator.settings import Settings
@@ -45,6 +46,7 @@ log = logging.getLogger(__name__)
 
 KEPT_IN_MEMORY: Final = 20  # ended operations with their events, for Explain
 MAX_DIVERGED: Final = 20
+EXPLAIN_WITHIN_S: Final = 3.0  # the successor of a shim that died needs a second or two to say how
 
 
 class Operations:
@@ -69,7 +71,7 @@ class Operations:
         self._recorded: set[OperationId] = set()  # those of `_memory` whose id is used up
         self._work: set[asyncio.Task[None]] = set()
         self._loop = asyncio.get_running_loop()
-        discovery.registry.follow(self._lost, self._joined)
+        discovery.registry.follow(self._lost, self._joined, self._explained)
 
     # ---- beginning --------------------------------------------------------------------------------------------------
 
@@ -363,7 +365,14 @@ class Operations:
 
     def _lost(self, who: Participant, problem: Problem) -> None:
         if self.active is not None and self.active.started:
-            self.active.post(core.ParticipantLost(self.clock(), who.participant_id, problem))
+            told = who.process is not None and who.process.watched and ENDED not in problem.metadata
+            within_s = EXPLAIN_WITHIN_S if told else 0.0
+            self.active.post(core.ParticipantLost(self.clock(), who.participant_id, problem, within_s))
+
+    def _explained(self, who: Participant, how: str) -> None:
+        log.warning("%s: %s", who.participant_id, how)
+        if self.active is not None and self.active.started:
+            self.active.post(core.LossExplained(self.clock(), who.participant_id, how))
 
     def _joined(self, who: Participant) -> None:
         drive = self.active

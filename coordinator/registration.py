@@ -23,6 +23,7 @@ log = logging.getLogger(__name__)
 
 HELLO_WITHIN_S: Final = 5.0
 
+MAX_CAUSE: Final = 500  # characters of a goodbye
 
 class Registration:
     """Serves Register streams. `joined` is called for each shim that was welcomed."""
@@ -41,7 +42,8 @@ class Registration:
         session = self._registry.register(await self._hello(requests))
         who = session.participant
         log.info("%s registered from %s", who.participant_id, who.address)
-        reading = asyncio.create_task(self._read(session, requests))
+        said: list[str] = []
+        reading = asyncio.create_task(self._read(session, requests, said))
         why = "its registration ended"
         try:
             failpoints.reach("registration.before_welcome", who.participant_id)
@@ -65,7 +67,7 @@ class Registration:
             raise _lost(who)
         finally:
             reading.cancel()
-            self._registry.leave(session, why)
+            self._registry.leave(session, why, *said)
 
     async def reap(self) -> None:
         """Lose whoever is silent; runs for ever, beside the server."""
@@ -86,12 +88,26 @@ class Registration:
         if first.WhichOneof("message") != "hello":
             raise refuse(Reason.INVALID_ARGUMENT, "The first message must be Hello.")
         hello = first.hello
-        return convert.participant(hello.capabilities, hello.incarnation_id, hello.address)
+        participant_id, who = hello.capabilities.participant_id, caller()
+        if not who.may_register(participant_id):
+            raise refuse(
+                Reason.PERMISSION_DENIED, f"{who.name} may not speak for {participant_id[:128]!r}.",
+                next_step="Give the shim a certificate of its own name, or one without an instance.",
+            )  # fmt: skip
+        return convert.participant(
+            hello.capabilities,
+            hello.incarnation_id,
+            hello.address,
+            hello.process if hello.HasField("process") else None,
+        )
 
-    async def _read(self, session: Session, requests: AsyncIterator[pb.RegisterRequest]) -> None:
-        async for _ in requests:
+    async def _read(self, session: Session, requests: AsyncIterator[pb.RegisterRequest], said: list[str]) -> None:
+        async for request in requests:
             self._registry.beat(session)
 
+            if request.HasField("goodbye"):
+                said[:] = [request.goodbye.cause[:MAX_CAUSE]]
+                return
 
 def _lost(who: Participant) -> SafepointError:
     return refuse(

@@ -10,8 +10,9 @@ No IO: the clock (seconds, monotonic) is given, streams call `beat` and `leave`.
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Final
 
 from coordinator.protocol.topology import Missing, Participant
@@ -21,8 +22,11 @@ from coordinator.wire.terms import Role
 
 Lost = Callable[[Participant, Problem], None]
 Joined = Callable[[Participant], None]
+Explained = Callable[[Participant, str], None]
 
 _MAX_PARTICIPANTS: Final = 10_000
+_MAX_ENDS: Final = 1_000  # of shims whose end was told; the coordinator hears of most losses within seconds of it
+ENDED: Final = "ended"  # the key of a loss's metadata that says how the process ended
 
 
 @dataclass(slots=True, eq=False)
@@ -45,13 +49,17 @@ class Registry:
     _gone: dict[ParticipantId, tuple[Participant, float, str]] = field(
         default_factory=dict[ParticipantId, tuple[Participant, float, str]]
     )
+    _ends: OrderedDict[IncarnationId, str] = field(default_factory=OrderedDict[IncarnationId, str])
     _on_lost: list[Lost] = field(default_factory=list[Lost])
+    _on_explained: list[Explained] = field(default_factory=list[Explained])
     _on_joined: list[Joined] = field(default_factory=list[Joined])
 
-    def follow(self, lost: Lost, joined: Joined) -> None:
-        """Call `lost` for who is gone or replaced, and `joined` for who has come."""
+    def follow(self, lost: Lost, joined: Joined, explained: Explained | None = None) -> None:
+        """Call `lost` for who is gone or replaced, `joined` for who has come, `explained` when it is told how one ended."""
         self._on_lost.append(lost)
         self._on_joined.append(joined)
+        if explained is not None:
+            self._on_explained.append(explained)
 
     def register(self, participant: Participant) -> Session:
         """A shim announces itself. Call `beat` for each of its heartbeats and `leave` when its stream ends.
@@ -92,10 +100,30 @@ class Registry:
         """A heartbeat, or anything else, came from this shim."""
         session.heard_at = self.clock()
 
-    def leave(self, session: Session, why: str) -> None:
-        """The stream has ended. Nothing happens when the registration was taken over before."""
-        if session.alive:
-            self._lose(session, f"{session.participant.participant_id} is gone: {why}.", Reason.UNREACHABLE)
+    def leave(self, session: Session, why: str, goodbye: str = "") -> None:
+        """The stream has ended; `goodbye` is what the shim has said of it. Nothing happens when the registration was
+        taken over before."""
+        if not session.alive:
+            return
+        if goodbye:
+            self._end(session.participant.incarnation_id, goodbye)
+        self._lose(session, f"{session.participant.participant_id} is gone: {why}.", Reason.UNREACHABLE)
+
+    def explain(self, name: ParticipantId, incarnation_id: IncarnationId, how: str) -> None:
+        """Somebody has seen how a shim's process ended. `how`: a sentence. Whether it is here, its stream alone decides."""
+        self._end(incarnation_id, how)
+        gone = self._gone.get(name)
+        if gone is None or gone[0].incarnation_id != incarnation_id:
+            return
+        who, at, why = gone
+        self._gone[name] = who, at, f"{why.rstrip('.')}. {how}"
+        for explained in self._on_explained:
+            explained(who, how)
+
+    def _end(self, incarnation_id: IncarnationId, how: str) -> None:
+        self._ends[incarnation_id] = how
+        while len(self._ends) > _MAX_ENDS:
+            self._ends.popitem(last=False)
 
     def reap(self) -> None:
         """Lose everybody who has been silent for too long; call it once a heartbeat interval."""
@@ -171,10 +199,25 @@ class Registry:
         if self._sessions.get(name) is session:
             del self._sessions[name]
         problem = Problem(reason, message, participant_id=name)
+        problem = self._with_process(session.participant, problem)
         if name not in self._static:
             self._remember(session.participant, problem)
         for lost in self._on_lost:
             lost(session.participant, problem)
+
+    def _with_process(self, who: Participant, problem: Problem) -> Problem:
+        """The loss with where the process ran, where its log is, and how it ended as far as that is known."""
+        metadata: dict[str, str] = {}
+        message = problem.message.rstrip(".")
+        if who.process is not None:
+            metadata = {"host": who.process.host, "pid": str(who.process.pid)}
+            metadata |= {"log_path": who.process.log_path} if who.process.log_path else {}
+            message = f"{message} (its shim was {who.process})"
+        how = self._ends.get(who.incarnation_id, "")
+        if how:
+            metadata[ENDED] = how
+            message = f"{message}. {how.rstrip('.')}"
+        return replace(problem, message=f"{message}.", metadata=metadata)
 
     def _remember(self, gone: Participant, problem: Problem) -> None:
         if gone.role is not Role.AUXILIARY_MODEL:  # never paused, never saved: nothing of it can be missing

@@ -36,7 +36,8 @@ from coordinator.retention import Retention
 from coordinator.settings import Settings
 from coordinator.status import ANSWER_WITHIN_S, coordinator_status
 from coordinator.wire.errors import CATALOG, Problem, Reason, SafepointError, refuse
-from coordinator.wire.ids import OperationId, SnapshotId, is_rollout_id, is_wire_id
+from coordinator.wire.guard import caller
+from coordinator.wire.ids import IncarnationId, OperationId, ParticipantId, SnapshotId, is_rollout_id, is_wire_id
 from coordinator.wire.rpc import time_budget
 from coordinator.wire.terms import OperationKind
 
@@ -66,6 +67,18 @@ class CoordinatorService(coordinator_service_pb2_grpc.CoordinatorServicer):
     ) -> AsyncIterator[pb.RegisterEvent]:
         async for event in self._registration.serve(request_iterator):
             yield event
+
+    async def ReportEnd(self, request: pb.ReportEndRequest, context: Context) -> pb.ReportEndResponse:
+        time_budget(context)
+        for name, value in (("participant_id", request.participant_id), ("incarnation_id", request.incarnation_id)):
+            if not is_wire_id(value):
+                raise refuse(Reason.MALFORMED_ID, f"{value[:60]!r} is no {name}.")
+        if not caller().may_register(request.participant_id):
+            raise refuse(Reason.PERMISSION_DENIED, f"{caller().name} may not speak for {request.participant_id}.")
+        self._operations.discovery.registry.explain(
+            ParticipantId(request.participant_id), IncarnationId(request.incarnation_id), convert.process_end(request)
+        )
+        return pb.ReportEndResponse()
 
     async def GetTopology(self, request: pb.GetTopologyRequest, context: Context) -> pb.GetTopologyResponse:
         time_budget(context)

@@ -73,6 +73,11 @@ class Course:
         self._stood_since = 0.0  # since when a restore waits for its trainer
         self._remind_gap = 0.0
         self._remind_at = 0.0
+        self._word_until: dict[
+            ParticipantId, float
+        ] = {}  # who is lost, and until when an answer waits to say how it ended
+        self._opening_took: float | None = None
+        self._stands = True  # False while the answer of a failed restore is held back for that word
         self._unheld: Problem | None = None  # the cause of a failed restore without the advice to abort it
 
     # ---- time --------------------------------------------------------------------------------------------------------
@@ -86,8 +91,12 @@ class Course:
         if self.stage == Stage.PUBLISHING:
             return None if self.late_warned else self.deadline
         if self.stage in UNATTENDED:
-            return self._remind_at
-        return self.opening.next_at(now) if self.opening is not None else None
+            return self._remind_at if self._stands else min(self._remind_at, self._word_at())
+        if self.opening is None:
+            return None
+        at = self.opening.next_at(now)
+        told = self.stage in OPENING_STAGES and self.opening.finished(now)
+        return min((t for t in (at, self._word_at() if told else None) if t is not None), default=None)
 
     def tick(self, now: float) -> list[Effect]:
         """Time has passed."""
@@ -98,6 +107,8 @@ class Course:
         if self.stage == Stage.PUBLISHING and now >= self.deadline and not self.late_warned:
             self.late_warned = True
             return [warned("The deadline passed while the snapshot is being published; leases are left to lapse.")]
+        if self.stage in UNATTENDED and not self._stands and now >= self._word_at():
+            return self._stand_failed(now)
         if self.stage in UNATTENDED and now >= self._remind_at:
             self._remind_gap = min(2 * self._remind_gap, self._limits.remind_most_s)
             self._remind_at = now + self._remind_gap
@@ -228,7 +239,15 @@ class Course:
         self._begin_to_wait(now)
         if self.evidence.attempted <= self.lost.keys():
             return self.abort(held, now)  # nobody is left to stay paused
-        return [records.failing(RecordKind.FAILED_PAUSED, self.operation, problem), Await(Stage.FAILED_PAUSED, held)]
+        self._stands = False
+        return [records.failing(RecordKind.FAILED_PAUSED, self.operation, problem), *self._stand_failed(now)]
+
+    def _stand_failed(self, now: float) -> list[Effect]:
+        """Answer that the restore has failed, once how the lost ones ended is known or nobody says so in time."""
+        if self._stands or self._waits_for_word(now):
+            return []
+        self._stands = True
+        return [Await(Stage.FAILED_PAUSED, self.primary, self.secondary)]
 
     def abort(self, problem: Problem, now: float) -> list[Effect]:
         """Open everybody without success; the first problem stays the primary one."""
@@ -243,8 +262,10 @@ class Course:
             return []
         return self.gone(participant_id, proving.incarnation_changed(self.phase, known, incarnation_id), now)
 
-    def gone(self, participant_id: ParticipantId, problem: Problem, now: float) -> list[Effect]:
-        """A participant is lost."""
+    def gone(
+        self, participant_id: ParticipantId, problem: Problem, now: float, explained_within_s: float = 0.0
+    ) -> list[Effect]:
+        """A participant is lost. What follows happens at once; only the answer waits a moment to say how it ended."""
         participant = self.participants.get(participant_id)
         if participant is None or participant_id in self.lost or self.stage in (Stage.IDLE, Stage.ENDED):
             return []
@@ -255,6 +276,8 @@ class Course:
             problem, self.evidence.progress.get(participant_id), self.evidence.prepared.get(participant_id)
         )
         self.lost[participant_id] = problem
+        if explained_within_s > 0 and participant_id in self.evidence.attempted:
+            self._word_until[participant_id] = now + explained_within_s
         if self.stage in BEFORE_PUBLISH:
             return self.fail(problem, now)
         if self.stage == Stage.FAILED_PAUSED:
@@ -264,6 +287,32 @@ class Course:
             self._add(problem)
             return self._advance(now)
         return [warned(f"It is gone after it had confirmed; the snapshot is valid. {problem.message}", participant_id)]
+
+    def explained(self, participant_id: ParticipantId, how: str, now: float) -> list[Effect]:
+        """It has become known how a lost participant ended: every problem that tells of its loss says so."""
+        before = self.lost.get(participant_id)
+        if before is None or self.stage == Stage.ENDED:
+            return []
+        self._word_until.pop(participant_id, None)
+        after = self.lost[participant_id] = sentences.explained(before, how)
+
+        def told(problem: Problem) -> Problem:
+            if problem.participant_id != participant_id or problem.message != before.message:
+                return problem
+            return replace(problem, message=after.message, metadata=after.metadata)
+
+        self.primary = told(self.primary) if self.primary is not None else None
+        self._unheld = told(self._unheld) if self._unheld is not None else None
+        self.secondary = tuple(told(problem) for problem in self.secondary)
+        if self.stage == Stage.FAILED_PAUSED:
+            return self._stand_failed(now)
+        return self._advance(now)
+
+    def _word_at(self) -> float:
+        return max(self._word_until.values(), default=0.0)
+
+    def _waits_for_word(self, now: float) -> bool:
+        return now < self._word_at()
 
     def lease_renewed(self, event: LeaseRenewed) -> None:
         """Move the time until which a confirmed freeze is known to hold."""
@@ -315,7 +364,10 @@ class Course:
         if opening is None:
             return []
         out = opening.advance(now)
-        return [*out, *self._end(opening, now)] if self.stage in OPENING_STAGES and opening.finished(now) else out
+        if self.stage not in OPENING_STAGES or not opening.finished(now):
+            return out
+        self._opening_took = now - self.phase_began if self._opening_took is None else self._opening_took
+        return out if self._waits_for_word(now) else [*out, *self._end(opening, self._opening_took)]
 
     def _opening_ended(self, event: Replied | RefusedBy | NoAnswer | Misanswered, running: Running) -> list[Effect]:
         participant_id, opening, out = running.call.participant_id, self.opening, list[Effect]()
@@ -331,16 +383,16 @@ class Course:
         opening.answered(running, event.now, opened=opened, reason=reason)
         return [*out, *self._advance(event.now)]
 
-    def _end(self, opening: Opening, now: float) -> list[Effect]:
+    def _end(self, opening: Opening, took_s: float) -> list[Effect]:
         for participant_id in opening.unconfirmed:
             text = "It has not said that it is open; it opens by itself when its lease lapses."
-            silent = Problem(Reason.UNREACHABLE, text, waited_s=now - self.phase_began)
+            silent = Problem(Reason.UNREACHABLE, text, waited_s=took_s)
             self._add(self.mine(silent, participant_id))
         outcome = Outcome.ABORTED if self.stage == Stage.ABORTING else Outcome.SUCCEEDED
         self.stage = Stage.ENDED
         self.finish = Finish(outcome, self.primary, self.secondary, opening.unconfirmed, self.published)
         return [
-            Announce(PhaseFinished(self.phase, now - self.phase_began)),
+            Announce(PhaseFinished(self.phase, took_s)),
             records.ended(self.operation, self.finish),
             self.finish,
         ]

@@ -104,11 +104,21 @@ class ProgressReported:
 
 @dataclass(frozen=True, slots=True)
 class ParticipantLost:
-    """Its registration ended or fell silent."""
+    """Its registration ended or fell silent. Within `explained_within_s` seconds somebody may say how; zero: nobody will."""
 
     now: float
     participant_id: ParticipantId
     problem: Problem
+    explained_within_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class LossExplained:
+    """How the process of a participant that is lost has ended. `how`: a sentence."""
+
+    now: float
+    participant_id: ParticipantId
+    how: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -220,6 +230,7 @@ Event = (
     | Misanswered
     | ProgressReported
     | ParticipantLost
+    | LossExplained
     | IncarnationChanged
     | LeaseRenewed
     | LeaseLost

@@ -12,7 +12,7 @@ from typing import Any, cast
 
 from coordinator.protocol.events import Finish, Record, RecordKind
 from coordinator.protocol.operation import Operation, Options, Outcome, RestorePart
-from coordinator.protocol.topology import Participant, Topology
+from coordinator.protocol.topology import Participant, ShimProcess, Topology
 from coordinator.wire.errors import Blocked, Problem, Reason
 from coordinator.wire.ids import IncarnationId, OperationId, ParticipantId, SnapshotId
 from coordinator.wire.terms import CheckpointMode, OperationKind, Phase, QuiesceMode, Role, StragglerPolicy
@@ -187,6 +187,7 @@ def _participant_from_json(data: Mapping[str, Any]) -> Participant:
     fields["quiesce_modes"] = tuple(QuiesceMode[mode] for mode in fields["quiesce_modes"])
     fields["participant_id"] = ParticipantId(fields["participant_id"])
     fields["incarnation_id"] = IncarnationId(fields["incarnation_id"])
+    fields["process"] = ShimProcess(**fields["process"]) if fields.get("process") else None
     for name in ("depends_on", "upstream_endpoints", "features"):
         fields[name] = tuple(fields[name])
     return Participant(**fields)

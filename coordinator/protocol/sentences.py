@@ -113,6 +113,12 @@ def went_with(problem: Problem, progress: Progress | None, prepared: Prepared | 
     return replace(problem, message=message, rollouts=rollouts, rollout_count=count)
 
 
+def explained(problem: Problem, how: str) -> Problem:
+    """The Problem of a participant that is gone, with how its process ended."""
+    message = f"{problem.message.rstrip('.')}. {how.rstrip('.')}."
+    return replace(problem, message=message, metadata={**problem.metadata, "ended": how})
+
+
 def blocked(
     who: Sequence[ParticipantId], progress: Mapping[ParticipantId, Progress]
 ) -> tuple[tuple[Blocked, ...], int]:

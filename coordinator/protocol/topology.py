@@ -20,6 +20,20 @@ from coordinator.wire.terms import CheckpointMode, Phase, QuiesceMode, Role
 
 
 @dataclass(frozen=True, slots=True)
+class ShimProcess:
+    """Where the shim of a participant runs, for people. `watched`: somebody will say how it ended."""
+
+    host: str
+    pid: int
+    log_path: str = ""
+    watched: bool = False
+
+    def __str__(self) -> str:
+        log = f", log {self.log_path}" if self.log_path else ""
+        return f"pid {self.pid} on {self.host}{log}"
+
+
+@dataclass(frozen=True, slots=True)
 class Participant:
     """One server under the protocol, as discovered. Mirrors the proto's Capabilities and ParticipantInfo."""
 
@@ -38,6 +52,7 @@ class Participant:
     config_digest: str = ""
     features: tuple[str, ...] = ()
     shim_version: str = ""
+    process: ShimProcess | None = None
 
 
 @dataclass(frozen=True, slots=True)

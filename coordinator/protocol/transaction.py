@@ -30,6 +30,7 @@ from coordinator.protocol.events import (
     IncarnationChanged,
     LeaseLost,
     LeaseRenewed,
+    LossExplained,
     Misanswered,
     NoAnswer,
     ParticipantLost,
@@ -246,7 +247,9 @@ class Transaction:
             case ProgressReported():
                 course.progressed(event)
             case ParticipantLost():
-                return course.gone(event.participant_id, event.problem, now)
+                return course.gone(event.participant_id, event.problem, now, event.explained_within_s)
+            case LossExplained():
+                return course.explained(event.participant_id, event.how, now)
             case IncarnationChanged():
                 return course.restarted(event.participant_id, event.incarnation_id, now)
             case LeaseRenewed():

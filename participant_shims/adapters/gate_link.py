@@ -8,6 +8,7 @@ come before an answer. Nothing here knows what the operations mean.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import logging
 import os
@@ -19,11 +20,13 @@ from typing import Any, Final, cast
 from coordinator.wire.errors import Reason, SafepointError, refuse
 from coordinator.wire.terms import Activity
 from participant_shims.adapter import Counts, LiveRollout
+from participant_shims.gate.process import fate, lives, started
 
 log = logging.getLogger(__name__)
 
 MAX_LINE_BYTES: Final = 16 << 20
 HELLO_WITHIN_S: Final = 10.0
+END_SEEN_WITHIN_S: Final = 0.1  # the kernel closes a dead process's sockets a moment before it shows it as dead
 Json = Mapping[str, Any]
 
 
@@ -114,6 +117,8 @@ class GateLink:
 
     def __init__(self, hello: GateHello, writer: asyncio.StreamWriter) -> None:
         self.hello = hello
+        self.began = started(hello.pid)
+        self._end = ""
         self.status = GateStatus()
         self.connected = True
         self._writer = writer
@@ -123,6 +128,19 @@ class GateLink:
     @property
     def worker_id(self) -> str:
         return self.hello.worker_id
+
+    async def settle(self) -> None:
+        """Its connection has ended: wait a moment for its process to end as well, if it does, so that `fate` is true."""
+        until = asyncio.get_running_loop().time() + END_SEEN_WITHIN_S
+        while lives(self.hello.pid, self.began) and asyncio.get_running_loop().time() < until:  # noqa: ASYNC110
+            await asyncio.sleep(END_SEEN_WITHIN_S / 10)
+        self._end = fate(self.hello.pid, self.began)
+
+    @property
+    def fate(self) -> str:
+        """What has become of its process, as a part of a sentence."""
+        how = self._end or fate(self.hello.pid, self.began)
+        return f"its process {how}" if how else "its process lives, and has closed the line"
 
     async def request(
         self,
@@ -172,7 +190,7 @@ class GateLink:
         self.connected = False
         for answer, _ in list(self._waiting.values()):
             if not answer.done():
-                answer.set_exception(self._missing("is gone"))
+                answer.set_exception(self._missing(f"is gone: {self.fate}"))
         self._writer.close()
 
     def _missing(self, what: str) -> SafepointError:
@@ -252,6 +270,8 @@ class GateHub:
         finally:
             writer.close()
             if link is not None:
+                with contextlib.suppress(asyncio.CancelledError):
+                    await link.settle()
                 self._links.discard(link)
                 link.lost()
                 self._on_leave(link)

@@ -79,6 +79,7 @@ class GymAdapter:
         self._hub = GateHub(life / "gate.sock", self._join, self._event, self._leave)
         self._files = GymFiles(life / "calls.db", participant_id)
         self._links: dict[str, GateLink] = {}
+        self._left: dict[str, GateLink] = {}  # the last one of each worker that is gone, for what is said of it
         self._changed: Callable[[], None] = lambda: None
         self._pulse = Pulse()
         self._pause: _Pause | None = None
@@ -353,6 +354,7 @@ class GymAdapter:
     def _leave(self, link: GateLink) -> None:
         if self._links.get(link.worker_id) is link:
             del self._links[link.worker_id]
+            self._left[link.worker_id] = link
         self._moved()
 
     def _moved(self) -> None:
@@ -363,11 +365,16 @@ class GymAdapter:
 
     def _all_workers(self, reason: Reason) -> list[GateLink]:
         links = [self._links[name] for name in sorted(self._links)]
-        configured = links[0].hello.configured_workers if links else 1
+        known = [*links, *self._left.values()]
+        configured = known[0].hello.configured_workers if known else 1
         if len(links) < configured:
             there = ", ".join(link.worker_id for link in links) or "none"
             expected = [f"worker-{n}" for n in range(configured)]
-            absent = [n for n in expected if n not in self._links] or [f"{configured - len(links)} more"]
+            absent = [
+                f"{n} (pid {self._left[n].hello.pid}: {self._left[n].fate})" if n in self._left else n
+                for n in expected
+                if n not in self._links
+            ] or [f"{configured - len(links)} more"]
             raise refuse(
                 reason,
                 f"{len(links)} of {configured} workers of {self._participant_id} are connected ({there}); "
@@ -390,7 +397,9 @@ class GymAdapter:
         for worker_id, (pid, generation) in pause.workers.items():
             link = self._links.get(worker_id)
             if link is None:
-                raise refuse(Reason.WORKERS_MISSING, f"Worker {worker_id} (pid {pid}) left after it had closed.")
+                left = self._left.get(worker_id)
+                how = f": {left.fate}" if left is not None and left.hello.pid == pid else ""
+                raise refuse(Reason.WORKERS_MISSING, f"Worker {worker_id} (pid {pid}) left after it had closed{how}.")
             if link.hello.pid != pid:
                 raise refuse(
                     Reason.WORKERS_MISSING, f"Worker {worker_id} was restarted: pid {link.hello.pid}, not {pid}."

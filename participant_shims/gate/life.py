@@ -71,6 +71,15 @@ def create(server_name: str, kind: str, workers: int, parent: Path) -> Path:
     return life
 
 
+def server_process(life: Path) -> tuple[int, str] | None:
+    """The pid of the server's main process and when it began; None when `life` has no such note."""
+    try:
+        record = json.loads((life / _RECORD).read_text())
+        return int(record["pid"]), str(record["started"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+
+
 def sweep(safe_name: str, parent: Path) -> int:
     """Remove the directories of this server's lives whose process is gone; how many."""
     removed = 0

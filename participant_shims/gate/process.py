@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import functools
 import os
+import signal
+import stat
 from pathlib import Path
 
 
@@ -24,6 +26,37 @@ def started(pid: int) -> str:
 def lives(pid: int, began: str) -> bool:
     """Whether the process that had `pid` and began at `began` is there still."""
     return bool(began) and started(pid) == began
+
+
+def fate(pid: int, began: str) -> str:
+    """How the process that had `pid` and began at `began` ended, as the end of a sentence; empty while it lives.
+
+    The exit code of another's child can be seen only until its parent has collected it.
+    """
+    if lives(pid, began):
+        return ""
+    try:
+        text = Path(f"/proc/{pid}/stat").read_text()
+    except OSError:
+        return "has ended"
+    fields = text[text.rindex(")") + 2 :].split()
+    if fields[0] != "Z" or (began and fields[19] != began):
+        return "has ended"  # collected, and the number may be somebody else's by now
+    status = int(fields[49])
+    if os.WIFSIGNALED(status):
+        number = os.WTERMSIG(status)
+        name = signal.Signals(number).name if number in set(signal.Signals) else ""
+        return f"was ended by signal {number}" + (f" ({name})" if name else "")
+    return f"ended with exit code {os.WEXITSTATUS(status)}"
+
+
+def output_of(pid: int) -> str:
+    """The file that the standard error of a process goes to; empty when it is no file, or cannot be seen."""
+    link = f"/proc/{pid}/fd/2"
+    try:
+        return os.readlink(link) if stat.S_ISREG(os.stat(link).st_mode) else ""
+    except OSError:
+        return ""
 
 
 def own() -> tuple[int, str]:

@@ -7,6 +7,7 @@ the life, and as long as it is away the gate stands open, or opens by its lease.
 from __future__ import annotations
 
 import atexit
+import json
 import logging
 import os
 import subprocess
@@ -26,6 +27,10 @@ _WENT_WELL_S: Final = (
     60.0  # a shim that lived so long did not fail at its start: the next one waits no longer than the first did
 )
 _END_S: Final = 2.0  # Gym itself gives a server no more than a second
+BEFORE_VARIABLE: Final = (
+    "SAFEPOINT_SHIM_BEFORE"  # what ended the shim before; it is there, maybe empty, for one that is watched
+)
+ANNOUNCEMENT: Final = "shim.json"  # a shim that can be called has written who it is
 _GATED: Final = ("NEMO_GYM_CONFIG_PATH", "NEMO_GYM_CONFIG_DICT", "IS_NEMO_GYM_FASTAPI_WORKER")
 
 
@@ -92,18 +97,20 @@ class ShimProcess:
     def _keep(self) -> None:
         # The kernel's death signal follows the thread that made the child, so this thread makes all of them and stays.
         launch = str(Path(__file__).resolve().parent / "launch.py")
-        tries = 0
+        tries, before = 0, ""
         while not self._stopping.is_set():
             began = self._clock()
             try:
                 with (self._life / "shim.log").open("ab") as out:
                     self._process = subprocess.Popen(
                         [sys.executable, "-S", "-E", launch, str(os.getpid()), *self._argv],
-                        stdin=subprocess.DEVNULL, stdout=out, stderr=out, env=self._environment, cwd=self._life,
+                        stdin=subprocess.DEVNULL, stdout=out, stderr=out, cwd=self._life,
+                        env=self._environment | {BEFORE_VARIABLE: before},
                         start_new_session=True,  # a terminal's Ctrl-C ends the server first, and the server ends it
                     )  # fmt: skip
                 self.starts += 1
                 code = self._process.wait()
+                before = self._ended(self._process.pid, code) or before
                 if not self._stopping.is_set():
                     log.warning("the shim ended with code %s; see %s", code, self._life / "shim.log")
             except OSError as error:
@@ -111,3 +118,15 @@ class ShimProcess:
             tries = 0 if self._clock() - began >= _WENT_WELL_S else tries + 1
             if self._stopping.wait(backoff_s(tries)):
                 return
+
+    def _ended(self, pid: int, code: int) -> str:
+        """Who has ended and how, for its successor to tell; empty when it had not said who it was."""
+        try:
+            said = json.loads((self._life / ANNOUNCEMENT).read_text())
+            if said["pid"] == pid:
+                return json.dumps(
+                    {"participant_id": said["participant_id"], "incarnation_id": said["incarnation_id"], "code": code}
+                )
+        except (OSError, ValueError, KeyError, TypeError):
+            pass
+        return ""

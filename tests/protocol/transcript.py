@@ -33,6 +33,7 @@ from coordinator.protocol.events import (
     IncarnationChanged,
     LeaseLost,
     LeaseRenewed,
+    LossExplained,
     Misanswered,
     NoAnswer,
     ParticipantDone,
@@ -183,10 +184,13 @@ class Transcript:
             numbers = {key: int(value) for key, value in words.items() if key != "waiting"}
             progress = Progress(waiting_for=waiting, waiting_for_count=len(waiting), **numbers)
             return [ProgressReported(now, call.call_no, progress)]
-        if verb in ("lost", "restarted", "lapsed", "renewed"):
+        if verb in ("lost", "explained", "restarted", "lapsed", "renewed"):
             who = ParticipantId(plain[0])
             if verb == "lost":
-                return [ParticipantLost(now, who, Problem(Reason.UNREACHABLE, "Its registration ended."))]
+                problem = Problem(Reason.UNREACHABLE, "Its registration ended.")
+                return [ParticipantLost(now, who, problem, float(words.get("within", "0")))]
+            if verb == "explained":
+                return [LossExplained(now, who, " ".join(plain[1:]))]
             if verb == "restarted":
                 return [IncarnationChanged(now, who, IncarnationId(f"i-{who}-2"))]
             if verb == "lapsed":

@@ -273,7 +273,7 @@ class World:
     def die(self, name: ParticipantId) -> None:
         server = self.servers[name]
         server.alive, server.closed = False, False
-        self.step(ParticipantLost(self.now, name, Problem(Reason.UNREACHABLE, "Its registration ended.")))
+        self.step(ParticipantLost(self.now, name, Problem(Reason.UNREACHABLE, "Its registration ended."), 0.5))
 
     def restart(self, name: ParticipantId) -> None:
         self.servers[name].restart()
