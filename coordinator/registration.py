@@ -18,12 +18,13 @@ from coordinator.protocol.topology import Participant
 from coordinator.registry import Registry, Session
 from coordinator.wire import failpoints
 from coordinator.wire.errors import Reason, SafepointError, refuse
+from coordinator.wire.guard import caller
 
 log = logging.getLogger(__name__)
 
 HELLO_WITHIN_S: Final = 5.0
-
 MAX_CAUSE: Final = 500  # characters of a goodbye
+
 
 class Registration:
     """Serves Register streams. `joined` is called for each shim that was welcomed."""
@@ -104,10 +105,10 @@ class Registration:
     async def _read(self, session: Session, requests: AsyncIterator[pb.RegisterRequest], said: list[str]) -> None:
         async for request in requests:
             self._registry.beat(session)
-
             if request.HasField("goodbye"):
                 said[:] = [request.goodbye.cause[:MAX_CAUSE]]
                 return
+
 
 def _lost(who: Participant) -> SafepointError:
     return refuse(
