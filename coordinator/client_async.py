@@ -36,8 +36,8 @@ from coordinator.client_results import (
     rollout_from,
     summary_from,
 )
-from coordinator.wire.auth import read_token
 from coordinator.wire.errors import Reason, SafepointError
+from coordinator.wire.links import read_security
 from coordinator.wire.terms import QuiesceMode, StragglerPolicy
 
 log = logging.getLogger("safepoint.client")
@@ -54,9 +54,13 @@ class AsyncClient:
         target: str | None = None,
         *,
         token_file: str | os.PathLike[str] | None = None,
+        tls_dir: str | os.PathLike[str] | None = None,
+        insecure: bool | None = None,
         budgets: Budgets | None = None,
     ) -> None:
-        self._calls = AsyncCalls(find_target(target), read_token(token_file), budgets or Budgets())
+        self._calls = AsyncCalls(
+            find_target(target), read_security(token_file, tls_dir, insecure), budgets or Budgets()
+        )
 
     async def __aenter__(self) -> AsyncClient:
         return self

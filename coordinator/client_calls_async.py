@@ -18,13 +18,14 @@ from safepoint.v1 import coordinator_service_pb2 as pb
 from safepoint.v1.coordinator_service_pb2_grpc import CoordinatorStub
 from tenacity import AsyncRetrying
 
-from coordinator.client_address import resolve
 from coordinator.client_calls import tell
 from coordinator.client_patience import Budgets, Patience, retry_arguments
 from coordinator.client_results import Outcome, ProgressCallback
-from coordinator.wire.auth import Token
+from coordinator.wire.access import Access
 from coordinator.wire.errors import Reason, SafepointError, refuse
-from coordinator.wire.rpc import channel, error_from_rpc
+from coordinator.wire.links import Security
+from coordinator.wire.record import look_up
+from coordinator.wire.rpc import error_from_rpc
 
 if TYPE_CHECKING:
     from safepoint.v1.coordinator_service_pb2_grpc import CoordinatorAsyncStub
@@ -42,7 +43,7 @@ class AsyncCalls:
     def __init__(
         self,
         target: str,
-        token: Token | None,
+        security: Security | None,
         budgets: Budgets,
         sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
         clock: Callable[[], float] = time.monotonic,
@@ -51,11 +52,12 @@ class AsyncCalls:
         self.sleep = sleep
         self._clock = clock
         self._target = target
-        self._metadata = token.metadata() if token else ()
+        self._security = security or Security()
+        self._metadata: tuple[tuple[str, str], ...] = ()
         self._channel: aio.Channel | None = None
         self._former: list[aio.Channel] = []
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._address = ""
+        self._made_for: tuple[str, int] = ("", 0)  # address and certificate of the channel
         self._pid = os.getpid()
         self._closed = False
 
@@ -173,10 +175,12 @@ class AsyncCalls:
             )
         if self._closed:
             raise refuse(Reason.INVALID_ARGUMENT, "This AsyncClient is closed.", next_step="Make another one.")
-        address = resolve(self._target)
-        if self._channel is None or address != self._address:
+        record = look_up(self._target)
+        self._metadata = (*self._security.metadata(), *record.metadata())
+        made_for = (record.address, self._security.version)
+        if self._channel is None or made_for != self._made_for:
             if self._channel is not None:
                 self._former.append(self._channel)  # calls may still be running on it
-            self._channel = channel(address)
-            self._address = address
+            self._channel = self._security.channel(record.address, Access.COORDINATOR)
+            self._made_for = made_for
         return CoordinatorStub(self._channel)

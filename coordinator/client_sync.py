@@ -34,8 +34,8 @@ from coordinator.client_results import (
     rollout_from,
     summary_from,
 )
-from coordinator.wire.auth import read_token
 from coordinator.wire.errors import Reason, SafepointError
+from coordinator.wire.links import read_security
 from coordinator.wire.terms import QuiesceMode, StragglerPolicy
 
 log = logging.getLogger("safepoint.client")
@@ -45,8 +45,9 @@ class Client:
     """Saves and restores rollouts through a coordinator.
 
     `target`: `host:port`, `unix:PATH` or `file:ROOT/coordinator/address.json`; else SAFEPOINT_COORDINATOR, else the
-    address file below SAFEPOINT_ROOT. `token_file`: else SAFEPOINT_TOKEN_FILE, else no token. Nothing is dialled before
-    the first call.
+    address file below SAFEPOINT_ROOT. `token_file`: else SAFEPOINT_TOKEN_FILE, else no token. `tls_dir`: the directory of
+    a certificate, else SAFEPOINT_TLS_DIR, else no TLS. `insecure`: a token may leave this machine without TLS; else
+    SAFEPOINT_INSECURE, else it may not. Nothing is dialled before the first call.
 
     Every method has a deadline, `timeout` in seconds, with a default for its kind, and raises one of
 
@@ -64,9 +65,11 @@ class Client:
         target: str | None = None,
         *,
         token_file: str | os.PathLike[str] | None = None,
+        tls_dir: str | os.PathLike[str] | None = None,
+        insecure: bool | None = None,
         budgets: Budgets | None = None,
     ) -> None:
-        self._calls = Calls(find_target(target), read_token(token_file), budgets or Budgets())
+        self._calls = Calls(find_target(target), read_security(token_file, tls_dir, insecure), budgets or Budgets())
 
     def __enter__(self) -> Client:
         return self

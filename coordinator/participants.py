@@ -20,10 +20,12 @@ from coordinator import convert
 from coordinator.protocol import events as core
 from coordinator.protocol.proofs import Progress, Proof
 from coordinator.protocol.topology import Participant
-from coordinator.wire.auth import Token
+from coordinator.wire.access import Access
+from coordinator.wire.auth import Metadata
 from coordinator.wire.errors import Misanswered, Problem, Reason
 from coordinator.wire.ids import OperationId
-from coordinator.wire.rpc import channel, error_from_rpc
+from coordinator.wire.links import Security
+from coordinator.wire.rpc import error_from_rpc
 from coordinator.wire.terms import Phase
 
 OnProgress = Callable[[Progress], None]
@@ -45,22 +47,28 @@ class Participants:
     `dial` makes the channel to an address; a simulated network has its own.
     """
 
-    def __init__(self, epoch: int, token: Token | None, dial: Callable[[str], aio.Channel] = channel) -> None:
+    def __init__(
+        self, epoch: int, security: Security | None = None, dial: Callable[[str], aio.Channel] | None = None
+    ) -> None:
         self._epoch = epoch
-        self._dial = dial
-        self._metadata = token.metadata() if token is not None else None
+        self._security = security or Security()
+        self._dial = dial or self._security.dial(Access.SHIM)
+        self._former: list[aio.Channel] = []  # with a certificate that was replaced; calls may still run on them
+        self._version = self._security.version
         self._channels: dict[
             str, aio.Channel
         ] = {}  # by address: participants come back under other names and addresses
 
     async def close(self) -> None:
         """Close all channels. Calls that run end without answer."""
-        channels, self._channels = self._channels, {}
-        await asyncio.gather(*(found.close() for found in channels.values()))
+        channels = [*self._channels.values(), *self._former]
+        self._channels, self._former = {}, []
+        await asyncio.gather(*(found.close() for found in channels))
 
     async def keep_only(self, addresses: Collection[str]) -> None:
         """Close the channels to everybody else. Only while no operation runs: calls on them end without answer."""
-        gone = [self._channels.pop(address) for address in set(self._channels) - set(addresses)]
+        gone = [self._channels.pop(address) for address in set(self._channels) - set(addresses)] + self._former
+        self._former = []
         await asyncio.gather(*(found.close() for found in gone))
 
     async def perform(
@@ -189,7 +197,15 @@ class Participants:
         )
         return stub.Restore(request, timeout=timeout_s, metadata=self._metadata)
 
+    @property
+    def _metadata(self) -> Metadata:
+        return self._security.metadata(Access.COORDINATOR)
+
     def _stub(self, address: str) -> participant_service_pb2_grpc.ParticipantAsyncStub:
+        if self._security.version != self._version:
+            self._version = self._security.version
+            self._former += self._channels.values()
+            self._channels = {}
         found = self._channels.get(address)
         if found is None:
             found = self._channels[address] = self._dial(address)

@@ -1,7 +1,6 @@
 """A coordinator as a running server: put together, bound, announced, stopped.
 
-The rule: nothing is open to strangers by accident. A bind that is no loopback needs a token, one port belongs to one
-server, and a coordinator that cannot have its port, its root or its journal does not start at all.
+The rule: a coordinator that cannot have its address, its root or its journal does not start at all.
 
 `serve` is used by the plain process and by the Ray actor alike. Where it listens is written to
 <root>/coordinator/address.json, so that shims and trainers find the next one too:
@@ -12,15 +11,11 @@ server, and a coordinator that cannot have its port, its root or its journal doe
 from __future__ import annotations
 
 import asyncio
-import fcntl
 import importlib
-import ipaddress
 import json
 import logging
-import os
 import secrets
 import signal
-import socket
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -44,9 +39,11 @@ from coordinator.service import CoordinatorService
 from coordinator.settings import Settings
 from coordinator.snapshots import SnapshotStore
 from coordinator.wire import failpoints
-from coordinator.wire.auth import Token, read_token
-from coordinator.wire.errors import Problem, Reason, Refused, SafepointError, refuse
-from coordinator.wire.rpc import SERVER_OPTIONS, ErrorInterceptor, channel
+from coordinator.wire.errors import Problem, Reason, Refused, SafepointError
+from coordinator.wire.links import read_security
+from coordinator.wire.listening import Listening, check_bind, listen
+from coordinator.wire.record import NonceInterceptor
+from coordinator.wire.rpc import SERVER_OPTIONS, ErrorInterceptor
 from coordinator.wire.terms import OperationKind
 
 log = logging.getLogger(__name__)
@@ -62,10 +59,8 @@ STOP_GRACE_S: Final = 1.0
 ABORT_WITHIN_S: Final = 3.0
 FIT_EVERY_S: Final = 2.0
 QUIET_WITHIN_S: Final = 10.0
-_UNIX: Final = "unix:"
 _DIRECTORY: Final = "coordinator"
 _MAX_ADDRESS: Final = 1 << 16
-_MAX_MESSAGE: Final = 4 << 20
 
 
 @dataclass(slots=True)
@@ -79,7 +74,7 @@ class Coordinator:
     _server: aio.Server
     _healthy: Any
     _tasks: list[asyncio.Task[None]] = field(default_factory=list[asyncio.Task[None]])
-    _lock: int = -1
+    _listening: Listening | None = None
     _stopped: bool = False
     unfit: Problem | None = None  # why it has stopped by itself
     metrics: MetricsServer | None = None
@@ -117,9 +112,8 @@ class Coordinator:
         await self._server.stop(STOP_GRACE_S / 10)
         await self.operations.close()
         await self.operations.participants.close()
-        if self._lock >= 0:
-            os.close(self._lock)
-            self._lock = -1
+        if self._listening is not None:
+            self._listening.close()
 
     async def wait(self) -> None:
         """Until the server has stopped."""
@@ -177,25 +171,39 @@ async def serve(
     settings: Settings,
     *,
     make_server: Callable[..., aio.Server] = aio.server,
-    dial: Callable[[str], aio.Channel] = channel,
+    dial: Callable[[str], aio.Channel] | None = None,
 ) -> Coordinator:
     """Start a coordinator on the running event loop. It serves when this returns.
 
     `make_server` and `dial` are the two ends of the network; a simulated one has its own.
 
-    Raises SNAPSHOT_FOREIGN (another job's root), UNAUTHENTICATED (token file), INVALID_ARGUMENT (an open bind without a
-    token), UNAVAILABLE (the port is taken), STORAGE_FULL, STORAGE_FAILED, SNAPSHOT_CORRUPT (a damaged journal).
+    Raises SNAPSHOT_FOREIGN (another job's root), UNAUTHENTICATED (token file, certificates), INVALID_ARGUMENT (an open bind
+    without TLS), PERMISSION_DENIED (a socket in a directory that is open to others), UNAVAILABLE (the address is taken),
+    STORAGE_FULL, STORAGE_FAILED, SNAPSHOT_CORRUPT (a damaged journal).
     """
     failpoints.arm()
-    token = read_token(settings.token_file or None)
-    _check_bind(settings, token)
+    security = read_security(settings.token_file or None, settings.tls_dir or None, settings.insecure)
+    check_bind(settings.bind, security)
     loop = asyncio.get_running_loop()
     store = await asyncio.to_thread(SnapshotStore, settings.root, settings.job_id)
-    lock = _lock_socket(settings.bind)
-    journal = await asyncio.to_thread(lambda: Journal(store.directory(_DIRECTORY)))
+    nonce = secrets.token_hex(8)
+    server = make_server(
+        interceptors=[
+            ErrorInterceptor(security.tokens, settings.job_id if security.tls is not None else ""),
+            NonceInterceptor(nonce),
+        ],
+        options=SERVER_OPTIONS,
+    )
+    # Before the journal: one that cannot have its address must not take the epoch from the one that has it.
+    listening = listen(server, settings.bind, security, settings.advertise)
+    try:
+        journal = await asyncio.to_thread(lambda: Journal(store.directory(_DIRECTORY)))
+    except BaseException:
+        listening.close()
+        raise
     registry = Registry(loop.time, settings.heartbeat_s * settings.missed_heartbeats)
     discovery = Discovery(
-        registry, Participants(journal.epoch, token, dial), settings.participants, settings.policy_endpoints
+        registry, Participants(journal.epoch, security, dial), settings.participants, settings.policy_endpoints
     )
     operations = Operations(settings, store, journal, discovery, Feed())
 
@@ -203,10 +211,6 @@ async def serve(
         operations.spawn(settle(operations, who))
 
     registration = Registration(registry, journal.epoch, settings.job_id, settings.heartbeat_s, joined)
-    server = make_server(
-        interceptors=[ErrorInterceptor(token)],
-        options=[*SERVER_OPTIONS, ("grpc.max_receive_message_length", _MAX_MESSAGE)],
-    )
     coordinator_service_pb2_grpc.add_CoordinatorServicer_to_server(CoordinatorService(operations, registration), server)
     healthy = _health.aio.HealthServicer()
     _health_grpc.add_HealthServicer_to_server(healthy, server)
@@ -215,7 +219,6 @@ async def serve(
         reflection.enable_server_reflection((SERVICE_NAME, _health.SERVICE_NAME, reflection.SERVICE_NAME), server)
     metrics: MetricsServer | None = None
     try:
-        address = await _bind(server, settings)
         await recover(operations)
         if settings.metrics_bind:
             metrics = await asyncio.to_thread(_serve_metrics, operations)
@@ -223,6 +226,7 @@ async def serve(
     except BaseException:
         if metrics is not None:
             metrics.close()
+        listening.close()
         await operations.stop_drives()
         await operations.close()
         raise
@@ -232,7 +236,8 @@ async def serve(
         asyncio.create_task(registration.reap(), name="reap"),
         asyncio.create_task(_look_around(operations), name="look around"),
     ]
-    running = Coordinator(address, journal.epoch, secrets.token_hex(8), operations, server, healthy, tasks, lock)
+    address = listening.address
+    running = Coordinator(address, journal.epoch, nonce, operations, server, healthy, tasks, listening)
     running.metrics = metrics
     await asyncio.to_thread(running.keep_announced)
     tasks.append(asyncio.create_task(running.stay_fit(), name="stay fit"))
@@ -309,87 +314,3 @@ async def _look_around(operations: Operations) -> None:
     if newest is not None and not operations.latest_snapshot_id:
         operations.latest_snapshot_id = newest.snapshot_id
     await operations.sweep()
-
-
-async def _bind(server: aio.Server, settings: Settings) -> str:
-    if settings.bind.startswith(_UNIX):
-        path = settings.bind.removeprefix(_UNIX)
-        with suppress(FileNotFoundError):
-            os.unlink(path)  # ours: we hold its lock
-        before = os.umask(0o177)
-        try:
-            _add_port(server, settings.bind)
-        finally:
-            os.umask(before)
-        return settings.bind
-    host, _, port_text = settings.bind.rpartition(":")
-    port = _add_port(server, settings.bind)
-    if port_text not in ("0", str(port)):
-        raise refuse(Reason.UNAVAILABLE, f"The address {settings.bind} is taken.")
-    return f"{settings.advertise or _reachable(host)}:{port}"
-
-
-def _add_port(server: aio.Server, bind: str) -> int:
-    try:
-        port = server.add_insecure_port(bind)
-    except RuntimeError as error:
-        raise refuse(
-            Reason.UNAVAILABLE, f"The address {bind} cannot be bound.",
-            next_step="Stop what listens there, or set `bind` to another address; port 0 takes a free one.",
-        ) from error  # fmt: skip
-    if port <= 0:  # older releases of grpc report a failure like this
-        raise refuse(Reason.UNAVAILABLE, f"The address {bind} cannot be bound.")
-    return port
-
-
-def _check_bind(settings: Settings, token: Token | None) -> None:
-    if settings.bind.startswith(_UNIX):
-        return
-    host, colon, port = settings.bind.rpartition(":")
-    if not colon or not port.isdigit():
-        raise refuse(Reason.INVALID_ARGUMENT, f"bind must be host:port or unix:/path, not {settings.bind!r}.")
-    if token is None and not settings.insecure and not _is_loopback(host):
-        raise refuse(
-            Reason.INVALID_ARGUMENT,
-            f"{settings.bind} is open to other machines and no token is set.",
-            next_step="Set SAFEPOINT_TOKEN_FILE, bind 127.0.0.1, or allow it with `insecure`.",
-        )
-
-
-def _is_loopback(host: str) -> bool:
-    name = host.strip("[]")
-    if name == "localhost":
-        return True
-    try:
-        return ipaddress.ip_address(name).is_loopback
-    except ValueError:
-        return False
-
-
-def _reachable(host: str) -> str:
-    """A host that others can dial: the one bound, or for all interfaces the one of this machine's name."""
-    name = host.strip("[]")
-    if name == "localhost":
-        return "127.0.0.1"  # the name may lead to ::1 where nobody listens
-    try:
-        if not ipaddress.ip_address(name).is_unspecified:
-            return host
-    except ValueError:
-        return host
-    try:
-        return socket.gethostbyname(socket.gethostname())
-    except OSError:
-        return "127.0.0.1"
-
-
-def _lock_socket(bind: str) -> int:
-    """Hold the lock beside a Unix socket: gRPC lets a second server steal the path silently. -1 for TCP."""
-    if not bind.startswith(_UNIX):
-        return -1
-    lock = os.open(bind.removeprefix(_UNIX) + ".lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
-        os.close(lock)
-        raise refuse(Reason.UNAVAILABLE, f"Another server listens at {bind}.") from None
-    return lock

@@ -3,8 +3,8 @@
 The rule: a name that nobody knows is an error with a suggestion, never ignored. A misspelt `lease_ttl` would else show
 only when the first coordinator dies.
 
-Variables: SAFEPOINT_ROOT, SAFEPOINT_JOB and SAFEPOINT_TOKEN_FILE, which shims read too; every other setting is
-SAFEPOINT_COORDINATOR_<NAME>, e.g. SAFEPOINT_COORDINATOR_LEASE_TTL_S. Lists are separated by commas.
+Variables: SAFEPOINT_ROOT, SAFEPOINT_JOB, SAFEPOINT_TOKEN_FILE, SAFEPOINT_TLS_DIR and SAFEPOINT_INSECURE, which shims read
+too; every other setting is SAFEPOINT_COORDINATOR_<NAME>, e.g. SAFEPOINT_COORDINATOR_LEASE_TTL_S. Lists are separated by commas.
 """
 
 from __future__ import annotations
@@ -22,7 +22,13 @@ from coordinator.wire.errors import Reason, SafepointError, refuse
 from coordinator.wire.ids import is_wire_id
 
 _PREFIX: Final = "SAFEPOINT_COORDINATOR_"
-_SHARED: Final = {"SAFEPOINT_ROOT": "root", "SAFEPOINT_JOB": "job_id", "SAFEPOINT_TOKEN_FILE": "token_file"}
+_SHARED: Final = {
+    "SAFEPOINT_ROOT": "root",
+    "SAFEPOINT_JOB": "job_id",
+    "SAFEPOINT_TOKEN_FILE": "token_file",
+    "SAFEPOINT_TLS_DIR": "tls_dir",
+    "SAFEPOINT_INSECURE": "insecure",
+}
 
 Seconds = Annotated[float, Field(gt=0, le=86_400, allow_inf_nan=False)]
 Lease = Annotated[float, Field(ge=1, le=3600, allow_inf_nan=False)]
@@ -37,8 +43,9 @@ class Settings(BaseModel):
     job_id: str = "default"
     bind: str = "127.0.0.1:0"  # host:port, 0 for any port, or unix:/path
     advertise: str = ""  # host that others reach us by; empty: the one of `bind`
-    insecure: bool = False  # allow a bind that is no loopback without a token
+    insecure: bool = False  # allow what is not TLS to leave this machine
     token_file: str = ""
+    tls_dir: str = ""  # with ca.crt, tls.crt and tls.key
     reflection: bool = False
     metrics_bind: str = ""  # host:port of /metrics for Prometheus; empty: none
     participants: tuple[str, ...] = ()  # addresses of shims that do not register, e.g. "10.0.0.3:7001"

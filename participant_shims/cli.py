@@ -44,6 +44,8 @@ def run_shim(arguments: argparse.Namespace) -> int:
     from participant_shims.adapters.gym_terms import role_named
     from participant_shims.adapters.proxy import ProxyAdapter, ProxyOptions
     from participant_shims.adapters.vllm import VllmAdapter, VllmOptions
+    from participant_shims.ends import predecessor_in
+    from participant_shims.gate.shim_process import BEFORE_VARIABLE
     from participant_shims.shim import ShimOptions, complain, serve_shim
 
     logging.basicConfig(
@@ -61,8 +63,10 @@ def run_shim(arguments: argparse.Namespace) -> int:
             advertise=arguments.advertise,
             job_id=arguments.job,
             token_file=arguments.token_file,
+            tls_dir=arguments.tls_dir,
             parent_pid=arguments.parent_pid,
             insecure=arguments.insecure,
+            predecessor=predecessor_in(os.environ.get(BEFORE_VARIABLE, "")),
         )
         role = role_named(arguments.role)
         adapter: Adapter
@@ -131,7 +135,7 @@ def _run_serve_engine(arguments: argparse.Namespace, command: Sequence[str]) -> 
     shim += ["--verbose"] if arguments.verbose else []
     if arguments.run_dir:
         shim += ["--life", str(Path(arguments.run_dir).resolve() / f"{arguments.name}-vllm")]
-    for option in ("coordinator", "root", "job", "bind", "token_file"):
+    for option in ("coordinator", "root", "job", "bind", "token_file", "tls_dir"):
         if getattr(arguments, option):
             shim += ["--" + option.replace("_", "-"), getattr(arguments, option)]
     return run_engine(EngineOptions(arguments.name, arguments.listen, tuple(shim), arguments.verbose), command)
@@ -168,7 +172,10 @@ def _parser() -> argparse.ArgumentParser:
     shim.add_argument("--job", default=environ("SAFEPOINT_JOB") or "default", help="job id")
     shim.add_argument("--token-file", default=environ("SAFEPOINT_TOKEN_FILE", ""), help="bearer token")
     shim.add_argument("--parent-pid", type=int, default=0, help="end when this is no longer the parent")
-    shim.add_argument("--insecure", action="store_true", help="listen beyond loopback without a token")
+    shim.add_argument("--tls-dir", default=environ("SAFEPOINT_TLS_DIR", ""), help="with ca.crt, tls.crt and tls.key")
+    shim.add_argument(
+        "--insecure", action="store_true", help="listen beyond loopback without TLS (SAFEPOINT_INSECURE=1)"
+    )
     shim.add_argument("--verbose", action="store_true")
 
     serve = commands.add_parser("serve", help="run a server, ng_run or vLLM, with Safepoint in it or beside it")
@@ -184,6 +191,7 @@ def _parser() -> argparse.ArgumentParser:
     serve.add_argument("--job", default="", help="job id")
     serve.add_argument("--bind", default="")
     serve.add_argument("--token-file", default="")
+    serve.add_argument("--tls-dir", default="", help="with ca.crt, tls.crt and tls.key")
     serve.add_argument("--state", default="", help="codec, reexecute, restart_only, stateless, or server=mode,...")
     serve.add_argument(
         "--gym-ray", default="", choices=["", "on", "off"], help="off: servers start no Ray of their own"
@@ -218,6 +226,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         job_id=arguments.job,
         bind=arguments.bind,
         token_file=arguments.token_file,
+        tls_dir=arguments.tls_dir,
         state=arguments.state,
         gym_ray=arguments.gym_ray,
         verbose=arguments.verbose,

@@ -9,11 +9,10 @@ dial at once.
 from __future__ import annotations
 
 import asyncio
-import json
+import contextlib
 import logging
 import random
 from collections.abc import AsyncIterator, Awaitable, Callable
-from pathlib import Path
 from typing import Any, Final, cast
 
 from grpc import aio
@@ -21,40 +20,22 @@ from safepoint.v1 import capabilities_pb2, coordinator_service_pb2_grpc
 from safepoint.v1 import coordinator_service_pb2 as pb
 
 from coordinator.wire import failpoints
-from coordinator.wire.auth import Token
+from coordinator.wire.access import Access
+from coordinator.wire.auth import Tokens
 from coordinator.wire.errors import Problem, Reason, SafepointError, Unanswered
+from coordinator.wire.record import look_up
 from coordinator.wire.rpc import channel, error_from_rpc
 from participant_shims.messages import seconds
 
 log = logging.getLogger(__name__)
 
-_FILE: Final = "file:"
-MAX_ADDRESS_BYTES: Final = 65_536
 FIRST_WAIT_S: Final = 0.2
 MAX_WAIT_S: Final = 5.0
 WELCOME_WITHIN_S: Final = 10.0
+GOODBYE_WITHIN_S: Final = 0.3  # a server that is told to end has a second in Gym, and its shim no more
 MISSED_BEATS: Final = 3
 # Every call has a deadline. When this one is over the shim registers again, as after a lost connection.
 STREAM_DEADLINE_S: Final = 30 * 86_400.0
-
-
-def resolve(target: str) -> str:
-    """The gRPC target to dial now: `target` itself, or what the coordinator wrote into `file:PATH`.
-
-    Raises Unanswered while there is no such file or no address in it.
-    """
-    if not target.startswith(_FILE):
-        return target
-    path = Path(target.removeprefix(_FILE).removeprefix("//"))
-    try:
-        with path.open("rb") as file:
-            found: object = json.loads(file.read(MAX_ADDRESS_BYTES))
-    except (OSError, ValueError) as error:
-        raise Unanswered(Problem(Reason.UNREACHABLE, f"No coordinator's address is in {path}: {error}.")) from error
-    address = cast("dict[str, object]", found).get("address") if isinstance(found, dict) else None
-    if not isinstance(address, str) or not address:
-        raise Unanswered(Problem(Reason.UNREACHABLE, f"No coordinator's address is in {path}."))
-    return address
 
 
 class AnotherJob(SafepointError):
@@ -71,17 +52,21 @@ class Registration:
         incarnation_id: str,
         address: str,
         job_id: str,
-        token: Token | None = None,
+        tokens: Tokens | None = None,
         wait_s: tuple[float, float] = (FIRST_WAIT_S, MAX_WAIT_S),
         dial: Callable[[str], aio.Channel] = channel,
+        process: pb.ShimProcess | None = None,
     ) -> None:
         self._dial = dial
+        self._process = process
+        self._outgoing: asyncio.Queue[pb.RegisterRequest | None] | None = None  # of the present stream; None ends it
+        self._over = asyncio.Event()  # set while there is no stream
         self._target = target
         self._describe = describe
         self._incarnation_id = incarnation_id
         self._address = address
         self._job_id = job_id
-        self._token = token
+        self._tokens = tokens
         self._first_wait_s, self._max_wait_s = wait_s
         self._said = ""
         self.coordinator_epoch = 0  # of the coordinator that welcomed last; zero before the first
@@ -106,20 +91,36 @@ class Registration:
             await asyncio.sleep(wait_s * random.uniform(0.5, 1.0))
             wait_s = min(wait_s * 2, self._max_wait_s)
 
+    async def say_goodbye(self, cause: str) -> None:
+        """Tell why this shim ends; waits a moment for the coordinator to have heard it. Cancel `run` afterwards."""
+        if self._outgoing is None or not self.welcomed.is_set():
+            return
+        self._outgoing.put_nowait(
+            pb.RegisterRequest(goodbye=pb.Goodbye(cause=cause.encode()[:500].decode(errors="ignore")))
+        )
+        self._outgoing.put_nowait(None)
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self._over.wait(), GOODBYE_WITHIN_S)
+
     async def _once(self) -> None:
         capabilities = await self._describe()
-        hello = pb.Hello(capabilities=capabilities, incarnation_id=self._incarnation_id, address=self._address)
-        outgoing: asyncio.Queue[pb.RegisterRequest] = asyncio.Queue()
+        hello = pb.Hello(
+            capabilities=capabilities, incarnation_id=self._incarnation_id, address=self._address, process=self._process
+        )
+        outgoing: asyncio.Queue[pb.RegisterRequest | None] = asyncio.Queue()
         outgoing.put_nowait(pb.RegisterRequest(hello=hello))
 
         async def requests() -> AsyncIterator[pb.RegisterRequest]:
-            while True:
-                yield await outgoing.get()
+            while (request := await outgoing.get()) is not None:
+                yield request
 
-        async with self._dial(resolve(self._target)) as link:
+        record = look_up(self._target)
+        async with self._dial(record.address) as link:
             failpoints.reach("shim.before_register")
             stub = coordinator_service_pb2_grpc.CoordinatorStub(link)
-            metadata = self._token.metadata() if self._token else ()
+            metadata = (*(self._tokens.metadata(Access.SHIM) if self._tokens else ()), *record.metadata())
+            self._outgoing = outgoing
+            self._over.clear()
             call = stub.Register(requests(), timeout=STREAM_DEADLINE_S, metadata=metadata)
             try:
                 first = await self._next(call, WELCOME_WITHIN_S)
@@ -127,15 +128,27 @@ class Registration:
                     raise Unanswered(Problem(Reason.PROTOCOL_VIOLATION, "The coordinator did not begin with Welcome."))
                 await self._stay(call, first.welcome, outgoing)
             finally:
+                self._outgoing = None
+                self._over.set()
                 call.cancel()  # leaving the loop alone would leave the stream open
 
-    async def _stay(self, call: Any, welcome: pb.Welcome, outgoing: asyncio.Queue[pb.RegisterRequest]) -> None:
+    async def _stay(self, call: Any, welcome: pb.Welcome, outgoing: asyncio.Queue[pb.RegisterRequest | None]) -> None:
         if welcome.job_id != self._job_id:
             raise AnotherJob(
                 Problem(
                     Reason.INVALID_ARGUMENT,
                     f"The coordinator at {self._target} is of job {welcome.job_id!r}, this shim of {self._job_id!r}.",
                     next_step="Correct SAFEPOINT_JOB or SAFEPOINT_COORDINATOR.",
+                )
+            )
+        if welcome.coordinator_epoch < self.coordinator_epoch:
+            # What it asks would be refused; and the newer one needs us to be registered with it.
+            raise Unanswered(
+                Problem(
+                    Reason.STALE_EPOCH,
+                    f"The coordinator at {self._target} has epoch {welcome.coordinator_epoch}; epoch "
+                    f"{self.coordinator_epoch} has been here. It is an older one, or its root was replaced.",
+                    next_step="End the older one; after its root was replaced, restart this server.",
                 )
             )
         interval_s = min(60.0, max(0.05, seconds(welcome.heartbeat_interval) or 1.0))
@@ -172,7 +185,7 @@ class Registration:
             log.warning("not registered, trying on: %s", error)
 
 
-async def _beat(outgoing: asyncio.Queue[pb.RegisterRequest], interval_s: float) -> None:
+async def _beat(outgoing: asyncio.Queue[pb.RegisterRequest | None], interval_s: float) -> None:
     sequence = 0
     while True:
         await asyncio.sleep(interval_s)

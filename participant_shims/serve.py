@@ -39,6 +39,7 @@ class ServeOptions:
     job_id: str = ""
     bind: str = ""
     token_file: str = ""
+    tls_dir: str = ""
     state: str = ""
     gym_ray: str = ""
     verbose: bool = False
@@ -66,6 +67,7 @@ def serve_environment(options: ServeOptions, environ: Mapping[str, str]) -> dict
         "SAFEPOINT_JOB": options.job_id,
         "SAFEPOINT_BIND": options.bind,
         "SAFEPOINT_TOKEN_FILE": str(Path(options.token_file).resolve()) if options.token_file else "",
+        "SAFEPOINT_TLS_DIR": str(Path(options.tls_dir).resolve()) if options.tls_dir else "",
         "SAFEPOINT_STATE": options.state,
         "SAFEPOINT_GYM_RAY": options.gym_ray,
     }

@@ -10,12 +10,10 @@ import asyncio
 import contextlib
 import fcntl
 import importlib
-import ipaddress
 import json
 import logging
 import os
 import signal
-import socket
 import sys
 from collections.abc import Callable, Generator
 from dataclasses import dataclass
@@ -26,12 +24,15 @@ from grpc import aio
 from safepoint.v1 import capabilities_pb2, participant_service_pb2_grpc
 
 from coordinator.wire import failpoints
-from coordinator.wire.auth import Token, read_token
+from coordinator.wire.access import Access
 from coordinator.wire.errors import Reason, SafepointError, refuse
 from coordinator.wire.ids import is_wire_id, new_incarnation_id
-from coordinator.wire.rpc import SERVER_OPTIONS, ErrorInterceptor, channel
+from coordinator.wire.links import read_security
+from coordinator.wire.listening import Listening, listen
+from coordinator.wire.rpc import SERVER_OPTIONS, ErrorInterceptor
 from participant_shims import messages
 from participant_shims.adapter import Adapter
+from participant_shims.ends import Predecessor, ServerWatch, own_process, report
 from participant_shims.gate.life import bury
 from participant_shims.operations import Clock
 from participant_shims.registration import Registration
@@ -46,8 +47,6 @@ _health_grpc = cast(Any, importlib.import_module("grpc_health.v1.health_pb2_grpc
 
 SERVICE: Final = "safepoint.v1.Participant"
 LOCK: Final = "shim.lock"
-# A probe of the orchestrator has no token; health tells nothing but "serving".
-OPEN_METHODS: Final = frozenset({"/grpc.health.v1.Health/Check", "/grpc.health.v1.Health/Watch"})
 STOP_GRACE_S: Final = 0.5
 PARENT_EVERY_S: Final = 1.0
 
@@ -68,8 +67,10 @@ class ShimOptions:
     advertise: str = ""
     job_id: str = "default"
     token_file: str = ""
+    tls_dir: str = ""
     parent_pid: int = 0
     insecure: bool = False
+    predecessor: Predecessor | None = None  # the shim that it replaces
 
 
 @contextlib.contextmanager
@@ -106,7 +107,7 @@ class Shim:
         adapter: Adapter,
         *,
         make_server: Callable[..., aio.Server] = aio.server,
-        dial: Callable[[str], aio.Channel] = channel,
+        dial: Callable[[str], aio.Channel] | None = None,
         clock: Clock | None = None,
     ) -> None:
         if not is_wire_id(options.participant_id):
@@ -115,15 +116,18 @@ class Shim:
                 next_step="Give the shim a --name of 1 to 128 characters of [A-Za-z0-9._-].",
             )  # fmt: skip
         self._options = options
-        self._token = read_token(options.token_file or None)
+        self._security = read_security(options.token_file or None, options.tls_dir or None, options.insecure or None)
         self.incarnation_id = new_incarnation_id()
         self.address = ""
         self.service = ParticipantService(adapter, options.participant_id, self.incarnation_id, options.root, clock)
-        self._make_server, self._dial = make_server, dial
+        self._make_server, self._dial = make_server, dial or self._security.dial(Access.COORDINATOR)
+        self._listening: Listening | None = None
         self.registration: Registration | None = None
         self._server: aio.Server | None = None
         self._health: Any = None
         self._registering: asyncio.Task[None] | None = None
+        self._reporting: asyncio.Task[bool] | None = None
+        self.ends_because = ""  # a sentence, once it is told to go
 
     async def __aenter__(self) -> Shim:
         try:
@@ -138,36 +142,51 @@ class Shim:
 
     async def _start(self) -> None:
         options = self._options
+        if options.coordinator and options.predecessor is not None:
+            # First of all: an operation that has failed waits a moment to say how it ended.
+            self._reporting = asyncio.create_task(
+                report(options.predecessor, options.coordinator, self._security.tokens, self._dial)
+            )
         await self.service.start()
         server = self._make_server(
-            interceptors=[ErrorInterceptor(self._token, OPEN_METHODS)],
-            options=[*SERVER_OPTIONS, ("grpc.max_metadata_size", 16_384)],
+            interceptors=[
+                ErrorInterceptor(self._security.tokens, options.job_id if self._security.tls is not None else "")
+            ],
+            options=SERVER_OPTIONS,
         )
         participant_service_pb2_grpc.add_ParticipantServicer_to_server(self.service, server)
         self._health = _health.aio.HealthServicer()
         _health_grpc.add_HealthServicer_to_server(self._health, server)
-        self.address = _listen(server, options, self._token)
+        bind = f"unix:{options.life / 'shim.sock'}" if options.bind == "unix" else options.bind
+        self._listening = listen(server, bind, self._security, options.advertise)
+        self.address = self._listening.address
         self._server = server
         await server.start()
         for name in ("", SERVICE):
             await self._health.set(name, _health_pb2.HealthCheckResponse.SERVING)
         if options.coordinator:
             self.registration = Registration(
-                options.coordinator, self._capabilities, self.incarnation_id, self.address, options.job_id, self._token,
-                dial=self._dial,
+                options.coordinator, self._capabilities, self.incarnation_id, self.address, options.job_id,
+                self._security.tokens,
+                dial=self._dial, process=own_process(),
             )  # fmt: skip
             self._registering = asyncio.create_task(self.registration.run())
 
     async def stop(self) -> None:
         """Leave: no longer announced, admission open, then no longer there."""
-        if self._registering is not None:
-            self._registering.cancel()
-            await asyncio.gather(self._registering, return_exceptions=True)
+        if self.registration is not None and self.ends_because:
+            await self.registration.say_goodbye(self.ends_because)
+        for task in (self._registering, self._reporting):
+            if task is not None:
+                task.cancel()
+                await asyncio.gather(task, return_exceptions=True)
         if self._health is not None:
             await self._health.enter_graceful_shutdown()
         await self.service.stop()
         if self._server is not None:
             await self._server.stop(STOP_GRACE_S)
+        if self._listening is not None:
+            self._listening.close()
 
     def announcement(self) -> dict[str, object]:
         """What is printed once it can be called."""
@@ -180,20 +199,27 @@ class Shim:
 
     async def until_told_to_go(self) -> None:
         """Until SIGTERM, SIGINT, or the end of the parent. Raises what ended the registration for good."""
-        gone = asyncio.Event()
-        loop = asyncio.get_running_loop()
+        gone: asyncio.Future[int] = asyncio.get_running_loop().create_future()
+        server = ServerWatch(self._options.life)
+
+        def told(number: int) -> None:
+            if not gone.done():
+                gone.set_result(number)
+
         for number in (signal.SIGTERM, signal.SIGINT):
-            loop.add_signal_handler(number, gone.set)
-        ending = asyncio.create_task(gone.wait())
+            asyncio.get_running_loop().add_signal_handler(number, told, number)
         watching = asyncio.create_task(_watch_parent(self._options.parent_pid))
-        both: set[asyncio.Task[Any]] = {ending, watching}
+        both: set[asyncio.Future[Any]] = {gone, watching}
         if self._registering is not None:
             both.add(self._registering)
         done, _ = await asyncio.wait(both, return_when=asyncio.FIRST_COMPLETED)
-        ending.cancel()
         watching.cancel()
         if self._registering in done:
             self._registering.result()
+        came = gone.result() if gone.done() else None
+        gone.cancel()
+        self.ends_because = await server.why_told(came)
+        log.warning("%s", self.ends_because)
 
     async def _capabilities(self) -> capabilities_pb2.Capabilities:
         return messages.capabilities(await self.service.operations.describe())
@@ -219,47 +245,6 @@ def _write_announcement(life: Path, line: str) -> None:
     temporary = life / f".shim.json.{os.getpid()}"
     temporary.write_text(line + "\n")
     temporary.rename(life / "shim.json")
-
-
-def _listen(server: aio.Server, options: ShimOptions, token: Token | None) -> str:
-    """Bind, and the target by which others reach it. Raises INVALID_ARGUMENT, UNAVAILABLE."""
-    bind = options.bind
-    if bind == "unix" or bind.startswith("unix:"):
-        path = Path(bind.removeprefix("unix:").removeprefix("//")) if bind != "unix" else options.life / "shim.sock"
-        path.unlink(missing_ok=True)  # left by a dead shim: ours is the only one, by the lock
-        before = os.umask(0o177)
-        try:
-            bound = server.add_insecure_port(f"unix:{path}")
-        finally:
-            os.umask(before)
-        if not bound:
-            raise refuse(Reason.UNAVAILABLE, f"The socket {path} can't be bound.")
-        return f"unix:{path}"
-    host, colon, port = bind.rpartition(":")
-    if not colon or not port.isdigit():
-        raise refuse(Reason.INVALID_ARGUMENT, f"{bind!r} is no place to listen at: use HOST:PORT, unix:PATH or unix.")
-    if not _is_loopback(host) and token is None and not options.insecure:
-        raise refuse(
-            Reason.UNAUTHENTICATED, f"{bind} can be reached from outside, and there is no token.",
-            next_step="Set SAFEPOINT_TOKEN_FILE, bind to 127.0.0.1, or start it with --insecure.",
-        )  # fmt: skip
-    try:
-        bound = server.add_insecure_port(bind)
-    except RuntimeError as error:
-        raise refuse(Reason.UNAVAILABLE, f"{bind} can't be bound: {error}") from error
-    if bound <= 0:  # older releases answered 0 instead of raising
-        raise refuse(Reason.UNAVAILABLE, f"{bind} can't be bound.")
-    reached = options.advertise or host
-    if reached in ("0.0.0.0", "[::]", "::"):
-        reached = socket.gethostbyname(socket.gethostname())
-    return f"{reached}:{bound}"
-
-
-def _is_loopback(host: str) -> bool:
-    try:
-        return ipaddress.ip_address(host.strip("[]")).is_loopback
-    except ValueError:
-        return host == "localhost"
 
 
 async def _watch_parent(parent_pid: int) -> None:

@@ -18,7 +18,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGES = ("coordinator", "participant_shims")
 
-WIRE_PURE = frozenset(f"coordinator.wire.{name}" for name in ("ids", "terms", "errors", "deadline"))
+WIRE_PURE = frozenset(f"coordinator.wire.{name}" for name in ("ids", "terms", "errors", "deadline", "access"))
 FAILPOINTS = frozenset({"coordinator.wire.failpoints"})  # standard library only, and off but in tests
 # What a pure module may use of the standard library: nothing that reads a clock, a file, a socket or chance.
 NO_IO = frozenset(
@@ -66,6 +66,7 @@ RULES = (
     Rule("coordinator.wire.failpoint_names", NO_IO),
     Rule("coordinator.wire.failpoints", STDLIB | WIRE_PURE | {"coordinator.wire.failpoint_names"}),
     Rule("coordinator.wire.ids", NO_IO | {"secrets"}),
+    Rule("coordinator.wire.lanes", NO_IO | WIRE_PURE | {"contextlib"}),
     *(Rule(name, NO_IO | WIRE_PURE) for name in sorted(WIRE_PURE)),
     Rule("coordinator.wire.*", STDLIB | GRPC | {"coordinator.wire"}),
     Rule("coordinator.retention", NO_IO | WIRE_PURE),

@@ -16,7 +16,7 @@ import grpc
 from grpc import aio
 
 from coordinator.wire.access import Access, server_name
-from coordinator.wire.auth import TokenFile, read_token
+from coordinator.wire.auth import Metadata, TokenFile, read_token
 from coordinator.wire.errors import Reason, SafepointError, refuse
 from coordinator.wire.rpc import CHANNEL_OPTIONS
 from coordinator.wire.tls import Tls, read_tls
@@ -39,6 +39,10 @@ class Security:
     def version(self) -> int:
         """Ascends when a channel that was made before should be made again."""
         return self.tls.version if self.tls is not None else 0
+
+    def metadata(self, wanted: Access | None = None) -> Metadata:
+        """What a call carries: nothing without tokens."""
+        return self.tokens.metadata(wanted) if self.tokens is not None else ()
 
     def channel(self, target: str, peer: Access) -> aio.Channel:
         """A channel to a server of that access. Belongs to the event loop it is first used on. Raises INVALID_ARGUMENT."""

@@ -48,11 +48,7 @@ def check_bind(bind: str, security: Security) -> None:
     host, colon, port = bind.rpartition(":")
     if not colon or not host or not port.isdigit():
         raise refuse(Reason.INVALID_ARGUMENT, f"bind must be host:port or unix:/path, not {bind!r}.")
-    if security.tls is not None or is_loopback(host):
-        return
-    if security.insecure:
-        with_token = "with a token that travels in the clear" if security.tokens else "and anybody may call it"
-        log.warning("%s is open to other machines without TLS, %s: %s allows it", bind, with_token, INSECURE_VARIABLE)
+    if security.tls is not None or is_loopback(host) or security.insecure:
         return
     raise refuse(
         Reason.INVALID_ARGUMENT, f"{bind} is open to other machines and there are no certificates.",
@@ -74,6 +70,9 @@ def listen(server: aio.Server, bind: str, security: Security, advertise: str = "
     port = _add_port(server, bind, security)
     if wanted not in ("0", str(port)):
         raise _taken(bind)
+    if security.tls is None and not is_loopback(host):
+        guarded = "a token that travels in the clear guards it" if security.tokens else "anybody may call it"
+        log.warning("%s is open to other machines without TLS, and %s: %s allows it", bind, guarded, INSECURE_VARIABLE)
     return Listening(f"{advertise or _reachable(host)}:{port}")
 
 

@@ -10,15 +10,19 @@ import inspect
 import logging
 import secrets
 from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import AbstractContextManager
 from typing import Any, Final, cast
 
 import grpc
 from grpc import aio
 from safepoint.v1 import errors_pb2
 
-from coordinator.wire.auth import TOKEN_METADATA_KEY, Token, bearer
+from coordinator.wire.access import MAX_REQUEST_BYTES, Caller
+from coordinator.wire.auth import Tokens
 from coordinator.wire.deadline import MIN_BUDGET_S, budget
 from coordinator.wire.errors import CATALOG, Blocked, Problem, Reason, Refused, SafepointError, Unanswered, refuse
+from coordinator.wire.guard import CALLER, Guard, method_of, parsed, short
+from coordinator.wire.lanes import Lanes
 from coordinator.wire.terms import Phase
 
 log = logging.getLogger(__name__)
@@ -37,11 +41,18 @@ CHANNEL_OPTIONS: Final[list[tuple[str, int]]] = [
     ("grpc.min_reconnect_backoff_ms", 100),  # the default back-off delays recovery by up to 20 s
     ("grpc.max_reconnect_backoff_ms", 1_000),
     ("grpc.initial_reconnect_backoff_ms", 100),
+    ("grpc.compression_enabled_algorithms_bitset", 1),  # none: a few bytes can unpack to the limit of a message
 ]
 SERVER_OPTIONS: Final[list[tuple[str, int]]] = [
     ("grpc.so_reuseport", 0),  # two servers on one port share its traffic silently otherwise
     ("grpc.http2.min_ping_interval_without_data_ms", 5_000),  # else "too_many_pings" for the keepalive above
-    ("grpc.http2.max_ping_strikes", 0),
+    ("grpc.http2.max_ping_strikes", 8),  # one that was stopped sends what has piled up; a flood ends its connection
+    ("grpc.max_receive_message_length", MAX_REQUEST_BYTES + 1024),  # the table of access.py refuses with a reason
+    ("grpc.max_metadata_size", 8_192),
+    ("grpc.absolute_max_metadata_size", 16_384),
+    # Above what the lanes serve of one caller: an Abort must be refused there, if at all, and not wait for a stream.
+    ("grpc.max_concurrent_streams", 1_024),
+    ("grpc.compression_enabled_algorithms_bitset", 1),
 ]
 
 
@@ -59,12 +70,16 @@ def detail_from_problem(problem: Problem) -> errors_pb2.ErrorDetail:
     )
     if problem.waited_s is not None:
         detail.waited.FromMicroseconds(int(problem.waited_s * 1e6))
+    if problem.retry_after_s is not None:
+        detail.retry_after.FromMicroseconds(int(problem.retry_after_s * 1e6))
     for blocked in problem.rollouts[:MAX_DETAIL_ROLLOUTS]:
         row = detail.rollouts.add(
             rollout_id=blocked.rollout_id, attempt=blocked.attempt, turn=blocked.turn,
             waiting_on=_cut(blocked.waiting_on, 256),
         )  # fmt: skip
         row.age.FromMicroseconds(int(blocked.age_s * 1e6))
+        if blocked.no_client_s is not None:
+            row.no_client_for.FromMicroseconds(int(blocked.no_client_s * 1e6))
     while detail.ByteSize() > MAX_DETAIL_BYTES and detail.rollouts:
         del detail.rollouts[-1]
     if detail.ByteSize() > MAX_DETAIL_BYTES:
@@ -78,8 +93,6 @@ def problem_from_detail(detail: errors_pb2.ErrorDetail) -> Problem:
         reason, extra = Reason(detail.reason), {}
     except ValueError:
         reason, extra = Reason.INTERNAL, {"unknown_reason": str(detail.reason)}
-        if blocked.no_client_s is not None:
-            row.no_client_for.FromMicroseconds(int(blocked.no_client_s * 1e6))
     try:
         phase = Phase(detail.phase)
     except ValueError:
@@ -99,11 +112,12 @@ def problem_from_detail(detail: errors_pb2.ErrorDetail) -> Problem:
                 r.age.ToMicroseconds() / 1e6,
                 r.waiting_on,
                 r.no_client_for.ToMicroseconds() / 1e6 if r.HasField("no_client_for") else None,
-            )  # fmt: skip
+            )
             for r in detail.rollouts
         ),
         rollout_count=detail.rollout_count,
         waited_s=detail.waited.ToMicroseconds() / 1e6 if detail.HasField("waited") else None,
+        retry_after_s=detail.retry_after.ToMicroseconds() / 1e6 if detail.HasField("retry_after") else None,
         metadata=dict(detail.metadata) | extra,
     )
 
@@ -148,48 +162,99 @@ def time_budget(context: aio.ServicerContext[Any, Any]) -> float:
 
 
 class ErrorInterceptor(aio.ServerInterceptor):
-    """Checks the token, and turns what a handler raises into a status. Nothing of an unexpected exception leaves.
+    """Lets the guard decide about a call, and turns what a handler raises into a status. Nothing of an unexpected
+    exception leaves.
 
-    Covers unary and streaming methods; unknown methods need the token too, so that they tell nothing to a stranger.
+    Covers unary and streaming methods; unknown ones too, so that they tell nothing to a stranger. `certificates_of`: the
+    job whose certificates callers must show.
     """
 
-    def __init__(self, token: Token | None = None, open_methods: frozenset[str] = frozenset()) -> None:
-        self._token = token
-        self._open_methods = open_methods
+    def __init__(self, tokens: Tokens | None = None, certificates_of: str = "", lanes: Lanes | None = None) -> None:
+        self._guard = Guard(tokens, certificates_of, lanes)
 
     async def intercept_service(
         self,
         continuation: Callable[[grpc.HandlerCallDetails], Awaitable[grpc.RpcMethodHandler[Any, Any] | None]],
         handler_call_details: grpc.HandlerCallDetails,
     ) -> grpc.RpcMethodHandler[Any, Any] | None:
-        if self._token is not None and handler_call_details.method not in self._open_methods:
-            metadata = dict(handler_call_details.invocation_metadata or ())
-            if not self._token.matches(bearer(cast("str | None", metadata.get(TOKEN_METADATA_KEY)))):
-                return grpc.unary_unary_rpc_method_handler(_refuse_stranger)
+        guard, name = self._guard, str(handler_call_details.method)
+        try:
+            by_token = guard.by_token(handler_call_details.invocation_metadata)
+        except SafepointError as error:
+            return _refusing(error.problem)
         handler = await continuation(handler_call_details)
-        return _wrapped(handler) if handler is not None else None
+        if handler is None:
+            return _unknown(guard, name, by_token)
+        return _wrapped(handler, _Way(guard, name, by_token))
 
 
-async def _refuse_stranger(_request: object, context: aio.ServicerContext[Any, Any]) -> None:
-    await _abort(context, Problem(Reason.UNAUTHENTICATED, "The call carries no valid token."))
+class _Way:
+    """The way of one call from its first byte to its handler."""
+
+    def __init__(self, guard: Guard, name: str, by_token: Caller) -> None:
+        self._guard, self._name, self._by_token = guard, name, by_token
+
+    def enter(self, context: aio.ServicerContext[Any, Any]) -> AbstractContextManager[None]:
+        """Count it in. Raises Refused."""
+        who = self._guard.by_certificate(self._by_token, context)
+        CALLER.set(who)
+        return self._guard.enter(self._name, method_of(self._name), who)
+
+    def request(self, handler: Any, raw: Any) -> Any:
+        """The request message, or the messages. Raises Refused."""
+        if handler.request_streaming:
+            return self._messages(handler, raw)
+        return parsed(self._name, method_of(self._name), raw, handler.request_deserializer)
+
+    async def _messages(self, handler: Any, raws: AsyncIterator[bytes]) -> AsyncIterator[Any]:
+        async for raw in raws:
+            yield parsed(self._name, method_of(self._name), raw, handler.request_deserializer)
 
 
-def _wrapped(handler: Any) -> grpc.RpcMethodHandler[Any, Any]:
+def _refusing(problem: Problem) -> grpc.RpcMethodHandler[Any, Any]:
+    async def refuse_it(_requests: object, context: aio.ServicerContext[Any, Any]) -> None:
+        await _abort(context, problem)
+
+    # As a stream, whatever it is: so that nothing is waited for and nothing is read.
+    return grpc.stream_stream_rpc_method_handler(cast(Any, refuse_it))
+
+
+def _unknown(guard: Guard, name: str, by_token: Caller) -> grpc.RpcMethodHandler[Any, Any]:
+    async def refuse_it(_requests: object, context: aio.ServicerContext[Any, Any]) -> None:
+        try:
+            guard.by_certificate(by_token, context)
+        except SafepointError as error:
+            await _abort(context, error.problem)
+        await _abort(
+            context, Problem(Reason.UNSUPPORTED, f"The peer does not know this call: {_cut(short(name), 100)}.")
+        )
+
+    return grpc.stream_stream_rpc_method_handler(cast(Any, refuse_it))
+
+
+def _as_it_came(raw: bytes) -> bytes:
+    return raw
+
+
+def _wrapped(handler: Any, way: _Way) -> grpc.RpcMethodHandler[Any, Any]:
     if handler.response_streaming:
         method = handler.stream_stream if handler.request_streaming else handler.unary_stream
         make = (
             grpc.stream_stream_rpc_method_handler if handler.request_streaming else grpc.unary_stream_rpc_method_handler
         )
 
-        async def stream(request: Any, context: aio.ServicerContext[Any, Any]) -> AsyncIterator[Any]:
+        async def stream(raw: Any, context: aio.ServicerContext[Any, Any]) -> AsyncIterator[Any]:
             items: Any = None
             try:
-                items = method(request, context)
-                if inspect.isawaitable(items):  # a handler that writes by itself, as the health service's Watch does
-                    await items
-                    return
-                async for item in items:
-                    yield item
+                with way.enter(context):
+                    items = method(way.request(handler, raw), context)
+                    if inspect.isawaitable(
+                        items
+                    ):  # a handler that writes by itself, as the health service's Watch does
+                        await items
+                        return
+                    async for item in items:
+                        yield item
             except Exception as error:
                 await _abort_with(context, error)
             finally:
@@ -198,21 +263,22 @@ def _wrapped(handler: Any) -> grpc.RpcMethodHandler[Any, Any]:
                 if close is not None:
                     await close()
 
-        return make(stream, handler.request_deserializer, handler.response_serializer)
+        return make(stream, _as_it_came, handler.response_serializer)
 
     method = handler.stream_unary if handler.request_streaming else handler.unary_unary
     make_unary = (
         grpc.stream_unary_rpc_method_handler if handler.request_streaming else grpc.unary_unary_rpc_method_handler
     )
 
-    async def unary(request: Any, context: aio.ServicerContext[Any, Any]) -> Any:
+    async def unary(raw: Any, context: aio.ServicerContext[Any, Any]) -> Any:
         try:
-            result = method(request, context)
-            return await result if inspect.isawaitable(result) else result
+            with way.enter(context):
+                result = method(way.request(handler, raw), context)
+                return await result if inspect.isawaitable(result) else result
         except Exception as error:
             await _abort_with(context, error)
 
-    return make_unary(unary, handler.request_deserializer, handler.response_serializer)
+    return make_unary(unary, _as_it_came, handler.response_serializer)
 
 
 async def _abort_with(context: aio.ServicerContext[Any, Any], error: Exception) -> None:
@@ -240,5 +306,5 @@ def _cut(text: str, limit: int) -> str:
 
 
 def channel(target: str) -> aio.Channel:
-    """A plaintext channel with our options. Belongs to the event loop it is first used on."""
+    """A plaintext channel with our options, for what stays on this machine. `links.py` makes the others."""
     return aio.insecure_channel(target, options=CHANNEL_OPTIONS)

@@ -69,7 +69,7 @@ def test_a_misspelt_setting_is_named(tmp_path: Path) -> None:
     assert "Did you mean lease_ttl_s?" in err
 
 
-def test_an_open_address_without_a_token_is_refused(tmp_path: Path) -> None:
+def test_an_open_address_without_certificates_is_refused(tmp_path: Path) -> None:
     code, _, err = finish(start("coordinator", "--root", str(tmp_path), "--bind", "0.0.0.0:0"))
     assert code == 2
     assert "SAFEPOINT_TOKEN_FILE" in err

@@ -218,12 +218,13 @@ async def test_a_taken_port_is_refused(bench: Bench, tmp_path: Any) -> None:
     assert caught.value.reason is Reason.UNAVAILABLE
 
 
-async def test_an_open_bind_needs_a_token(bench: Bench) -> None:
+async def test_an_open_bind_needs_certificates(bench: Bench) -> None:
     bench.settings["bind"] = "0.0.0.0:0"
     with pytest.raises(SafepointError) as caught:
         await bench.start_coordinator()
     assert caught.value.reason is Reason.INVALID_ARGUMENT
-    assert "token" in caught.value.problem.message
+    assert "certificates" in caught.value.problem.message
+    assert "SAFEPOINT_TLS_DIR" in caught.value.problem.advice
 
 
 async def test_with_a_token_a_stranger_learns_nothing(bench: Bench, tmp_path: Any) -> None:

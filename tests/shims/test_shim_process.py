@@ -129,7 +129,7 @@ async def test_a_shim_without_gates_is_unavailable_and_healthy(short_path: Path)
         assert "0 of 1 workers" in status.status.waiting_for
 
 
-async def test_a_token_guards_everything_but_health(short_path: Path) -> None:
+async def test_a_token_guards_everything_health_too(short_path: Path) -> None:
     token = short_path / "token"
     token.write_text("t" * 64)
     token.chmod(0o600)
@@ -142,12 +142,14 @@ async def test_a_token_guards_everything_but_health(short_path: Path) -> None:
         assert stream.reason is Reason.UNAUTHENTICATED
         metadata = (("authorization", "Bearer " + "t" * 64),)
         await answer(stub.GetStatus(pb.GetStatusRequest(), timeout=5, metadata=metadata))
-        assert await link.unary_unary("/grpc.health.v1.Health/Check")(b"", timeout=5) == b"\x08\x01"
+        check = link.unary_unary("/grpc.health.v1.Health/Check")
+        assert (await refused(answer(check(b"", timeout=5)))).reason is Reason.UNAUTHENTICATED
+        assert await check(b"", timeout=5, metadata=metadata) == b"\x08\x01"
 
 
 @pytest.mark.parametrize(
     ("bind", "reason"),
-    [("0.0.0.0:0", Reason.UNAUTHENTICATED), ("nowhere", Reason.INVALID_ARGUMENT), ("host:", Reason.INVALID_ARGUMENT)],
+    [("0.0.0.0:0", Reason.INVALID_ARGUMENT), ("nowhere", Reason.INVALID_ARGUMENT), ("host:", Reason.INVALID_ARGUMENT)],
 )
 async def test_a_bind_that_is_open_or_senseless_is_refused(short_path: Path, bind: str, reason: Reason) -> None:
     with pytest.raises(SafepointError) as raised:

@@ -45,10 +45,15 @@ class Network:
         self.weather = Weather()
         self.servers: dict[str, SimServer] = {}
         self._next_port = 20_000
+        self.ports: dict[str, int] = {}  # by process: of those that listen where the one before them did
         self.trace: Callable[[Process, str], None] = lambda process, text: None
         self.on_call: Callable[[ServerCall, Any], None] = lambda call, request: None
         self.on_reply: Callable[[ServerCall, Any], None] = lambda call, reply: None
+        self.on_send: Callable[[Process, str, Any], None] = lambda process, name, request: None
+        self.on_end: Callable[[ServerCall, Any, Any], None] = lambda call, code, trailers: None
         self.names: dict[str, Callable[[], str]] = {}
+        self.aimed: dict[tuple[str, str], tuple[str, float]] = {}  # the next (method, to host): what happens to it
+        self.settled_at = 0.0  # by then all that was sent has arrived, or its loss was noticed
 
     def port(self) -> int:
         self._next_port += 1
@@ -62,20 +67,27 @@ class Network:
 
     def way(self, source: Process, target: Process, last: float, call_lost: Callable[[], None]) -> float | None:
         """When a message that is sent now arrives, not before `last`; None when it never does."""
-        weather, random, now = self.weather, self.random, self.loop.now
+        weather, now = self.weather, self.loop.now
         until = weather.blocked.get((source.host, target.host), 0.0)
+        when, lost_s = self._fate(until, last)
+        self.settled_at = max(self.settled_at, now + lost_s if when is None else when)
+        if when is None:
+            self.loop.after(lost_s, call_lost)
+        return when
+
+    def _fate(self, until: float, last: float) -> tuple[float | None, float]:
+        """When a message arrives; or None, and after how many seconds its connection is found broken."""
+        weather, random, now = self.weather, self.random, self.loop.now
         delay = random.uniform(*weather.delay_s)
         if weather.late and random.random() < weather.late:
             delay += random.uniform(0.0, weather.late_s)
         if until > now:
             if until - now < KEEPALIVE_S and random.random() < 0.6:
-                return max(last, until + delay)
-            self.loop.after(KEEPALIVE_S, call_lost)
-            return None
+                return max(last, until + delay), 0.0
+            return None, KEEPALIVE_S
         if weather.lose and random.random() < weather.lose:
-            self.loop.after(random.uniform(0.001, 0.5), call_lost)
-            return None
-        return max(last, now + delay)
+            return None, random.uniform(0.001, 0.5)
+        return max(last, now + delay), 0.0
 
 
 class SimServer:
@@ -98,7 +110,7 @@ class SimServer:
             self.handlers[f"/{service}/{name}"] = handler
 
     def add_insecure_port(self, bind: str) -> int:
-        port = self.network.port()
+        port = self.network.ports.get(self.process.name) or self.network.port()
         self.address = f"127.0.0.1:{port}"
         self.network.servers[self.address] = self
         return port
@@ -175,6 +187,13 @@ class ServerCall:
         if left is not None:
             self.process.loop.after(left, self.cancel)
 
+    def lose_replies(self) -> None:
+        """The connection breaks under the first reply."""
+        self._unheard = True
+        client = self.client
+        if client is not None:
+            self.network.loop.after(self.network.random.uniform(0.05, 1.5), client.unreachable)
+
     def cancel(self) -> None:
         """The client left, or the deadline is over."""
         if not self._over and self._task is not None and self.process.alive:
@@ -201,9 +220,10 @@ class ServerCall:
                 self._end(grpc.StatusCode.UNIMPLEMENTED, "unknown method")
                 return
             argument: Any = self._stream(handler) if handler.request_streaming else handler.request_deserializer(raw)
-            self.request = argument
             if not handler.request_streaming:
-                self.network.on_call(self, argument)
+                # The interceptor reads the message itself, once it knows the caller.
+                self.request = self.server.handlers[self.method].request_deserializer(raw)
+                self.network.on_call(self, self.request)
             if handler.response_streaming:
                 method = handler.stream_stream if handler.request_streaming else handler.unary_stream
                 async for reply in method(argument, self):
@@ -245,6 +265,7 @@ class ServerCall:
         self._over = True
         self.server.calls.pop(self, None)
         client, trailers = self.client, self._trailers
+        self.network.on_end(self, code, trailers)
         if client is not None:
             self._send(lambda: client.ended(code, details, trailers))
 
@@ -323,26 +344,33 @@ class ClientCall:
             return
         self.peer = server.process
         streams = hasattr(request, "__aiter__")
+        self.network.on_send(self.process, self.name, request)
         raw = None if streams else write(request)
         when = self.network.way(self.process, self.peer, 0.0, self.unreachable)
         if when is None:
             self.network.trace(self.process, f"{self.name} to {self.peer.name} is lost")
             return
+        what, seconds = self.network.aimed.pop((self.name, self.peer.host), ("", 0.0))
+        when += seconds if what == "late" else 0.0
         self._last = when
-        loop.at(when, self.peer, lambda: self._arrive(server, raw, timeout))
-        weather = self.network.weather
-        if raw is not None and weather.twice and self.network.random.random() < weather.twice:
-            again = when + self.network.random.uniform(0.0, 6.0)
+        self.network.settled_at = max(self.network.settled_at, when)
+        loop.at(when, self.peer, lambda: self._arrive(server, raw, timeout, what == "reply lost"))
+        weather, random = self.network.weather, self.network.random
+        if raw is not None and (what == "twice" or (weather.twice and random.random() < weather.twice)):
+            again = when + (seconds if what == "twice" else random.uniform(0.0, 6.0))
+            self.network.settled_at = max(self.network.settled_at, again)
             loop.at(again, self.peer, lambda: self._arrive_again(server, raw, timeout))
         if streams:
             self._pump = self.process.spawn(self._send_all(request))
 
-    def _arrive(self, server: SimServer, raw: bytes | None, timeout: float | None) -> None:
+    def _arrive(self, server: SimServer, raw: bytes | None, timeout: float | None, unheard: bool) -> None:
         if not server.serving or not server.process.alive:
             self.network.loop.after(REFUSED_S, self.unreachable)
             return
         # A deadline travels as what is left when it was sent: a late request finds all of it.
         self._server = ServerCall(server, self.method, timeout, self)
+        if unheard:
+            self._server.lose_replies()
         self._server.start(raw)
         if self._status is not None:
             self._tell_server()

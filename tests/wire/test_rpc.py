@@ -268,7 +268,8 @@ def test_a_token_file_that_is_missing_or_open_to_others_stops_the_start(
     monkeypatch.setenv("SAFEPOINT_TOKEN_FILE", str(path))
     token = read_token()
     assert token is not None
-    assert token.matches(SECRET)
+    assert token.caller_of(SECRET)
+    assert not token.caller_of(SECRET[:-1])
 
 
 def test_a_handlers_refusal_is_an_exception_with_attributes() -> None:
