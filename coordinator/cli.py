@@ -3,7 +3,7 @@
     safepoint coordinator | shim | serve              start something
     safepoint save | restore | resume | abort         operate
     safepoint status | topology | why | snapshots     look
-    safepoint doctor | inspect | demo | version       this machine
+    safepoint doctor | certs | inspect | demo | version   this machine
 
 The rule: `safepoint --help` answers at once, so nothing but Typer is imported before a command runs.
 
@@ -12,14 +12,17 @@ cli_output       JSON, text, failures
 cli_options      options that many commands share
 cli_progress     bars and lines while an operation runs
 cli_views        tables
-cli_operations, cli_snapshots, cli_retention, cli_processes, cli_doctor      the commands
+cli_operations, cli_snapshots, cli_retention, cli_processes, cli_doctor, cli_certs      the commands
 """
 
 from __future__ import annotations
 
+import os
+from typing import Annotated
+
 import typer
 
-from coordinator import cli_doctor, cli_operations, cli_processes, cli_retention, cli_snapshots
+from coordinator import cli_certs, cli_doctor, cli_operations, cli_processes, cli_retention, cli_snapshots
 from coordinator.cli_exit import epilog
 
 app = typer.Typer(
@@ -32,6 +35,26 @@ app = typer.Typer(
     rich_markup_mode="rich",
     context_settings={"help_option_names": ["--help", "-h"]},
 )
+
+
+@app.callback()
+def everywhere(
+    tls_dir: Annotated[
+        str,
+        typer.Option("--tls-dir", envvar="SAFEPOINT_TLS_DIR", metavar="DIR", help="With ca.crt, tls.crt and tls.key."),
+    ] = "",
+    insecure: Annotated[
+        bool,
+        typer.Option("--insecure", envvar="SAFEPOINT_INSECURE", help="Let what is not TLS leave this machine."),
+    ] = False,
+) -> None:
+    """Consistent checkpoints of RL rollouts that are still running."""
+    # Every command, and every process that it starts, reads them from there.
+    if tls_dir:
+        os.environ["SAFEPOINT_TLS_DIR"] = os.path.abspath(os.path.expanduser(tls_dir))
+    if insecure:
+        os.environ["SAFEPOINT_INSECURE"] = "1"
+
 
 START, OPERATE, LOOK, HERE = "Start", "Operate", "Look", "This machine"
 
@@ -49,6 +72,7 @@ for command in (cli_retention.prune, cli_retention.pin, cli_retention.unpin):
     cli_snapshots.app.command()(command)
 app.add_typer(cli_snapshots.app, name="snapshots", rich_help_panel=LOOK)
 app.command(rich_help_panel=HERE)(cli_doctor.doctor)
+app.add_typer(cli_certs.app, name="certs", rich_help_panel=HERE)
 app.command(rich_help_panel=HERE)(cli_processes.inspect)
 app.command(rich_help_panel=HERE)(cli_processes.demo)
 app.command(rich_help_panel=HERE)(cli_processes.version)

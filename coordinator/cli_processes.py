@@ -55,7 +55,7 @@ def coordinator(
     ] = None,
     token_file: TokenFile = "",
     insecure: Annotated[
-        bool, typer.Option("--insecure", help="Allow an address that is no loopback without a token.")
+        bool, typer.Option("--insecure", help="Allow an address that is no loopback without TLS.")
     ] = False,
     ray: Annotated[
         bool, typer.Option("--ray", help="Host it as a named detached Ray actor, and return once it serves.")
