@@ -11,7 +11,7 @@ journal         epoch, records of operations, outcomes: durable before the calls
 registry, registration, preflight     who is there, and whether they can be checkpointed together
 participants    the coordinator's end of the Participant service
 driver          one operation: performs the core's effects in order and feeds back what happens
-publication, ledger_lines, pause, reporting, feed, answers, outcomes, following
+publication, ledger_lines, ledger_merge, pause, reporting, feed, answers, outcomes, following
                 what a driver needs: the commit point, the measured pause, events and who follows them
 operations      all operations: one at a time, bound to their ids; recovery settles them after a crash
 service, status the Coordinator service

@@ -11,13 +11,12 @@ were digested as they were written, and are compared when they are verified or r
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from safepoint.v1 import manifest_pb2
 
-from coordinator import convert, ledger_lines
-from coordinator.protocol import ledger
+from coordinator import convert, ledger_merge
 from coordinator.protocol.operation import Operation
 from coordinator.protocol.proofs import Committed
 from coordinator.protocol.topology import Participant, Topology, fingerprint
@@ -69,12 +68,14 @@ class Publisher:
         by_name = {p.participant_id: p for p in cut.topology.participants}
         failpoints.reach("publication.before_ledger")
         with self._store.open(snapshot_id) as directory:
-            merged = ledger.merge(
-                (by_name[name], _lines_of(directory, cut.operation, name, proof))
-                for name, proof in sorted(cut.committed.items())
+            merged = ledger_merge.merge(
+                [
+                    _report_of(directory, cut.operation, by_name[name], proof)
+                    for name, proof in sorted(cut.committed.items())
+                ]
             )
             try:
-                written = directory.write_new(LEDGER_NAME, map(ledger_lines.encode, merged.lines))
+                written = directory.write_new(LEDGER_NAME, merged.blocks)
             except FileExistsError:
                 raise refuse(Reason.SNAPSHOT_UNSAFE, f"{directory.path / LEDGER_NAME} was there already.") from None
         failpoints.reach("publication.after_ledger")
@@ -93,7 +94,7 @@ class Publisher:
         )
         manifest.create_time.FromNanoseconds(self._next_ns())
         self._store.publish(manifest, still_valid)
-        return Publication(manifest, tuple(merged.orphans))
+        return Publication(manifest, merged.orphans)
 
     def _next_ns(self) -> int:
         # Ascends within an epoch, so that "newest" survives a wall clock that is set back.
@@ -101,9 +102,10 @@ class Publisher:
         return self._last_ns
 
 
-def _lines_of(
-    directory: Directory, operation: Operation, participant_id: ParticipantId, proof: Committed
-) -> Iterator[ledger.Line]:
+def _report_of(
+    directory: Directory, operation: Operation, participant: Participant, proof: Committed
+) -> ledger_merge.Report:
+    participant_id = participant.participant_id
     with blamed_on(participant_id, Phase.PUBLISH):
         part, manifest = participant_files(directory, participant_id, proof.manifest_sha256)
     with part, blamed_on(participant_id, Phase.PUBLISH):
@@ -131,10 +133,9 @@ def _lines_of(
                     f"{part.path / listed.path} " + ("is missing." if size < 0 else f"has {size} bytes instead of {listed.size_bytes}."),
                     phase=Phase.PUBLISH, participant_id=participant_id,
                 )  # fmt: skip
-        if manifest.ledger_file:
-            where = str(part.path / manifest.ledger_file)
-            for raw in part.lines(manifest.ledger_file, MAX_LEDGER_LINE):
-                yield ledger_lines.decode(raw, where, participant_id)
+        name = manifest.ledger_file
+        blocks = part.blocks(name, MAX_LEDGER_LINE) if name else ()
+        return ledger_merge.read(participant, blocks, str(part.path / name))
 
 
 def _reference(participant: Participant, proof: Committed | None) -> manifest_pb2.ParticipantRef:

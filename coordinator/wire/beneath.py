@@ -201,6 +201,26 @@ class Directory:
                     raise refuse(Reason.LIMIT_EXCEEDED, f"{self.path / path} has a line over {line_limit} bytes.")
                 yield line.rstrip(b"\n")
 
+    def blocks(self, path: str, line_limit: int, size: int = 4 * _CHUNK) -> Iterator[bytes]:
+        """A file in blocks of whole lines, some `size` bytes each, read as they are needed. LIMIT_EXCEEDED as `lines`."""
+        rest = b""
+        with os.fdopen(self._open_file(path), "rb", buffering=0) as file:
+            while True:
+                try:
+                    read = file.read(size)
+                except OSError as error:
+                    raise storage_error(error, f"reading {self.path / path}") from error
+                if not read:
+                    break
+                whole, newline, tail = (rest + read).rpartition(b"\n")
+                rest = tail if newline else whole + tail
+                if len(rest) > line_limit:
+                    raise refuse(Reason.LIMIT_EXCEEDED, f"{self.path / path} has a line over {line_limit} bytes.")
+                if newline:
+                    yield whole + newline
+        if rest:
+            yield rest
+
     def size(self, path: str) -> int:
         """Bytes of a plain file. Raises FileNotFoundError when it is not there."""
         fd = self._open_file(path)
