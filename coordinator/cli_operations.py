@@ -48,6 +48,10 @@ def save(
             "--expect", metavar="FINGERPRINT", help="Refuse any topology but this one, of `safepoint topology`."
         ),
     ] = "",
+    without: Annotated[
+        list[str] | None,
+        typer.Option("--without", metavar="NAME", help="A participant that is gone for good; may be repeated."),
+    ] = None,
     operation_id: OperationId = "",
     timeout: Timeout = None,
     target: Target = "",
@@ -76,6 +80,7 @@ def save(
                 timeout=timeout,
                 metadata=metadata,
                 expected_fingerprint=expect,
+                without=without or (),
                 operation_id=operation_id or None,
                 on_progress=on_progress,
             )

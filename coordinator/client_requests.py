@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from enum import IntEnum
 from typing import Any, Final, TypeVar, cast
 
@@ -52,12 +52,18 @@ def save_options(
     straggler_grace_s: float | None = None,
     lease_s: float | None = None,
     expected_fingerprint: str = "",
+    without: Iterable[str] = (),
 ) -> pb.SaveOptions:
-    """Raises Refused(INVALID_ARGUMENT) for a mode or policy that does not exist, or a negative time."""
+    """Raises Refused: INVALID_ARGUMENT for a mode or policy that does not exist, or a negative time, MALFORMED_ID for a name."""
+    gone = list(without)
+    for name in gone:
+        if not is_wire_id(name):
+            raise refuse(Reason.MALFORMED_ID, f"{name!r} cannot name a participant.")
     options = pb.SaveOptions(
         quiesce_mode=cast(Any, int(chosen(QuiesceMode, quiesce_mode, "quiesce_mode"))),
         straggler_policy=cast(Any, int(chosen(StragglerPolicy, straggler_policy, "straggler_policy"))),
         expected_fingerprint=expected_fingerprint,
+        without=gone,
     )
     if straggler_grace_s is not None:
         options.straggler_grace.CopyFrom(duration(straggler_grace_s, "straggler_grace"))

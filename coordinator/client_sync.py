@@ -94,6 +94,7 @@ class Client:
         timeout: float | None = None,
         metadata: Mapping[str, str] | None = None,
         expected_fingerprint: str = "",
+        without: Sequence[str] = (),
         operation_id: str | None = None,
         on_progress: ProgressCallback | None = None,
     ) -> SaveResult:
@@ -103,7 +104,7 @@ class Client:
         do not know. When it raises `Refused`, nobody is left paused and older snapshots are untouched.
         """
         options = requests.save_options(
-            quiesce_mode, straggler_policy, straggler_grace, lease, expected_fingerprint
+            quiesce_mode, straggler_policy, straggler_grace, lease, expected_fingerprint, without
         )  # fmt: skip
         request = requests.save_request(snapshot_id, operation_id, metadata, options)
         outcome = Outcome(request.operation_id, request.snapshot_id)
@@ -175,11 +176,12 @@ class Client:
         lease: float | None = None,
         timeout: float | None = None,
         expected_fingerprint: str = "",
+        without: Sequence[str] = (),
         on_progress: ProgressCallback | None = None,
     ) -> Cut:
         """A save that holds state of your own too: `with client.cut("step-40") as cut: ...`; see `Cut`."""
         options = requests.save_options(
-            quiesce_mode, straggler_policy, straggler_grace, lease, expected_fingerprint
+            quiesce_mode, straggler_policy, straggler_grace, lease, expected_fingerprint, without
         )  # fmt: skip
         request = requests.save_request(snapshot_id, None, None, options)
         return Cut(self, request, timeout, on_progress)

@@ -24,6 +24,7 @@ from coordinator.wire.terms import CheckpointMode, QuiesceMode, Role, RolloutSta
 EnumT = TypeVar("EnumT", bound=IntEnum)
 
 _MAX_METADATA = 64
+_MAX_NAMED = 1000
 _MAX_METADATA_BYTES = 1024
 
 
@@ -300,7 +301,18 @@ def options(message: coordinator_service_pb2.SaveOptions, grace_s: float, lease_
         straggler_grace_s=_within("straggler_grace", seconds(message.straggler_grace) or grace_s, 0, 86_400),
         lease_ttl_s=lease_ttl(message.lease_ttl, lease_s),
         expected_fingerprint=message.expected_fingerprint,
+        without=_participant_ids(message.without),
     )
+
+
+def _participant_ids(names: Iterable[str]) -> tuple[str, ...]:
+    found = tuple(names)
+    if len(found) > _MAX_NAMED:
+        raise refuse(Reason.LIMIT_EXCEEDED, f"options.without has {len(found)} names; {_MAX_NAMED} are allowed.")
+    for name in found:
+        if not is_wire_id(name):
+            raise refuse(Reason.MALFORMED_ID, f"{name[:60]!r} in options.without cannot name a participant.")
+    return found
 
 
 def lease_ttl(message: Duration, otherwise_s: float) -> float:

@@ -33,6 +33,7 @@ from coordinator.wire.ids import OperationId
 log = logging.getLogger(__name__)
 
 KEPT_OUTCOMES: Final = 1000
+MEMBERS: Final = "members"  # an entry of no operation: by name, who takes part, None for one that is gone for good
 ROTATE_BYTES: Final = 16 << 20
 MAX_ENTRY_BYTES: Final = 32 << 20  # a topology of some 10,000 participants
 _EPOCH: Final = re.compile(r"epoch-([0-9]{1,18})")
@@ -42,7 +43,7 @@ _KEPT_EPOCH_FILES: Final = 8
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """One line. `kind` is "request", the kind of a record of the core, or "outcome"; `data` is plain JSON."""
+    """One line. `kind` is "request", the kind of a record of the core, "outcome" or "members"; `data` is plain JSON."""
 
     operation_id: OperationId
     kind: str
@@ -51,12 +52,13 @@ class Entry:
 
 @dataclass(slots=True)
 class Contents:
-    """What a journal held: entries of operations without outcome by operation, and outcomes, oldest first."""
+    """What a journal held: entries of operations without outcome by operation, outcomes, oldest first, and who takes part."""
 
     open: OrderedDict[OperationId, list[Entry]] = field(default_factory=OrderedDict[OperationId, list[Entry]])
     outcomes: OrderedDict[OperationId, Mapping[str, Any]] = field(
         default_factory=OrderedDict[OperationId, Mapping[str, Any]]
     )
+    members: dict[str, Mapping[str, Any]] = field(default_factory=dict[str, Mapping[str, Any]])
 
     def add(self, entry: Entry) -> None:
         """Take one entry in, forgetting the oldest outcome when there are too many."""
@@ -66,6 +68,12 @@ class Contents:
             self.outcomes.move_to_end(entry.operation_id)
             if len(self.outcomes) > KEPT_OUTCOMES:
                 self.outcomes.popitem(last=False)
+        elif entry.kind == MEMBERS:
+            for name, data in entry.data["members"].items():
+                if data is None:
+                    self.members.pop(name, None)
+                else:
+                    self.members[name] = data
         else:
             self.open.setdefault(entry.operation_id, []).append(entry)
 
@@ -160,6 +168,11 @@ class Journal:
         data = b"".join(
             [_line(entry) for entries in self.contents.open.values() for entry in entries]
             + [_line(Entry(name, "outcome", outcome)) for name, outcome in self.contents.outcomes.items()]
+            + (
+                [_line(Entry(OperationId(""), MEMBERS, {"members": self.contents.members}))]
+                if self.contents.members
+                else []
+            )
         )
         name = f"journal-{number}.log"
         failpoints.reach("journal.before_file")

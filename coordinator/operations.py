@@ -23,12 +23,13 @@ from coordinator.answers import ABORT, START, check_digest
 from coordinator.driver import Drive, Identity
 from coordinator.feed import Feed
 from coordinator.journal import Entry, Journal
+from coordinator.membership import Membership
 from coordinator.outcomes import Ended
 from coordinator.participants import Participants
 from coordinator.preflight import Discovery, check_restorable
 from coordinator.protocol import events as core
 from coordinator.protocol.legality import BEFORE_PUBLISH
-from coordinator.protocol.operation import Limits, Operation
+from coordinator.protocol.operation import Limits, Operation, Outcome
 from coordinator.protocol.topology import Participant, Topology, fingerprint, refusal, validate
 from coordinator.protocol.transaction import Transaction
 from coordinator.publication import Cut, Publisher
@@ -71,6 +72,7 @@ class Operations:
         self._recorded: set[OperationId] = set()  # those of `_memory` whose id is used up
         self._work: set[asyncio.Task[None]] = set()
         self._loop = asyncio.get_running_loop()
+        self.membership = Membership(journal, discovery.registry, self._append)
         discovery.registry.follow(self._lost, self._joined, self._explained)
 
     # ---- beginning --------------------------------------------------------------------------------------------------
@@ -121,14 +123,12 @@ class Operations:
                 self._check_topology(drive.operation, topology)
             async with self.storage_lock:
                 if drive.operation.kind is OperationKind.SAVE:
-                    if absent := self.discovery.never_came():
-                        drive.reporter.warn(f"Part of the newest snapshot and not here: {', '.join(absent[:5])}.")
-                        self.discovery.expect(())  # said once
                     await self._in_thread(self.store.begin, drive.operation.snapshot_id)
                     drive.reserved = True
                 else:
                     checked = await self._in_thread(check_restorable, self.store, drive.operation, topology)
                     drive.operation, drive.manifest = checked
+            await self.membership.settled()
             drive.reporter.announce(core.PhaseFinished(Phase.DISCOVER, self.clock() - begun))
             # Whoever came or went while we checked is seen now: membership is fixed by Begin.
             drive.start(core.Begin(self.clock(), deadline, drive.operation, self._accepted(drive)))
@@ -145,10 +145,17 @@ class Operations:
         topology, operation = self.discovery.topology(), drive.operation
         if operation.kind is OperationKind.RESTORE:  # the snapshot says who is needed
             return replace(topology, missing=())
-        if topology.missing and operation.options.expected_fingerprint == fingerprint(topology.participants):
-            self.discovery.registry.dismiss_missing()
-            return replace(topology, missing=())
-        return topology
+        registry = self.discovery.registry
+        for name in operation.options.without:
+            if (here := registry.get(name)) is not None:
+                raise refuse(
+                    Reason.INVALID_ARGUMENT, f"{name} is to be left out as gone for good, and is here at {here.address}.",
+                    next_step="Stop it first, or leave it in.", participant_id=name,
+                )  # fmt: skip
+        registry.dismiss(operation.options.without)
+        if operation.options.expected_fingerprint == fingerprint(topology.participants):
+            registry.dismiss(m.participant.participant_id for m in topology.missing)
+        return self.discovery.topology()
 
     @staticmethod
     def _check_topology(operation: Operation, topology: Topology) -> None:
@@ -292,6 +299,11 @@ class Operations:
             ended.outcome.name.lower(),
             outcomes.primary_reason(ended),
         )
+        if drive.operation.kind is OperationKind.RESTORE and drive.outcome is Outcome.SUCCEEDED:
+            # What runs now is the snapshot, and who is in that was checked: nobody else can be missing.
+            mine = {p.participant_id for p in drive.transaction.topology.participants}
+            missing = {m.participant.participant_id for m in self.discovery.registry.missing()}
+            self.discovery.registry.dismiss(missing - mine)
         if self.active is drive:
             self.active = None
         if drive.task is not None:

@@ -7,7 +7,7 @@ participant.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Final
@@ -28,6 +28,7 @@ DESCRIBE_TIMEOUT_S: Final = 2.0
 RETURN_WITHIN_S: Final = 10.0  # a shim that was killed is started again by its server within a few seconds
 REDIAL_S: Final = 5.0
 LOOK_EVERY_S: Final = 0.05
+LOOK_WITHIN_S: Final = 10.0
 _SHOWN: Final = 5
 
 
@@ -39,44 +40,23 @@ class Discovery:
     participants: Participants
     static: Sequence[str]
     policy_endpoints: tuple[str, ...]
-    _expected: frozenset[ParticipantId] = frozenset()
-    _looked: asyncio.Event = field(default_factory=asyncio.Event)
-    _began: float = 0.0
-
-    def __post_init__(self) -> None:
-        self._began = self.registry.clock()
-
-    @property
-    def _come_within_s(self) -> float:
-        # A shim notices the end of its stream at the latest after three silent beats, and tries again every 5 s.
-        return self.registry.silence_s + REDIAL_S
+    looked: asyncio.Event = field(default_factory=asyncio.Event)  # set once who is missed after the start is known
 
     def topology(self) -> Topology:
         """Everybody that is known, and who is missing."""
         return Topology(self.registry.participants(), self.policy_endpoints, self.registry.missing())
 
-    def expect(self, names: Iterable[ParticipantId]) -> None:
-        """Who was part of the newest snapshot: after a restart of the coordinator they come back one by one."""
-        self._expected = frozenset(names)
-        self._looked.set()
-
     def awaited(self) -> list[ParticipantId]:
-        """Who is likely to be back soon: lost a moment ago, or expected after the start of this coordinator."""
-        now = self.registry.clock()
-        back = {m.participant.participant_id for m in self.registry.missing() if m.since_s < RETURN_WITHIN_S}
-        if now - self._began < self._come_within_s:
-            back |= {name for name in self._expected if self.registry.get(name) is None}
-        return sorted(back)
-
-    def never_came(self) -> list[ParticipantId]:
-        """Who was expected after the start and is not here."""
-        return sorted(name for name in self._expected if self.registry.get(name) is None)
+        """Who is likely to be back soon: lost a moment ago, or not here yet after the start of this coordinator."""
+        # A shim notices the end of its stream at the latest after three silent beats, and tries again every 5 s.
+        within_s = max(RETURN_WITHIN_S, self.registry.silence_s + REDIAL_S)
+        return sorted(m.participant.participant_id for m in self.registry.missing() if m.since_s < within_s)
 
     async def until_back(self, longest_s: float) -> None:
         """Wait for those who are likely to be back soon; nobody is paused meanwhile."""
         until = self.registry.clock() + longest_s
         with suppress(TimeoutError):
-            await asyncio.wait_for(self._looked.wait(), min(longest_s, self._come_within_s))
+            await asyncio.wait_for(self.looked.wait(), min(longest_s, LOOK_WITHIN_S))
         while self.awaited() and self.registry.clock() < until:  # noqa: ASYNC110 - several things can end it
             await asyncio.sleep(LOOK_EVERY_S)
 
@@ -114,13 +94,10 @@ class Discovery:
         return None
 
 
-def members(manifest: manifest_pb2.SnapshotManifest) -> list[ParticipantId]:
+def members(manifest: manifest_pb2.SnapshotManifest) -> list[Participant]:
     """Who has to be here for a cut like that one."""
-    return [
-        ParticipantId(reference.participant_id)
-        for reference in manifest.participants
-        if reference.capabilities.role != int(Role.AUXILIARY_MODEL)
-    ]
+    everybody = [_as_it_was(reference) for reference in manifest.participants]
+    return [who for who in everybody if who.role is not Role.AUXILIARY_MODEL]
 
 
 def check_restorable(

@@ -23,6 +23,7 @@ from coordinator.wire.terms import Role
 Lost = Callable[[Participant, Problem], None]
 Joined = Callable[[Participant], None]
 Explained = Callable[[Participant, str], None]
+GoneForGood = Callable[[tuple[ParticipantId, ...]], None]
 
 _MAX_PARTICIPANTS: Final = 10_000
 _MAX_ENDS: Final = 1_000  # of shims whose end was told; the coordinator hears of most losses within seconds of it
@@ -52,14 +53,20 @@ class Registry:
     _ends: OrderedDict[IncarnationId, str] = field(default_factory=OrderedDict[IncarnationId, str])
     _on_lost: list[Lost] = field(default_factory=list[Lost])
     _on_explained: list[Explained] = field(default_factory=list[Explained])
+    _on_gone_for_good: list[GoneForGood] = field(default_factory=list[GoneForGood])
     _on_joined: list[Joined] = field(default_factory=list[Joined])
 
-    def follow(self, lost: Lost, joined: Joined, explained: Explained | None = None) -> None:
-        """Call `lost` for who is gone or replaced, `joined` for who has come, `explained` when it is told how one ended."""
+    def follow(
+        self, lost: Lost, joined: Joined, explained: Explained | None = None, gone_for_good: GoneForGood | None = None
+    ) -> None:
+        """Call `lost` for who is gone or replaced, `joined` for who has come, `explained` when it is told how one ended,
+        `gone_for_good` when it is said of some that they do not come back."""
         self._on_lost.append(lost)
         self._on_joined.append(joined)
         if explained is not None:
             self._on_explained.append(explained)
+        if gone_for_good is not None:
+            self._on_gone_for_good.append(gone_for_good)
 
     def register(self, participant: Participant) -> Session:
         """A shim announces itself. Call `beat` for each of its heartbeats and `leave` when its stream ends.
@@ -175,9 +182,17 @@ class Registry:
         now = self.clock()
         return tuple(Missing(who, now - at, why) for _, (who, at, why) in sorted(self._gone.items()))
 
-    def dismiss_missing(self) -> None:
-        """Somebody has said that it is as it should be without them."""
-        self._gone.clear()
+    def miss(self, who: Participant, why: str) -> None:
+        """It took part before this coordinator started, and is not here. `why`: a part of a sentence."""
+        if self.get(who.participant_id) is None:
+            self._remember(who, Problem(Reason.UNREACHABLE, why, participant_id=who.participant_id))
+
+    def dismiss(self, names: Iterable[str]) -> None:
+        """Somebody has said that it is as it should be without these. Those that are not missed change nothing."""
+        dismissed = tuple(name for name in map(ParticipantId, names) if self._gone.pop(name, None) is not None)
+        if dismissed:
+            for gone_for_good in self._on_gone_for_good:
+                gone_for_good(dismissed)
 
     def participants(self) -> tuple[Participant, ...]:
         """Everybody now, sorted by name."""

@@ -307,10 +307,11 @@ async def _look_around(operations: Operations) -> None:
         listing = await asyncio.to_thread(operations.store.list)
     except SafepointError as error:
         log.warning("the snapshots cannot be listed: %s", error)
-        operations.discovery.expect(())
+        operations.discovery.looked.set()
         return
     newest = listing.snapshots[0] if listing.snapshots else None
-    operations.discovery.expect(members(newest) if newest is not None else ())
+    operations.membership.assume(members(newest) if newest is not None else ())
+    operations.discovery.looked.set()
     if newest is not None and not operations.latest_snapshot_id:
         operations.latest_snapshot_id = newest.snapshot_id
     await operations.sweep()

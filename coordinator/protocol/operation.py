@@ -53,6 +53,7 @@ class Options:
     straggler_grace_s: float = 5.0
     lease_ttl_s: float = 30.0
     expected_fingerprint: str = ""
+    without: tuple[str, ...] = ()  # participants that are gone for good
 
 
 @dataclass(frozen=True, slots=True)

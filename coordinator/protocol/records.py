@@ -162,6 +162,7 @@ def _operation_from_json(data: Mapping[str, Any]) -> Operation:
     options = dict(data["options"])
     options["quiesce_mode"] = QuiesceMode[options["quiesce_mode"]]
     options["straggler_policy"] = StragglerPolicy[options["straggler_policy"]]
+    options["without"] = tuple(options.get("without", ()))
     return Operation(
         kind=OperationKind[data["kind"]],
         operation_id=OperationId(data["operation_id"]),
@@ -176,11 +177,17 @@ def _operation_from_json(data: Mapping[str, Any]) -> Operation:
 
 def _topology_from_json(data: Mapping[str, Any]) -> Topology:
     return Topology(
-        tuple(_participant_from_json(each) for each in data["participants"]), tuple(data["policy_endpoints"])
+        tuple(participant_from_json(each) for each in data["participants"]), tuple(data["policy_endpoints"])
     )
 
 
-def _participant_from_json(data: Mapping[str, Any]) -> Participant:
+def participant_to_json(participant: Participant) -> dict[str, Any]:
+    """A participant as plain JSON."""
+    return cast("dict[str, Any]", _plain(asdict(participant)))
+
+
+def participant_from_json(data: Mapping[str, Any]) -> Participant:
+    """What `participant_to_json` wrote. Raises KeyError, ValueError or TypeError when it is none."""
     fields = dict(data)
     fields["role"] = Role[fields["role"]]
     fields["checkpoint_mode"] = CheckpointMode[fields["checkpoint_mode"]]

@@ -242,10 +242,10 @@ def _gone(missing: tuple[Missing, ...]) -> Iterator[Finding]:
         p = gone.participant
         yield _finding(
             Reason.TOPOLOGY_INVALID, p.participant_id,
-            f"`{p.participant_id}` ({p.role.name.lower()}, {p.address}) took part and is gone for {gone.since_s:.0f} s: "
+            f"`{p.participant_id}` ({p.role.name.lower()}, {p.address}) took part and is missed for {gone.since_s:.0f} s: "
             f"{gone.why.rstrip('.')}. What it holds would be missing in the snapshot.",
-            f"Start `{p.participant_id}` again; its shim's log says why it ended. If it was removed on purpose, save once "
-            "with `--expect` and the fingerprint that `safepoint topology` prints.",
+            f"Start `{p.participant_id}` again; its shim's log says why it ended. If it is gone for good, save once with "
+            f"`--without {p.participant_id}`.",
         )  # fmt: skip
 
 

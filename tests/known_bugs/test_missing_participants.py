@@ -33,7 +33,7 @@ async def test_a_save_without_somebody_who_was_here_is_refused_and_names_it(benc
     assert problem.reason is Reason.TOPOLOGY_INVALID
     assert problem.participant_id == "resources-0"
     assert "resources-0" in problem.message
-    assert "--expect" in problem.advice
+    assert "--without resources-0" in problem.advice
     assert all(shim.count("Prepare") == 0 for shim in bench.shims.values())
     await until(lambda: not (bench.root / "snapshots" / "step-1").exists())  # removed behind the answer
     assert [f.participant_id for f in (await topology(bench)).findings if f.blocking] == ["resources-0"]
@@ -78,19 +78,81 @@ async def test_a_restarted_coordinator_waits_for_those_who_were_in_the_newest_sn
     assert sorted((await saving)[-1].saved.snapshot.participant_ids) == ["agent-0", "model-0", "resources-0"]
 
 
-async def test_one_of_the_newest_snapshot_that_never_comes_is_warned_of(bench: Bench) -> None:
+async def restarted_without(bench: Bench, *absent: str) -> None:
+    """The coordinator dies together with some participants, and starts again; the others come back."""
+    await bench.crash()
+    await bench.start_coordinator()
+    for name, shim in bench.shims.items():
+        if name not in absent and not shim.dead:
+            await shim.register(bench.running.address)
+
+
+async def test_after_a_restart_a_save_is_refused_without_one_that_never_came_back(bench: Bench) -> None:
+    await bench.start(resources=2)  # known although no snapshot has been taken
+    await restarted_without(bench, "resources-1")
+    began = time.monotonic()
+    with pytest.raises(SafepointError) as caught:
+        await bench.save(timeout=4)  # half of it is waited
+    assert time.monotonic() - began < 4
+    problem = caught.value.problem
+    assert (problem.reason, problem.participant_id) == (Reason.TOPOLOGY_INVALID, "resources-1")
+    assert "last heard 20" in problem.message
+    assert "UTC" in problem.message
+    assert "--without resources-1" in problem.advice
+    assert all(shim.count("Prepare") == 0 for shim in bench.shims.values())
+    await restarted_without(bench, "resources-1")  # another restart does not forget it
+    assert [f.participant_id for f in (await topology(bench)).findings if f.blocking] == ["resources-1"]
+    await bench.shims["resources-1"].register(bench.running.address)
+    saved = (await bench.save("save-2"))[-1].saved
+    assert len(saved.snapshot.participant_ids) == 4
+
+
+async def test_one_that_is_said_to_be_gone_for_good_is_missed_by_nobody_any_more(bench: Bench) -> None:
+    await bench.start(resources=2)
+    await restarted_without(bench, "resources-1")
+    began = time.monotonic()
+    saved = (await bench.save(without=["resources-1", "never-was"]))[-1].saved
+    assert time.monotonic() - began < 3, "nobody waits for who is gone for good"
+    assert sorted(saved.snapshot.participant_ids) == ["agent-0", "model-0", "resources-0"]
+    await bench.save("save-2", "step-2")
+    await restarted_without(bench, "resources-1")
+    await bench.save("save-3", "step-3")
+    assert not [f for f in (await topology(bench)).findings if f.blocking]
+
+
+async def test_one_that_is_here_cannot_be_gone_for_good(bench: Bench) -> None:
+    await bench.start()
+    with pytest.raises(SafepointError) as caught:
+        await bench.save(without=["agent-0"])
+    assert (caught.value.reason, caught.value.participant_id) == (Reason.INVALID_ARGUMENT, "agent-0")
+    with pytest.raises(SafepointError) as caught:
+        await bench.save(without=["../x"])
+    assert caught.value.reason is Reason.MALFORMED_ID
+    assert bench.all_open()
+    await bench.save("save-2", "step-2")
+
+
+async def test_a_restored_snapshot_says_who_takes_part(bench: Bench) -> None:
+    await bench.start()
+    await bench.save()
+    await bench.add("resources-late", Role.RESOURCES)
+    await die(bench, "resources-late")
+    await restarted_without(bench)
+    await bench.restore(resume=True)
+    await bench.save("save-2", "step-2")
+
+
+async def test_a_journal_that_was_lost_is_made_up_for_by_the_newest_snapshot(bench: Bench) -> None:
     await bench.start(resources=2)
     await bench.save()
     await bench.crash()
-    await bench.start_coordinator()
-    for name in ("agent-0", "model-0", "resources-0"):
-        await bench.shims[name].register(bench.running.address)
-    began = time.monotonic()
-    events = await bench.save("save-2", "step-2", timeout=6)  # half of it is waited
-    assert time.monotonic() - began < 6
-    assert any("resources-1" in e.warning.message for e in events if e.WhichOneof("event") == "warning")
-    again = await bench.save("save-3", "step-3")
-    assert not [e for e in again if e.WhichOneof("event") == "warning"], "once is enough"
+    for path in (bench.root / "coordinator").glob("journal-*.log"):
+        path.unlink()
+    await restarted_without(bench, "resources-1")
+    with pytest.raises(SafepointError) as caught:
+        await bench.save("save-2", "step-2", timeout=2)
+    assert caught.value.participant_id == "resources-1"
+    assert "newest snapshot" in caught.value.problem.message
 
 
 async def test_a_judge_that_is_gone_prevents_nothing(bench: Bench) -> None:

@@ -1,0 +1,105 @@
+"""Who takes part in this job, across restarts of the coordinator: the registry's knowledge, kept in the journal.
+
+The rule: whoever has taken part takes part until somebody says that it is gone for good, or a restored snapshot says that
+it never was here; a coordinator that starts again misses everybody who has not come back. No operation begins before all
+its participants are durably known.
+
+One journal entry holds all changes since the one before, so that thousands of shims that come at once cost a few writes.
+Wall-clock times are in it for people, and decide nothing.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Awaitable, Callable, Iterable
+from typing import Any, Final
+
+from coordinator.journal import MEMBERS, Entry, Journal
+from coordinator.protocol.records import participant_from_json, participant_to_json
+from coordinator.protocol.topology import Participant
+from coordinator.registry import Registry
+from coordinator.wire.errors import Problem, SafepointError
+from coordinator.wire.ids import OperationId, ParticipantId
+from coordinator.wire.terms import Role
+
+log = logging.getLogger(__name__)
+
+NEVER: Final = "not heard of since this coordinator started"
+
+
+class Membership:
+    """Follows the registry. `append` makes a journal entry durable; `wall` gives seconds since 1970."""
+
+    def __init__(
+        self, journal: Journal, registry: Registry, append: Callable[[Entry], Awaitable[None]],
+        wall: Callable[[], float] = time.time,
+    ) -> None:  # fmt: skip
+        self._registry = registry
+        self._append = append
+        self._wall = wall
+        self._changed: dict[ParticipantId, dict[str, Any] | None] = {}  # None: gone for good
+        self._writing: asyncio.Task[None] | None = None
+        members = journal.contents.members
+        self.known = bool(members)
+        for name, data in members.items():
+            try:
+                who = participant_from_json(data["participant"])
+            except (
+                KeyError,
+                ValueError,
+                TypeError,
+            ) as error:  # of a newer version: it can be missed no better than by name
+                log.warning("what the journal says of %s cannot be read: %r", name, error)
+                continue
+            registry.miss(who, f"{NEVER}; last heard {_when(data)} by the one before")
+        registry.follow(self._lost, self._joined, gone_for_good=self._dismissed)
+
+    def assume(self, members: Iterable[Participant]) -> None:
+        """Who was in the newest snapshot: members as well when the journal, lost or of an older version, knows nobody."""
+        if not self.known:
+            for who in members:
+                if self._registry.get(who.participant_id) is None:
+                    self._registry.miss(who, f"{NEVER}; it was part of the newest snapshot")
+
+    async def settled(self) -> None:
+        """Wait until everything that is known is durable, or the journal has failed: then no operation begins anyway."""
+        while self._writing is not None:
+            await asyncio.wait({self._writing})
+
+    def _joined(self, who: Participant) -> None:
+        self._note(who, {})
+
+    def _lost(self, who: Participant, problem: Problem) -> None:
+        self._note(who, {"lost": problem.message})
+
+    def _dismissed(self, names: Iterable[ParticipantId]) -> None:
+        self._changed |= dict.fromkeys(names)
+        self._write()
+
+    def _note(self, who: Participant, more: dict[str, str]) -> None:
+        if who.role is not Role.AUXILIARY_MODEL:
+            self._changed[who.participant_id] = {
+                "participant": participant_to_json(who), "heard_at": round(self._wall(), 3), **more,
+            }  # fmt: skip
+            self._write()
+
+    def _write(self) -> None:
+        if self._writing is None:
+            self._writing = asyncio.create_task(self._write_all())
+
+    async def _write_all(self) -> None:
+        try:
+            while self._changed:
+                changed, self._changed = self._changed, {}
+                await self._append(Entry(OperationId(""), MEMBERS, {"members": changed}))
+        except SafepointError as error:
+            log.warning("who takes part is known to this coordinator only: %s", error)
+        finally:
+            self._writing = None
+
+
+def _when(data: Any) -> str:
+    at = data.get("heard_at")
+    return time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(at)) if isinstance(at, (int, float)) else "at some time"

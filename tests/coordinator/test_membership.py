@@ -1,0 +1,119 @@
+"""Who takes part is known durably, in few writes, before any operation begins."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+from coordinator.journal import MEMBERS, Entry, Journal
+from coordinator.membership import Membership
+from coordinator.protocol.topology import Participant, ShimProcess
+from coordinator.registry import Registry
+from coordinator.wire.beneath import Directory
+from coordinator.wire.errors import Reason, refuse
+from coordinator.wire.ids import IncarnationId, OperationId, ParticipantId
+from coordinator.wire.terms import CheckpointMode, Role
+
+
+def participant(name: str, role: Role = Role.AGENT) -> Participant:
+    process = ShimProcess("host-a", 4711, "/logs/shim.log", watched=True)
+    return Participant(
+        ParticipantId(name), role, "fake", CheckpointMode.EXPORT_RESTORE, IncarnationId("i-1"), "127.0.0.1:1",
+        depends_on=("a", "b"), process=process,
+    )  # fmt: skip
+
+
+def journal(path: Path) -> Journal:
+    path.mkdir(exist_ok=True)
+    return Journal(Directory.open(path))
+
+
+class Bench:
+    """A membership whose journal writes when it is told to."""
+
+    def __init__(self, path: Path) -> None:
+        self.journal = journal(path)
+        self.registry = Registry(lambda: 100.0, 3.0)
+        self.go = asyncio.Event()
+        self.writes = 0
+        self.membership = Membership(self.journal, self.registry, self.append, lambda: 0.0)
+
+    async def append(self, entry: Entry) -> None:
+        await self.go.wait()
+        self.writes += 1
+        self.journal.append(entry)
+
+    def missing(self) -> list[Participant]:
+        return [m.participant for m in self.registry.missing()]
+
+
+async def test_thousands_that_come_at_once_cost_a_few_writes_and_an_operation_waits_for_them(tmp_path: Path) -> None:
+    bench = Bench(tmp_path / "j")
+    for n in range(3000):
+        bench.registry.register(participant(f"agent-{n:04}"))
+        if n == 10:
+            await asyncio.sleep(0)  # the first write has begun
+    settled = asyncio.create_task(bench.membership.settled())
+    await asyncio.sleep(0)
+    assert not settled.done()
+    bench.go.set()
+    await settled
+    assert bench.writes <= 2
+    bench.journal.close()
+    again = Bench(tmp_path / "j")
+    assert len(again.missing()) == 3000
+    assert again.missing()[0] == participant("agent-0000")
+    assert "1970-01-01 00:00:00 UTC" in again.registry.missing()[0].why
+    again.journal.close()
+
+
+async def test_who_is_gone_for_good_is_forgotten_and_an_auxiliary_model_is_never_known(tmp_path: Path) -> None:
+    bench = Bench(tmp_path / "j")
+    bench.go.set()
+    agent, judge = participant("agent"), participant("judge", Role.AUXILIARY_MODEL)
+    for who in (agent, judge):
+        bench.registry.leave(bench.registry.register(who), "it ended")
+    await bench.membership.settled()
+    assert list(bench.journal.contents.members) == ["agent"]
+    bench.registry.dismiss(["agent", "nobody"])
+    await bench.membership.settled()
+    bench.journal.close()
+    again = Bench(tmp_path / "j")
+    assert again.missing() == []
+    again.journal.close()
+
+
+async def test_members_outlive_every_rotation_of_the_journal(tmp_path: Path) -> None:
+    bench = Bench(tmp_path / "j")
+    bench.go.set()
+    bench.registry.register(participant("agent"))
+    await bench.membership.settled()
+    bench.journal._rotate()
+    bench.journal.close()
+    for _ in range(3):
+        again = journal(tmp_path / "j")
+        assert list(again.contents.members) == ["agent"]
+        assert not again.contents.open, "members are of no operation"
+        again.close()
+
+
+async def test_a_journal_that_fails_keeps_nobody_out(tmp_path: Path) -> None:
+    bench = Bench(tmp_path / "j")
+
+    async def fail(entry: Entry) -> None:
+        raise refuse(Reason.STORAGE_FAILED, "no disk")
+
+    bench.membership = Membership(bench.journal, bench.registry, fail)
+    bench.registry.register(participant("agent"))
+    await asyncio.wait_for(bench.membership.settled(), 5)
+    assert bench.registry.get("agent") is not None
+    bench.journal.close()
+
+
+async def test_a_member_that_cannot_be_read_prevents_no_start(tmp_path: Path) -> None:
+    made = journal(tmp_path / "j")
+    made.append(Entry(OperationId(""), MEMBERS, {"members": {"odd": {"participant": {"role": "NEW"}}}}))
+    made.close()
+    bench = Bench(tmp_path / "j")
+    assert bench.missing() == []
+    bench.journal.close()
