@@ -9,8 +9,9 @@ import pytest
 
 from tests.coordinator.conftest import bench
 from tests.gate.world import World
+from tests.shims.conftest import short_path
 
-__all__ = ["bench", "world"]
+__all__ = ["bench", "short_path", "world"]
 
 
 @pytest.fixture
