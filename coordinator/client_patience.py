@@ -48,7 +48,8 @@ class Budgets:
     """Seconds for which each kind of failure is repeated.
 
     `unreachable_s`: no word came at all; a coordinator that its host restarts on another node is back in under 20 s.
-    `lost_reply_s`: the answer was lost after it had begun to come. `not_ready_s`: the coordinator says it is starting.
+    `lost_reply_s`: the answer was lost after it had begun to come. `not_ready_s`: the coordinator says that it is
+    starting, or has too much to do.
     """
 
     unreachable_s: float = 60.0
@@ -78,6 +79,7 @@ class Patience:
         self._kind_since = 0.0
         self._heard = False
         self._try_began = self._began
+        self._not_before_s = 0.0  # what the peer asked for
 
     def next_try_s(self) -> float:
         """Begin a try; the seconds it may take. At least a little: the server answers a short deadline with a reason."""
@@ -101,6 +103,8 @@ class Patience:
         kind = self._kind_of(error)
         if not kind:
             return False
+        hint = error.problem.retry_after_s if isinstance(error, SafepointError) else None
+        self._not_before_s = hint or 0.0
         if kind != self._kind:
             self._kind, self._kind_since = kind, self._clock()
         return self._clock() - self._kind_since < self._budget(kind) and self._left() > 0.1
@@ -110,8 +114,8 @@ class Patience:
         return self.wait_s(random.uniform(0.05, 0.3))
 
     def wait_s(self, backoff_s: float) -> float:
-        """How long to wait before the next try."""
-        return max(0.0, min(backoff_s, self._left() - 0.05))
+        """How long to wait before the next try: as the peer asked, and a little more, since it asked others the same."""
+        return max(0.0, min(self._not_before_s + backoff_s, self._left() - 0.05))
 
     def last_word(self, error: SafepointError, operation_id: str = "") -> SafepointError:
         """`error` as the caller gets it: which budget ran out, and what is known of the effect."""
@@ -152,7 +156,7 @@ class Patience:
     def _kind_of(self, error: BaseException) -> str:
         if isinstance(error, Unanswered):
             return "lost_reply" if self._heard else "unreachable"
-        if isinstance(error, Refused) and error.reason is Reason.UNAVAILABLE:
+        if isinstance(error, Refused) and (error.reason is Reason.UNAVAILABLE or error.problem.retry_after_s is not None):
             return "not_ready"
         return ""
 

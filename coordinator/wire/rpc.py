@@ -31,6 +31,13 @@ ERROR_TRAILER: Final = "safepoint-error-bin"
 MAX_DETAIL_BYTES: Final = 4096  # trailers beyond 8 KiB can replace the status (grpc 37852)
 MAX_DETAIL_ROLLOUTS: Final = 20
 
+# What gRPC says when a peer ends the connection before the first call on it. A refused certificate is not said in words.
+_BROKEN_HANDSHAKE: Final = ("Socket closed", "SSL", "Verification", "andshake")
+_HANDSHAKE: Final = (
+    "Both ends need certificates of one authority (SAFEPOINT_TLS_DIR), or neither; `safepoint certs ls` says until when "
+    "they are valid, and the other end's log why it refused one."
+)
+
 # Each line answers a trap that was seen; the comment names it.
 CHANNEL_OPTIONS: Final[list[tuple[str, int]]] = [
     ("grpc.enable_http_proxy", 0),  # http_proxy captures loopback otherwise
@@ -142,6 +149,7 @@ def error_from_rpc(error: aio.AioRpcError | grpc.RpcError, participant_id: str =
         Problem(
             Reason.UNREACHABLE,
             f"No answer ({code.name}): {text}".rstrip(": "),
+            _HANDSHAKE if any(sign in text for sign in _BROKEN_HANDSHAKE) else "",
             participant_id=participant_id,
         )
     )
