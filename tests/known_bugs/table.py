@@ -291,7 +291,7 @@ STORAGE_ROWS: Final = (
     Row("F20", "Gym #3508", "The old snapshot goes only when the new one is whole, at every write point.",
         (f"{SNAPSHOTS}a_crash_at_any_write_of_a_save_and_its_pruning_leaves_a_whole_snapshot",
          f"{SNAPSHOTS}a_bad_snapshot_is_refused_with_what_to_do_and_nothing_changes",
-         f"{STORE}a_deletion_that_was_interrupted_leaves_no_snapshot_and_is_finished")),
+         "coordinator/test_snapshots_retention.py::test_a_deletion_that_was_interrupted_leaves_no_snapshot_and_is_finished")),
     Row("F22", "marin #1833", "The version of each batch is restored with the buffer.", (), TRAINER),
 )  # fmt: skip
 
@@ -533,7 +533,7 @@ HAZARD_ROWS: Final = (
     Row("U112", "inferred", "The manifest binds every part: a swapped one is refused.",
         (f"{SNAPSHOTS}a_bad_snapshot_is_refused_with_what_to_do_and_nothing_changes",)),
     Row("U117", "inferred", "Without the token a stranger learns nothing.",
-        (f"{RECOVERY}with_a_token_a_stranger_learns_nothing", f"{PROCESS}a_token_guards_everything_but_health")),
+        (f"{RECOVERY}with_a_token_a_stranger_learns_nothing", f"{PROCESS}a_token_guards_everything_health_too")),
     Row("U119", "inferred", "A part is verified everywhere before anybody loads one.",
         (f"{OPS}a_damaged_part_refuses_the_restore_before_anything_is_paused",)),
 )  # fmt: skip

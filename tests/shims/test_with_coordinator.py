@@ -37,7 +37,7 @@ async def shims(path: Path, server: Reached) -> AsyncIterator[dict[str, tuple[Sh
             options = ShimOptions(
                 path / f"life-{name}", name, f"file:{path}/root/coordinator/address.json", path / "root", bind="unix"
             )
-            options.life.mkdir(exist_ok=True)
+            options.life.mkdir(mode=0o700, exist_ok=True)
             out[name] = await stack.enter_async_context(Shim(options, adapter)), adapter
         yield out
 
