@@ -54,6 +54,7 @@ class Answers:
         self._reached: set[str] = set()
         self._ended = False
         self._error: SafepointError | None = None
+        self._stands: SafepointError | None = None
 
     def ask(self, call: str, digest: str) -> tuple[asyncio.Future[None], bool]:
         """The future of a call's answer, and whether this is the first request for it.
@@ -69,6 +70,9 @@ class Answers:
         self._answers[call] = _Answer(digest, future)
         if call in self._reached or self._ended:  # settled before it was asked, e.g. before a restart
             self._settle(call, None if call in self._reached or call == ABORT else self._error)
+            return future, False
+        if call == START and self._stands is not None:  # a repeat, after a coordinator that died: nothing more comes
+            self._settle(call, self._stands)
             return future, False
         return future, True
 
@@ -89,6 +93,7 @@ class Answers:
 
     def stands_failed(self, error: SafepointError) -> None:
         """A restore failed and stays paused: who waits is answered with this failure, and Abort may still come."""
+        self._stands = error
         for call in self._answers:
             if call != ABORT:
                 self._settle(call, error)

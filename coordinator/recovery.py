@@ -10,6 +10,7 @@ reply of then was lost, or the coordinator was gone.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 from typing import Any, Final, cast
 
@@ -57,6 +58,12 @@ async def recover(operations: Operations) -> None:
 async def _tidy(operations: Operations) -> None:
     """What a crash left on the disk and no record names. A disk that does not answer keeps it, and nobody from starting."""
 
+    def forget() -> None:
+        operations.store.forget_reserved()
+        if operations.journal.owns_epoch():  # what is half written there is of a coordinator that is over
+            with operations.store.directory("coordinator") as own:
+                own.discard_temporaries()
+
     async def finish_deletions() -> None:  # may be many gigabytes: nobody waits for it
         try:
             await asyncio.to_thread(operations.store.finish_deletions)
@@ -64,7 +71,7 @@ async def _tidy(operations: Operations) -> None:
             log.warning("what was being deleted is still there, prune deletes it: %s", error)
 
     try:
-        await asyncio.to_thread(operations.store.forget_reserved)
+        await asyncio.to_thread(forget)
     except SafepointError as error:
         log.warning("a name that was reserved may stay taken: %s", error)
     operations.spawn(finish_deletions())
@@ -83,6 +90,9 @@ async def _drive(operations: Operations, records: list[core.Record], begun: Entr
     drive = Drive(transaction.operation, transaction, identity, operations, operations.feed.publish)
     drive.recorded = drive.reserved = True
     drive.manifest = manifest
+    if manifest is not None:
+        with contextlib.suppress(SafepointError):  # readers pass over it
+            await asyncio.to_thread(operations.store.discard_temporaries, snapshot_id)
     if manifest is None and drive.operation.parts:
         drive.manifest = await _restored_manifest(operations, drive)
     for entry in entries:

@@ -115,6 +115,11 @@ class SnapshotStore(SnapshotReader):
                 if is_wire_id(name):
                     snapshots.remove_empty(name)
 
+    def discard_temporaries(self, snapshot_id: SnapshotId) -> None:
+        """At a start: remove what a publish left that was cut short after its manifest was there. Raises STORAGE_FAILED."""
+        with self.open(snapshot_id) as directory:
+            directory.discard_temporaries(MANIFEST_NAME)
+
     def finish_deletions(self) -> None:
         """At a start: delete what had been renamed away when the coordinator before us died. Raises STORAGE_FAILED."""
         with self.snapshots() as snapshots:

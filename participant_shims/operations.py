@@ -248,6 +248,11 @@ class Operations:
         running.fail(problem)
         self.changed.beat()
 
+    def hold_is_lost(self, operation_id: str, why: str) -> None:
+        """A gate is open, or will be by itself: end the operation as its lease would, if it still has the pause."""
+        if self.fence.state in _PAUSED and self.fence.operation_id == operation_id:
+            self.apply(self.fence.force_end(Cause.LAPSED), why)
+
     async def check_freeze(self, generation: int) -> None:
         """Raise ACTIVITY_AFTER_PREPARED unless admission has stayed closed and nothing moved since `generation`."""
         still = await self.adapter.still()
@@ -375,7 +380,6 @@ class Operations:
             snapshot, remark = await self.look(0)
             if remark or snapshot is None or snapshot.closed or closed is None or closed is not self.closed:
                 return
-            if self.fence.state in _PAUSED and self.fence.operation_id == operation_id:
-                self.apply(self.fence.force_end(Cause.LAPSED), "The gates opened by their own lease.")
+            self.hold_is_lost(operation_id, "The gates opened by their own lease.")
         finally:
             self._noticing = False

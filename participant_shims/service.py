@@ -393,17 +393,22 @@ class ParticipantService(participant_service_pb2_grpc.ParticipantServicer):
         return running
 
     def _renewed(self, decision: Accept | Join | Replay | Refuse, ttl_s: float = 0.0) -> None:
-        """Pass the lease on to the gates. Not waited for: a gate that misses it opens, and the cut is void, safely."""
+        """Pass the lease on to the gates. Not waited for: a gate that misses it opens, and the cut is void, safely.
+
+        Nor is a gate waited for whose lease is over: the others would stand still for a process that hangs.
+        """
         if decision.lease_generation:
             left_s = self._fence.lease_remaining(self.operations.clock.now())
             if left_s:
-                self.operations.spawn(self._renew_gates(max(left_s, ttl_s)))
+                self.operations.spawn(self._renew_gates(self._fence.operation_id, max(left_s, ttl_s)))
 
-    async def _renew_gates(self, ttl_s: float) -> None:
+    async def _renew_gates(self, operation_id: str, ttl_s: float) -> None:
         try:
             await self.operations.adapter.renew(ttl_s)
         except SafepointError as error:
             log.warning("a gate has not renewed its lease: %s", error)
+            if error.reason is Reason.LEASE_LAPSED:
+                self.operations.hold_is_lost(operation_id, error.problem.message)
 
     def _lease(self) -> Any:
         return messages.duration(self._fence.lease_remaining(self.operations.clock.now()) or 0.0)

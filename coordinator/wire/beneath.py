@@ -104,7 +104,11 @@ class Directory:
         try:
             failpoints.reach("disk.before_make", segment)
             os.mkdir(segment, 0o700, dir_fd=self._fd)
-            self.sync()
+            try:
+                self.sync()
+            except OSError:  # nobody knows whether it will be there: then it must not be there now
+                os.rmdir(segment, dir_fd=self._fd)
+                raise
         except FileExistsError:
             raise
         except OSError as error:
@@ -291,10 +295,10 @@ class Directory:
         except OSError as error:
             raise storage_error(error, f"removing {self.path / name}") from error
 
-    def discard_temporaries(self, name: str) -> None:
-        """Remove what an interrupted `write_new` of `name` left."""
+    def discard_temporaries(self, name: str = "") -> None:
+        """Remove what an interrupted write of `name`, or without one of any name, left."""
         for found in self.names():
-            if found.startswith(f".{name}."):
+            if found.startswith(f".{name}." if name else "."):
                 self.remove_file(found)
 
     def remove_child(self, name: str) -> None:

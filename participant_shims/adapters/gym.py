@@ -68,6 +68,7 @@ class _Pause:
     lease_until: float
     workers: dict[str, tuple[int, int]] = field(default_factory=dict[str, tuple[int, int]])  # id -> pid, generation
     excluded: set[str] = field(default_factory=set[str])
+    held_until: dict[str, float] = field(default_factory=dict[str, float])  # id -> the lease that it has confirmed
 
 
 class GymAdapter:
@@ -138,6 +139,7 @@ class GymAdapter:
                 statuses = [self._closed_status(link, a) for link, a in zip(links, answers, strict=True)]
                 for link, status in zip(links, statuses, strict=True):
                     pause.workers[link.worker_id] = (link.hello.pid, status.generation)
+                    pause.held_until[link.worker_id] = now + lease_ttl_s
             except BaseException:
                 self._pause = None
                 # Those that did close are opened again: a server that is half closed would stop its callers for a lease.
@@ -283,9 +285,25 @@ class GymAdapter:
             return await self._open_all()
 
     async def renew(self, lease_ttl_s: float) -> None:
-        if self._pause is not None:
-            self._pause.lease_until = asyncio.get_running_loop().time() + lease_ttl_s
-        await self._ask(list(self._links.values()), "renew", {"lease_s": lease_ttl_s}, ANSWER_WITHIN_S)
+        pause, clock = self._pause, asyncio.get_running_loop().time
+        asked_at, links = clock(), list(self._links.values())
+        if pause is not None:
+            pause.lease_until = asked_at + lease_ttl_s
+        asking = (link.request("renew", {"lease_s": lease_ttl_s}, ANSWER_WITHIN_S) for link in links)
+        answers = await asyncio.gather(*asking, return_exceptions=True)
+        if pause is not None:
+            confirmed = {
+                link.worker_id for link, a in zip(links, answers, strict=True) if not isinstance(a, BaseException)
+            }
+            pause.held_until |= dict.fromkeys(confirmed & pause.workers.keys(), asked_at + lease_ttl_s)
+            for worker_id, until in pause.held_until.items():
+                if clock() >= until:  # it opens as soon as it can, and cannot say so: nobody else shall wait for it
+                    pid = pause.workers[worker_id][0]
+                    text = f"Worker {worker_id} (pid {pid}) of {self._participant_id} has confirmed no lease that still runs."
+                    raise refuse(Reason.LEASE_LAPSED, text, next_step="See what that process does; it may be stopped.")
+        for answer in answers:
+            if isinstance(answer, BaseException):
+                raise answer
 
     async def retire(self, attempts: Sequence[tuple[str, int]]) -> int:
         links = self._all_workers(Reason.WORKERS_MISSING)

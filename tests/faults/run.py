@@ -1,0 +1,91 @@
+"""`python -m tests.faults.run`: the fault matrix, as a table and as build/faults.json.
+
+--lanes N       fleets beside each other (default 3)        --out FILE      where the JSON goes
+--only TEXT     cases with TEXT in their name               --keep DIR      keep the fleets' logs there
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import signal
+import sys
+import time
+from pathlib import Path
+
+from coordinator.wire.failpoint_names import PLACES
+from tests.faults.cases import Case, all_cases
+from tests.faults.gym_cases import run_gym
+from tests.faults.matrix import Lane, Result, as_json, run_lane
+
+
+def table(results: list[Result]) -> str:
+    """The results in Markdown."""
+    lines = [
+        "| case | what happened | thaw s | restarted | lost | next save |",
+        "|---|---|---|---|---|---|",
+    ]
+    for r in results:
+        verdict = "" if r.ok else f" **FAILED: {'; '.join(r.wrong)[:300]}**"
+        lines.append(
+            f"| {r.name} | {r.what_happened}{verdict} | {r.thaw_s:.2f} | {r.restarted} | {r.lost} | {r.next_save} |"
+        )
+    return "\n".join(lines)
+
+
+def summary(results: list[Result], hit: set[str], seconds: float) -> str:
+    """One line: what was done and what came of it."""
+    failed = sum(not r.ok for r in results)
+    thaw = max((r.thaw_s for r in results), default=0.0)
+    return (
+        f"{len(results)} cases, {len(hit)} of {len(PLACES)} failpoints hit, {failed} failed, "
+        f"{sum(r.lost for r in results)} rollouts lost, longest thaw {thaw:.2f} s, in {seconds:.0f} s"
+    )
+
+
+def told(r: Result) -> None:
+    """One line on standard error, as soon as it is known."""
+    verdict = "ok" if r.ok else "FAILED"
+    print(
+        f"{verdict:6} {r.seconds:5.1f} s  thaw {r.thaw_s:4.2f}  {r.name}: {r.what_happened} {'; '.join(r.wrong)}",
+        file=sys.stderr, flush=True,
+    )  # fmt: skip
+
+
+async def run(cases: list[Case], lanes: int, keep: Path | None) -> tuple[list[Result], set[str]]:
+    """All cases on so many fleets; results in the order of the cases, and the failpoints that did something."""
+    queue, order = list(cases), {case.name: number for number, case in enumerate(cases)}
+    made = [Lane(number, keep) for number in range(lanes)]
+    done = await asyncio.gather(*(run_lane(lane, queue, told) for lane in made))
+    results = sorted((r for each in done for r in each), key=lambda r: order[r.name])
+    return results, set().union(*(lane.hit for lane in made))
+
+
+def main() -> int:
+    """Exit code 0 when every case is as it must be, and every failpoint was hit (unless --only)."""
+    parser = argparse.ArgumentParser(prog="tests.faults.run")
+    parser.add_argument("--lanes", type=int, default=3)
+    parser.add_argument("--only", default="")
+    parser.add_argument("--out", type=Path, default=Path("build/faults.json"))
+    parser.add_argument("--keep", type=Path, default=None)
+    parser.add_argument("--no-gym", action="store_true")
+    arguments = parser.parse_args()
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # whoever ends us: fleets are ended first
+    cases = [case for case in all_cases() if arguments.only in case.name]
+    began = time.monotonic()
+    results, hit = asyncio.run(run(cases, min(arguments.lanes, len(cases)), arguments.keep))
+    if not arguments.no_gym and not arguments.only:
+        results += asyncio.run(run_gym(told))
+    arguments.out.parent.mkdir(parents=True, exist_ok=True)
+    arguments.out.write_text(as_json(len(PLACES), results))
+    print(table(results))
+    print()
+    print(summary(results, hit, time.monotonic() - began))
+    complete = bool(arguments.only) or hit == set(PLACES)
+    if not complete:
+        print(f"never hit: {', '.join(sorted(set(PLACES) - hit))}")
+    return 0 if complete and all(r.ok for r in results) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

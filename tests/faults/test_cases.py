@@ -1,0 +1,56 @@
+"""The fault matrix covers the table of failpoints, and every kind of process and fault."""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter
+
+from coordinator.wire import failpoints
+from coordinator.wire.failpoint_names import COORDINATOR, GATE, PLACES, SHIM
+from tests.faults.cases import OUTSIDE, Case, all_cases, few_cases
+from tests.faults.fleet import SERVERS
+
+
+def kind(case: Case) -> str:
+    if case.process == "coordinator":
+        return COORDINATOR
+    return SHIM if case.process.endswith("/shim") else GATE
+
+
+def test_every_failpoint_is_in_the_matrix_with_a_kill() -> None:
+    killed = {case.failpoint for case in all_cases() if case.fault == "kill"}
+    assert killed == set(PLACES)
+
+
+def test_every_place_on_a_disk_is_in_it_with_both_errors() -> None:
+    for error in ("error(EIO)", "error(ENOSPC)"):
+        assert {c.failpoint for c in all_cases() if c.fault == error} == {p.name for p in PLACES.values() if p.disk}
+
+
+def test_every_kind_of_process_is_killed_and_stopped_and_hangs() -> None:
+    for fault in ("kill", "stop", "delay"):
+        assert {kind(c) for c in all_cases() if c.fault.startswith(fault)} == {COORDINATOR, SHIM, GATE}, fault
+    assert {c.fault for c in all_cases()} >= set(OUTSIDE)
+
+
+def test_a_case_hits_the_process_that_reaches_its_place() -> None:
+    for case in all_cases():
+        if case.failpoint and PLACES[case.failpoint].process in (COORDINATOR, SHIM, GATE):
+            assert kind(case) == PLACES[case.failpoint].process, case.name
+        assert case.owner in ("coordinator", *SERVERS)
+        assert case.failpoint or case.fault in OUTSIDE
+        if case.failpoint:
+            failpoints.parse(case.specification)
+
+
+def test_names_are_unique_and_no_shim_dies_twice_in_a_row() -> None:
+    cases = all_cases()
+    assert not [name for name, times in Counter(case.name for case in cases).items() if times > 1]
+    near = [(a, b) for a, b in itertools.pairwise(cases) if a.process == b.process and "/" in a.process]
+    assert not near
+
+
+def test_the_share_of_every_test_run_is_part_of_the_matrix() -> None:
+    names = {case.name for case in all_cases()}
+    assert {case.name for case in few_cases()} <= names
+    assert {kind(case) for case in few_cases()} == {COORDINATOR, SHIM, GATE}
