@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Final
 
 from coordinator.wire.errors import Reason, refuse
-from coordinator.wire.record import FILE, look_up
+from coordinator.wire.record import FILE
 
 COORDINATOR_VARIABLE: Final = "SAFEPOINT_COORDINATOR"
 ROOT_VARIABLE: Final = "SAFEPOINT_ROOT"
@@ -34,8 +34,3 @@ def find_target(target: str | None) -> str:
         "Nothing names a coordinator.",
         next_step=f"Set {COORDINATOR_VARIABLE} to host:port, unix:PATH or file:ROOT/coordinator/address.json; or set {ROOT_VARIABLE}.",
     )
-
-
-def resolve(target: str) -> str:
-    """The gRPC target to dial now. Raises as `look_up`."""
-    return look_up(target).address

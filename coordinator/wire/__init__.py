@@ -5,7 +5,8 @@ terms     roles, phases, modes: the proto's enums for code that must not import 
 errors    the catalog of reasons and the SafepointError family
 deadline  how much of a caller's time a server may use
 auth      the bearer token: where it is read, how it is compared
-rpc       the only file here that imports grpc: errors <-> status, interceptors, channel and server options
+rpc       errors <-> status, interceptors, channel and server options
+record    where the coordinator listens, and that a call has reached that one
 beneath   files below a directory, opened so that nobody can lead us out of it; standard library only
 manifest_file  envelope, strict reading and durable writing of manifests; imports the generated messages
 
