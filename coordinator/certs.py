@@ -170,7 +170,12 @@ def renew(directory: Path, days: float = DAYS) -> list[Issued]:
 def listed(directory: Path) -> list[Issued]:
     """The certificates below a directory, by name. Raises INVALID_ARGUMENT for one that is unreadable."""
     places = sorted(path.parent for path in directory.glob(f"*/{CERTIFICATE}"))
-    return [_issued(place, _certificate(place)) for place in places]
+    return [shown(place) for place in places]
+
+
+def shown(directory: Path) -> Issued:
+    """The certificate in that directory. Raises INVALID_ARGUMENT when it is unreadable."""
+    return _issued(directory, _certificate(directory))
 
 
 def job_of(directory: Path) -> str:

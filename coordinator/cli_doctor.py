@@ -11,10 +11,12 @@ import typer
 from coordinator.cli_exit import BY_REASON, ExitCode
 from coordinator.cli_options import AsJson, Root, Target, TokenFile, folder, make_client
 from coordinator.cli_output import emit, plain, reporting, say, show
+from coordinator.wire.errors import SafepointError
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from coordinator.client import Client
     from coordinator.doctor import Finding
 
 _STYLES = {"ok": "green", "note": "cyan", "warning": "yellow", "error": "bold red"}
@@ -38,11 +40,15 @@ def doctor(
     """
     from coordinator.doctor import Circumstances, Severity, examine, worst
 
-    with reporting(as_json):
-        known = target or root
-        with make_client(target, root, token_file, 0.0, as_json) if known else nullcontext() as client:
-            here = Circumstances(os.environ, client, folder(root), token_file, config)
-            findings = examine(here)
+    client: Client | None = None
+    no_client: SafepointError | None = None
+    if target or root:
+        try:
+            client = make_client(target, root, token_file, 0.0, as_json)
+        except SafepointError as error:  # a token or certificate that is unusable is what we are here for
+            no_client = error
+    with reporting(as_json), client or nullcontext():
+        findings = examine(Circumstances(os.environ, client, no_client, folder(root), token_file, config))
     if as_json:
         emit({"findings": [_document(finding) for finding in findings], "worst": _name(worst(findings))})
     else:

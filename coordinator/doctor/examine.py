@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -13,6 +14,7 @@ from coordinator.doctor import credentials, engines, fleet, machine
 from coordinator.doctor import root as snapshot_root
 from coordinator.doctor.finding import Finding, Severity, from_error
 from coordinator.wire.errors import Reason, SafepointError
+from coordinator.wire.tls import TLS_DIR_VARIABLE
 
 if TYPE_CHECKING:
     from coordinator.client import Client
@@ -23,10 +25,14 @@ CALL_S: Final = 3.0
 
 @dataclass(frozen=True)
 class Circumstances:
-    """What is examined. `client`: None when nothing names a coordinator; `root`: empty when nothing names one."""
+    """What is examined. `client`: None when nothing names a coordinator, or when `no_client` says why there is none.
+
+    `root`: empty when nothing names one.
+    """
 
     environ: Mapping[str, str]
     client: Client | None = None
+    no_client: SafepointError | None = None
     root: str = ""
     token_file: str = ""
     config: str = ""
@@ -53,10 +59,15 @@ def _settings(here: Circumstances) -> Iterator[Finding]:
 
 def _credentials(here: Circumstances) -> Iterator[Finding]:
     yield from credentials.token(here.token_file)
+    now = datetime.datetime.now(datetime.UTC)
+    yield from credentials.certificates(here.environ.get(TLS_DIR_VARIABLE, ""), now)
 
 
 def _fleet(here: Circumstances) -> Iterator[Finding]:
     client = here.client
+    if here.no_client is not None:
+        yield from_error("coordinator", "coordinator", here.no_client)
+        return
     if client is None:
         yield Finding(
             "coordinator", Severity.NOTE, "coordinator", "Nothing names a coordinator: only this machine is examined.",

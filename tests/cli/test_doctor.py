@@ -94,6 +94,9 @@ async def test_an_open_token_a_wrong_root_and_a_bad_setting_have_codes_of_their_
     ran = await safepoint("doctor", "--token-file", str(token), env=alone)
     assert ran.code == ExitCode.ACCESS
     assert f"chmod 600 {token}" in ran.out
+    ran = await safepoint("doctor", "--token-file", str(token))
+    assert ran.code == ExitCode.ACCESS, "a coordinator that cannot be asked is a finding beside the others"
+    assert "error: 2" in ran.out
 
 
 async def test_without_a_coordinator_only_this_machine_is_examined(safepoint: Safepoint) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 import os
 from itertools import count
 from pathlib import Path
@@ -10,6 +11,7 @@ from unittest.mock import MagicMock
 
 import pytest
 
+from coordinator import certs
 from coordinator.doctor import Severity, credentials, machine
 from coordinator.doctor import root as snapshot_root
 from coordinator.doctor.finding import Finding, worst
@@ -137,3 +139,22 @@ def test_a_token_that_is_open_short_or_absent_is_an_error_and_none_a_note(
     assert only(list(credentials.token(str(file))), Severity.ERROR).fix
     assert only(list(credentials.token(str(tmp_path / "absent"))), Severity.ERROR).reason is Reason.UNAUTHENTICATED
     assert only(list(credentials.token("")), Severity.NOTE).fix
+
+
+def test_a_certificate_that_is_absent_expired_or_about_to_expire_is_told_with_the_command_that_renews_it(
+    tmp_path: Path,
+) -> None:
+    now = datetime.datetime.now(datetime.UTC)
+    certs.init(tmp_path, "default")
+    mine = str(tmp_path / "trainer")
+
+    def at(days: float) -> Finding:
+        (found,) = credentials.certificates(mine, now + datetime.timedelta(days=days))
+        return found
+
+    assert at(0).severity is Severity.OK
+    assert (at(80).severity, "certs renew" in at(80).fix) == (Severity.WARNING, True)
+    assert (at(91).severity, at(91).reason) == (Severity.ERROR, Reason.UNAUTHENTICATED)
+    (tmp_path / "trainer" / "tls.key").chmod(0o644)
+    assert at(0).severity is Severity.ERROR
+    assert [f.severity for f in credentials.certificates("", now)] == [Severity.NOTE]
