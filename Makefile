@@ -68,7 +68,7 @@ released-proto: setup-proto ## record proto/ as the released contract that check
 check-stubs: setup ## try gen/ with the oldest and newest protobuf and grpcio, and the client and the shim on every Python here
 	$(PY) scripts/check_stubs.py
 
-.PHONY: lint format types test test-python test-vllm check demo clean
+.PHONY: lint format types test test-python test-ray test-vllm check demo clean
 lint: setup ## ruff
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
@@ -87,6 +87,9 @@ test: setup setup-gym ## all tests, with real NeMo Gym servers and a real Ray
 VERSION ?= 3.13
 test-python: ## tests that need no Gym, Ray or torch, under another Python: make test-python VERSION=3.13
 	$(PYTHON) scripts/test_python.py $(VERSION)
+
+test-ray: setup ## nodes of a Ray cluster are killed under the coordinator, in every phase
+	$(PY) -m pytest tests/ray tests/coordinator/test_ray_host.py -m "ray_cluster or not ray_cluster"
 
 test-vllm: setup setup-vllm ## the engine's tests, against a real vLLM on CPUs
 	$(PY) -m pytest tests/vllm -m "vllm or not vllm"

@@ -12,6 +12,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import os
+import re
+from pathlib import Path
 from typing import Any, Final, cast
 
 from google.protobuf import json_format
@@ -26,7 +29,7 @@ from coordinator.protocol.operation import Outcome
 from coordinator.protocol.topology import Participant
 from coordinator.protocol.transaction import Transaction
 from coordinator.wire import failpoints
-from coordinator.wire.errors import SafepointError
+from coordinator.wire.errors import Reason, SafepointError, refuse
 from coordinator.wire.ids import OperationId, SnapshotId
 from coordinator.wire.terms import OperationKind, Phase
 
@@ -34,6 +37,31 @@ log = logging.getLogger(__name__)
 
 _KINDS: Final = frozenset(kind.value for kind in core.RecordKind)
 _OPEN_CALL_S: Final = 2.0
+
+
+def require_log(root: str, epoch: int) -> None:
+    """Refuse to act on a machine that lacks what a coordinator of this root and that epoch has written; zero: none has.
+
+    A root that is not there would be made anew and look like the first start: an epoch that everybody refuses, and no
+    word of whom to open. Blocks. Raises STORAGE_FAILED; nothing has changed then.
+    """
+    if not epoch:
+        return
+    directory = Path(root) / "coordinator"
+    try:
+        names = (re.fullmatch(r"epoch-([0-9]{1,18})", entry.name) for entry in os.scandir(directory))
+        newest = max((int(match[1]) for match in names if match), default=0)
+        if newest >= epoch:
+            return
+        why = f"the newest epoch there is {newest}"
+    except OSError as error:
+        why = error.strerror or type(error).__name__
+    raise refuse(
+        Reason.STORAGE_FAILED,
+        f"The log of epoch {epoch} is not in {directory}: {why}. A coordinator does not act without it; participants open "
+        "by their lease.",
+        next_step="Give every node that may host it the same snapshot root, or pin it to nodes that have it (`resources`).",
+    )
 
 
 async def recover(operations: Operations) -> None:

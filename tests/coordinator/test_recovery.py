@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from safepoint.v1 import coordinator_service_pb2 as pb
 
+from coordinator.recovery import require_log
 from coordinator.wire.beneath import Directory
 from coordinator.wire.errors import Reason, SafepointError
 from tests.coordinator.conftest import Bench, unary, until
@@ -91,6 +92,25 @@ async def test_a_crash_in_the_middle_of_publishing_believes_the_disk(
     assert all(shim.opened_by == [expected] for shim in bench.shims.values())
     await until(lambda: bench.running.operations.active is None)
     await until(lambda: folder.exists() == there)
+
+
+@pytest.mark.parametrize(
+    "there", [[], ["epoch-3"], ["epoch-6", "journal-9.log", "epoch-x"]], ids=["nothing", "older", "garbage"]
+)
+def test_a_coordinator_that_has_run_before_refuses_to_act_where_its_log_is_not(tmp_path: Any, there: list[str]) -> None:
+    """FAILURES 40: another machine, and files of its own below the same path, or none."""
+    for name in there:
+        (tmp_path / "coordinator").mkdir(exist_ok=True)
+        (tmp_path / "coordinator" / name).touch()
+    with pytest.raises(SafepointError) as caught:
+        require_log(str(tmp_path), 7)
+    assert caught.value.reason is Reason.STORAGE_FAILED
+    assert "epoch 7" in caught.value.problem.message
+    assert [entry.name for entry in tmp_path.iterdir()] == (["coordinator"] if there else [])
+    require_log(str(tmp_path), 0)  # nobody has run before
+    (tmp_path / "coordinator").mkdir(exist_ok=True)
+    (tmp_path / "coordinator" / "epoch-7").touch()
+    require_log(str(tmp_path), 7)
 
 
 async def test_one_hung_participant_does_not_block_the_start(bench: Bench) -> None:
