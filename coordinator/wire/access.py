@@ -94,7 +94,9 @@ def caller_from_uris(uris: Iterable[str], job_id: str) -> Caller | None:
         access.add(Access(found[2]))
         if found[2] == Access.SHIM:
             participants = None if participants is None or found[3] is None else participants | {found[3]}
-    return Caller(name, frozenset(access), None if participants is None else frozenset(participants)) if access else None
+    return (
+        Caller(name, frozenset(access), None if participants is None else frozenset(participants)) if access else None
+    )
 
 
 def uri(job_id: str, access: Access, instance: str = "") -> str:

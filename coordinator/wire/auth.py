@@ -58,7 +58,7 @@ class Token:
     def __init__(self, secret: str, access: frozenset[Access] = EVERYTHING, name: str = "token") -> None:
         """Raises INVALID_ARGUMENT for a secret of fewer than 256 bits: 64 digits of hex, or 43 other characters."""
         bits = len(secret) * (4 if _HEX.issuperset(secret) else 6)
-        if bits < MIN_TOKEN_BITS or not secret.isascii() or not secret.isprintable():
+        if bits < MIN_TOKEN_BITS or not secret.isascii() or not secret.isprintable() or " " in secret:
             raise SafepointError(
                 Problem(Reason.INVALID_ARGUMENT, f"The token is shorter than {MIN_TOKEN_BITS} bits.",
                         next_step="Make one with `openssl rand -hex 32`.")
