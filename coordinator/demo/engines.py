@@ -134,7 +134,7 @@ class Vllm:
             "--max-num-seqs", str(SLOTS), "--enable-scale-out", "--enable-auto-tool-choice",
             "--tool-call-parser", "hermes",
             # Random weights would fill a list of calls with blanks.
-            "--structured-outputs-config", '{"disable_any_whitespace": true}',
+            "--structured-outputs-config", '{"backend": "xgrammar", "disable_any_whitespace": true}',
         ]  # fmt: skip
         more = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_NO_USAGE_STATS": "1", "TRANSFORMERS_OFFLINE": "1"}
         # Python finds the package by its folder: a middleware is named, and imported by vLLM.

@@ -38,12 +38,14 @@ from participant_shims.adapter import (
 from participant_shims.adapters.vllm_cut import check_weights, totals_of, write_cut
 from participant_shims.admission import ANONYMOUS, Doors, Released, Standing
 from participant_shims.engine.control import EngineControl
-from participant_shims.engine.discovery import Engine, discover, life, look_again, weight_digest, weight_version
+from participant_shims.engine.discovery import Engine
+from participant_shims.engine.front import Front, HttpFront, IsStale
 from participant_shims.engine.pause_note import PauseNote
 from participant_shims.engine.pool import Pool
 from participant_shims.engine.proxy import EngineProxy
 from participant_shims.engine.record import Record
 from participant_shims.engine.requests_file import REQUESTS, Origin, read_requests
+from participant_shims.engine.restored_note import RestoredNote
 from participant_shims.identity import CallIdentity
 from participant_shims.running import Pulse
 
@@ -80,20 +82,25 @@ class VllmOptions:
 
 
 class VllmAdapter:
-    """Doors and records are in the shim's own process; the engine is asked over HTTP."""
+    """Doors and records are in our own process. `make_front`: what stands before the engine, when it is no proxy."""
 
-    def __init__(self, options: VllmOptions) -> None:
+    def __init__(self, options: VllmOptions, make_front: Callable[[Doors, Pool, IsStale], Front] | None = None) -> None:
         self._options = options
         self._pulse = Pulse()
         self._changed: Callable[[], None] = lambda: None
         self.doors = Doors(on_change=self._moved, on_lapse=self._lapsed)
-        self.target = options.upstream.removeprefix("http://").rstrip("/")
-        self.control = EngineControl(self.target)
         self.pool = Pool()
-        self.proxy = EngineProxy(
-            options.listen, self.target, self.doors, self.control, self.pool, self._is_stale, rejects=options.rejects
+        self.front: Front = (
+            make_front(self.doors, self.pool, self._is_stale)
+            if make_front is not None
+            else HttpFront(
+                options.listen, options.upstream, self.doors, self.pool, self._is_stale, rejects=options.rejects
+            )
         )
-        self.proxy.on_steered = self._steered
+        self.front.on_steered = self._steered
+        self._restored = RestoredNote(options.life)
+        self.pool.on_over = self._restored.over
+        self._min_attempt_before: dict[str, int] | None = None  # as it was before the last load
         self._note = PauseNote(options.life)
         self._min_attempt: dict[str, int] = {}
         self._engine: Engine | None = None
@@ -104,10 +111,27 @@ class VllmAdapter:
         self._wedged = ""
         self._tasks: set[asyncio.Task[Any]] = set()
 
+    @property
+    def proxy(self) -> EngineProxy:
+        """The proxy, where there is one."""
+        assert isinstance(self.front, HttpFront)
+        return self.front.proxy
+
+    @property
+    def control(self) -> EngineControl:
+        """Its control calls."""
+        assert isinstance(self.front, HttpFront)
+        return self.front.control
+
+    @property
+    def target(self) -> str:
+        """The engine, for people."""
+        return self.front.where
+
     async def start(self, on_change: Callable[[], None]) -> None:
         self._changed = on_change
         try:
-            await self.proxy.start()
+            await self.front.start()
         except OSError as error:
             raise refuse(Reason.UNAVAILABLE, f"{self._options.listen} can't be bound: {error.strerror}.") from error
         self._spawn(self._settle)
@@ -122,7 +146,7 @@ class VllmAdapter:
                 log.error("vLLM at %s may still be paused: %s", self.target, error)
         for task in [*self._tasks, *([self._looking] if self._looking else [])]:
             task.cancel()
-        await self.proxy.stop()
+        await self.front.stop()
 
     async def describe(self) -> Description:
         engine = self._engine or await self._discover()
@@ -144,45 +168,59 @@ class VllmAdapter:
     async def _discover(self) -> Engine:
         """Look at the server: once, for all who wait, and to the end when they do not."""
         if self._looking is None or self._looking.done():
-            self._looking = asyncio.create_task(discover(self.target))
+            self._looking = asyncio.create_task(self.front.discover())
         engine = await asyncio.shield(self._looking)
         if self._engine is None:
-            self._engine = self.proxy.serving.engine = engine
-            self.proxy.weights_are(engine.weight_version)
+            self._engine = engine
+            self.front.knows(engine)
+            await self._bring_back(engine)
         return self._engine
 
     # ---- closing --------------------------------------------------------------------------------------------------
 
     async def close(self, operation_id: str, mode: QuiesceMode, lease_ttl_s: float) -> Closed:
-        await self._same_engine()
+        await self.describe()
         self._frozen_at = None
         generation = self.doors.close(operation_id, mode, lease_ttl_s)
         # A rank of a data-parallel engine has no voice of its own: all of them have stopped, or the pause fails.
         return Closed(self._workers(), self._counts(), generation)
 
     async def quiesce(self, mode: QuiesceMode, exclude_after_s: float | None) -> AsyncIterator[Drain]:
-        aborted: tuple[LiveRollout, ...] = ()
+        aborted: list[LiveRollout] = []
+        # Its metrics take a while to write: whether it is still the same is looked at while it stops.
+        looking = asyncio.create_task(self._same_engine())
+        try:
+            async for drain in self._quiesce(mode, exclude_after_s, aborted):
+                yield drain
+            await looking
+        finally:
+            looking.cancel()
+            await asyncio.gather(looking, return_exceptions=True)
+        await self._until_quiet()
+        self._frozen_at = asyncio.get_running_loop().time()
+        counts = self._counts()
+        yield Drain(Counts(0, counts.parked, counts.held + counts.in_flight), quiesced=True, excluded=tuple(aborted))
+
+    async def _quiesce(
+        self, mode: QuiesceMode, exclude_after_s: float | None, aborted: list[LiveRollout]
+    ) -> AsyncIterator[Drain]:
         if mode is QuiesceMode.DRAIN:
             limit = self._options.drain_limit_s
             async for drain in self._until_empty(limit if exclude_after_s is None else min(limit, exclude_after_s)):
                 yield drain
         elif mode is QuiesceMode.ABORT:
-            aborted = self._all_running()
-            yield Drain(self._counts(), aborted[:SHOWN], len(aborted))
+            aborted += self._all_running()
+            yield Drain(self._counts(), tuple(aborted[:SHOWN]), len(aborted))
             await self._pause("abort")
             async for drain in self._until_empty(ABORT_WITHIN_S):
                 yield drain
-            if left := self.proxy.end_all():
+            if left := self.front.end_all():
                 log.error("vLLM told nobody that it aborted %s: their connections were cut", ", ".join(left[:20]))
                 async for drain in self._until_empty(ABORT_WITHIN_S):
                     yield drain
         if mode is not QuiesceMode.ABORT:
             await self._pause("keep")
         self.doors.mode = QuiesceMode.HOLD  # what is left is frozen, and so is its way to the caller
-        await self._until_quiet()
-        self._frozen_at = asyncio.get_running_loop().time()
-        counts = self._counts()
-        yield Drain(Counts(0, counts.parked, counts.held + counts.in_flight), quiesced=True, excluded=aborted)
 
     async def still(self) -> Stillness:
         generation = self.doors.generation
@@ -190,10 +228,10 @@ class VllmAdapter:
             return Stillness(generation, "Admission is open.")
         if self._frozen_at is None:
             return Stillness(generation)
-        if self.proxy.spoke_at > self._frozen_at:
+        if self.front.spoke_at > self._frozen_at:
             return Stillness(generation, f"{self._options.participant_id} generated after it was frozen.")
         try:
-            if not await self.control.is_paused():
+            if not await self.front.is_paused():
                 return Stillness(generation, f"Somebody has resumed vLLM at {self.target}, or it was restarted.")
         except SafepointError as error:
             return Stillness(generation, error.problem.message)
@@ -203,9 +241,9 @@ class VllmAdapter:
         """Look again when the server was started anew behind us. Raises INCARNATION_CHANGED when it is another one now."""
         await self.describe()
         engine = self._engine
-        if engine is None or not engine.life or await life(self.target) == engine.life:
+        if engine is None or not engine.life or await self.front.life() == engine.life:
             return
-        now = await look_again(self.target, engine)
+        now = await self.front.look_again(engine)
         if now.config_digest != engine.config_digest:
             raise refuse(
                 Reason.INCARNATION_CHANGED,
@@ -214,8 +252,8 @@ class VllmAdapter:
                 next_step="Restart the shim, which then describes the new one.",
             )
         log.warning("vLLM at %s was started anew", self.target)
-        self._engine = self.proxy.serving.engine = now
-        self.proxy.weights_are(now.weight_version)
+        self._engine = now
+        self.front.knows(now)
 
     async def _until_empty(self, limit_s: float) -> AsyncIterator[Drain]:
         """Progress until nothing of ours runs, or `limit_s` seconds are over."""
@@ -234,28 +272,28 @@ class VllmAdapter:
     async def _pause(self, mode: str) -> None:
         """Raises UNAVAILABLE, ABORTED; LEASE_LAPSED when the doors opened meanwhile."""
         self._check_closed()
-        if not self._ours and await self.control.is_paused():
+        if not self._ours and await self.front.is_paused():
             log.warning("vLLM at %s is paused already, by somebody else; it stays so when we open", self.target)
             return
         self._ours = True
         self._note.write(self.doors.operation_id)
-        await self.control.pause(mode)
+        await self.front.pause(mode)
         self._check_closed()
 
     async def _until_quiet(self) -> None:
         loop = asyncio.get_running_loop()
         begun = loop.time()
         while True:
-            quiet_at = max(begun, self.proxy.spoke_at) + QUIET_S
+            quiet_at = max(begun, self.front.spoke_at) + QUIET_S
             if quiet_at <= loop.time():
                 # Were we the ones who stood still, what came meanwhile is read only now.
                 for _ in range(READS):
                     await asyncio.sleep(0.001)
-                if quiet_at == max(begun, self.proxy.spoke_at) + QUIET_S:
+                if quiet_at == max(begun, self.front.spoke_at) + QUIET_S:
                     return
                 continue
             if loop.time() - begun > QUIET_WITHIN_S:
-                who = ", ".join(sorted(r.request_id for r in self.proxy.in_flight.values() if not r.finished)[:5])
+                who = ", ".join(sorted(r.request_id for r in self.front.in_flight.values() if not r.finished)[:5])
                 raise refuse(
                     Reason.ACTIVITY_AFTER_PREPARED,
                     f"vLLM at {self.target} says that it is paused and goes on generating ({who or 'unrecorded requests'}).",
@@ -273,28 +311,63 @@ class VllmAdapter:
     async def export(self, directory: Path) -> AsyncIterator[Progress | Exported]:
         engine = self._engine
         assert engine is not None  # describe has come first
-        digest = await weight_digest(self.target, DIGEST_S) if self._options.weight_digest else ""
-        origin = Origin(engine.model, engine.version, await weight_version(self.target), digest)
+        digest = await self.front.weight_digest(DIGEST_S) if self._options.weight_digest else ""
+        origin = Origin(engine.model, engine.version, await self.front.weight_version(), digest)
         # Restored ones that nobody has asked for yet are as much in flight as before.
-        records = [*self.proxy.in_flight.values(), *self.pool.records()]
+        records = [*self.front.in_flight.values(), *self.pool.records()]
         async for step in write_cut(directory, origin, records, self._options.participant_id):
             yield step
 
     async def load(self, directory: Path, files: Sequence[WrittenFile]) -> AsyncIterator[Progress | Loaded]:
         records: list[Record] = []
+        origin = Origin("", "", "")
         if any(f.path == REQUESTS for f in files):
             origin, records = await asyncio.to_thread(read_requests, directory)
-            digest = await weight_digest(self.target, DIGEST_S) if self._options.weight_digest else ""
-            now = Origin(origin.model, "", await weight_version(self.target), digest)
-            self.proxy.weights_are(now.weight_version)
+            digest = await self.front.weight_digest(DIGEST_S) if self._options.weight_digest else ""
+            now = Origin(origin.model, "", await self.front.weight_version(), digest)
+            self.front.weights_are(now.weight_version)
             check_weights(origin, now, self.target, marks=self._options.weights == "mark")
+        if self._min_attempt_before is None:
+            self._min_attempt_before = dict(self._min_attempt)
+        self._take(records)
+        engine_life = self._engine.life if self._engine else ""
+        await asyncio.to_thread(self._restored.write, self.doors.operation_id, engine_life, origin, records)
+        size = sum(f.size_bytes for f in files)
+        yield Progress(size, size, len(records), len(records))
+        yield Loaded(sessions=len(records), totals=totals_of(records), generation=self.doors.generation)
+
+    async def unload(self) -> None:
+        """Forget what a load brought. May be repeated."""
+        if not await self.loaded_by():
+            return
+        self.pool.replace([])
+        if self._min_attempt_before is not None:
+            self._min_attempt, self._min_attempt_before = self._min_attempt_before, None
+        else:  # the shim that loaded is gone: what it had replaced before is not known, and retired long since
+            self._min_attempt.clear()
+        await asyncio.to_thread(self._restored.forget)
+
+    async def loaded_by(self) -> str:
+        """Whose load is in here, and was neither kept nor forgotten."""
+        return await asyncio.to_thread(self._restored.loaded_by)
+
+    async def keep(self) -> None:
+        """What was loaded is there for good."""
+        self._min_attempt_before = None
+        await asyncio.to_thread(self._restored.keep)
+
+    async def _bring_back(self, engine: Engine) -> None:
+        """What a shim before us had loaded into this engine, and nobody has asked for yet."""
+        records = await asyncio.to_thread(self._restored.read, engine.life)
+        if records and not len(self.pool):
+            log.info("%d restored requests of the shim before this one wait for their callers", len(records))
+            self._take(records)
+
+    def _take(self, records: Sequence[Record]) -> None:
         self.pool.replace(records)
         for record in records:
             if record.rollout_id:
                 self._replace(record.rollout_id, record.attempt + 1)
-        size = sum(f.size_bytes for f in files)
-        yield Progress(size, size, len(records), len(records))
-        yield Loaded(sessions=len(records), totals=totals_of(records), generation=self.doors.generation)
 
     # ---- opening --------------------------------------------------------------------------------------------------
 
@@ -344,7 +417,7 @@ class VllmAdapter:
     # ---- parts ----------------------------------------------------------------------------------------------------
 
     async def _resume(self) -> None:
-        await self.control.resume()
+        await self.front.resume()
         self._ours = False
         self._note.remove()
 
@@ -372,11 +445,11 @@ class VllmAdapter:
         Asks whether it is paused, which it must answer at once, and when it is not, for one token.
         """
         try:
-            if await self.control.is_paused() or self._engine is None:
+            if await self.front.is_paused() or self._engine is None:
                 return ""
         except SafepointError as error:
             return error.problem.message
-        wrong = await self.control.canary(self._engine.model)
+        wrong = await self.front.canary(self._engine.model)
         return "" if self.doors.closed else wrong  # closed meanwhile: then no token was to come
 
     async def _look_alive(self) -> None:
@@ -395,7 +468,7 @@ class VllmAdapter:
         log.info("somebody's POST %s was passed on", path)
 
     async def _learn_weights(self) -> None:
-        self.proxy.weights_are(await weight_version(self.target))
+        self.front.weights_are(await self.front.weight_version())
 
     def _all_running(self) -> tuple[LiveRollout, ...]:
         count = self.doors.rollouts(0, only=(Activity.RUNNING,))[1]

@@ -6,7 +6,7 @@ callers with the same question: which of them had which of equal questions makes
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from participant_shims.engine.record import Record
@@ -37,6 +37,7 @@ class Pool:
     def __init__(self) -> None:
         self._by_digest: dict[str, list[Record]] = {}
         self.tally = Tally()
+        self.on_over: Callable[[str], None] = lambda request_id: None  # nobody will ask for that one again
 
     def __len__(self) -> int:
         return sum(len(records) for records in self._by_digest.values())
@@ -82,6 +83,10 @@ class Pool:
         upto = dict(attempts)
         gone = {r.rollout_id for r in self.records() if r.rollout_id and r.attempt <= upto.get(r.rollout_id, -1)}
         left = [r for r in self.records() if not (r.rollout_id in gone and r.attempt <= upto.get(r.rollout_id, -1))]
+        stay = {id(record) for record in left}
+        for record in self.records():
+            if id(record) not in stay:
+                self.on_over(record.request_id)
         self._by_digest.clear()
         for record in left:
             self.put(record)

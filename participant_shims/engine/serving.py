@@ -82,15 +82,18 @@ class Serving:
         record = at.record
         restored = self._claim(record)
         if restored is not None:
-            why = restored.anew or record.anew
+            why, was = restored.anew or record.anew, restored.request_id
             if not why:
                 try:
-                    return await self._continue(at, restored)
+                    again = await self._continue(at, restored)
+                    self._pool.on_over(was)
+                    return again
                 except Refusal as refusal:
                     why = f"vLLM answered {refusal.head.status} to its continuation"
                     await self._redial(at)
                     self._in_flight[record.request_id] = record
-            log.info("request %s begins anew: %s", restored.request_id, why)
+            log.info("request %s begins anew: %s", was, why)
+            self._pool.on_over(was)
             self._pool.tally.regenerated += 1
             self._pool.tally.again += len(restored.token_ids)
         if not self._untouched(record.ask):

@@ -114,14 +114,15 @@ async def test_a_server_that_is_not_up_is_unavailable() -> None:
 async def test_a_server_that_was_started_anew_is_looked_at_again(tmp_path: Path) -> None:
     async with scripted() as engine, covered(engine, tmp_path) as (adapter, _):
         engine.started, engine.weight_version = 2000.0, "step-9"
-        await adapter.close("op-1", QuiesceMode.HOLD, 60)
+        await freeze(adapter)
         assert adapter.proxy.serving.weight_version == "step-9"
         await adapter.open()
         engine.started, engine.model = 3000.0, "another"
         with pytest.raises(SafepointError) as refused:
-            await adapter.close("op-2", QuiesceMode.HOLD, 60)
+            await freeze(adapter, "op-2")
         assert refused.value.reason is Reason.INCARNATION_CHANGED
-        assert not adapter.doors.closed
+        await adapter.open()
+        assert not engine.paused
 
 
 async def test_a_shim_that_was_there_first_gets_to_know_its_engine_by_itself(tmp_path: Path, monkeypatch: Any) -> None:
@@ -131,7 +132,7 @@ async def test_a_shim_that_was_there_first_gets_to_know_its_engine_by_itself(tmp
     adapter = VllmAdapter(VllmOptions("engine", "127.0.0.1:0", target, tmp_path))
     await adapter.start(lambda: None)
     async with scripted() as engine:
-        adapter.target = engine.target
+        monkeypatch.setattr(adapter.front, "where", engine.target)
         await until(lambda: adapter.proxy.serving.engine is not None)
     await adapter.stop()
 
