@@ -7,12 +7,12 @@ which it could become false: when a door moves, when a participant answers, when
 from __future__ import annotations
 
 import json
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from coordinator.snapshots import SnapshotStore
+from coordinator.snapshot_reading import SnapshotReader
 from coordinator.wire.errors import Reason, SafepointError
 from coordinator.wire.terms import RolloutState
+from tests.simulation.behaviour import Behaviour
 from tests.simulation.cut import check_cut
 from tests.simulation.disk import Node
 from tests.simulation.loop import Process
@@ -36,6 +36,7 @@ class Checks:
 
     def __init__(self, world: World) -> None:
         self.world = world
+        self.behaviour = Behaviour(world)
         self.processes: list[Process] = []
         self.servers: list[GymServer] = []
         self.shims: dict[str, tuple[str, Shim]] = {}  # by incarnation
@@ -66,8 +67,10 @@ class Checks:
     def shim_started(self, process: Process, name: str, shim: Shim) -> None:
         self.shims[shim.incarnation_id] = (name, shim)
         self.incarnation_of[process] = shim.incarnation_id
+        self.behaviour.shim_started(name, shim)
 
     def coordinator_started(self, process: Process, running: Coordinator) -> None:
+        self.behaviour.coordinator_started(process, running)
         self.coordinators[running.epoch] = running
 
     def _members(self, operation: str) -> set[str]:
@@ -89,6 +92,7 @@ class Checks:
         incarnation = self.incarnation_of.get(call.process)
         if call.name in CHANGING and incarnation is not None:
             context = request.context
+            self.behaviour.called(call, request, incarnation)
             if call.name == "Abort":
                 before = self.given_up.get(context.operation_id, 0)
                 self.given_up[context.operation_id] = max(before, context.coordinator_epoch)
@@ -98,6 +102,14 @@ class Checks:
                 self.met[context.operation_id] = {str(name) for name in [*registry._sessions, *registry._gone]}
             self.world.trace(call.process.name, f"{call.name} {context.operation_id} e{context.coordinator_epoch}")
 
+    def sent(self, process: Process, method: str, request: Any) -> None:
+        self.behaviour.sent(process, method, request)
+
+    def call_ended(self, call: ServerCall, code: Any, trailers: Any) -> None:
+        incarnation = self.incarnation_of.get(call.process)
+        if incarnation is not None and call.name in CHANGING:
+            self.behaviour.call_ended(call, code, trailers, incarnation)
+
     def replied(self, call: ServerCall, reply: Any) -> None:
         incarnation = self.incarnation_of.get(call.process)
         if incarnation is None or call.name not in CHANGING:
@@ -105,6 +117,7 @@ class Checks:
         context = call.request.context
         operation, name = context.operation_id, self.shims[incarnation][0]
         kind = reply.WhichOneof("event") if call.name in ("Prepare", "Commit", "Restore") else ""
+        self.behaviour.replied(call, reply, incarnation, name, kind in ("prepared", "committed", "restored"))
         if kind not in ("prepared", "committed", "restored", ""):
             return
         self.world.trace(call.process.name, f"answers {call.name} {operation} {kind}".rstrip())
@@ -155,11 +168,13 @@ class Checks:
             return
         history.append(now)
         self.world.trace(server.process.name, f"{'closes for ' + now[3] if now[1] else 'opens: ' + doors.opened_by}")
+        shim = self.world.shims.get(server.name)
         if not doors.closed:
+            if shim is not None:
+                self.behaviour.opened(shim.incarnation_id, history[-2][3])
             return
         operation = doors.operation_id
         self.closed_once.add((server.name, operation))
-        shim = self.world.shims.get(server.name)
         if shim is not None and (shim.incarnation_id, operation) in self.ended:
             self.world.violation(f"I8: {server.name} closes for {operation}, which was ended there")
         wave, members = WAVES[server.gate.server.role], self._members(operation)
@@ -169,6 +184,7 @@ class Checks:
 
     def watch(self) -> None:
         """Asked now and then: nobody stays closed beyond the lease."""
+        self.behaviour.watch()
         for name, server in self.world.http.servers.items():
             process, doors = server.process, server.gate.doors
             if not process.alive or process.paused or not doors.closed:
@@ -252,6 +268,10 @@ class Checks:
         self._is_whole(snapshot)
 
     def told_aborted(self, snapshot: str, operation: str, reason: str) -> None:
+        if operation not in self.behaviour.begun:
+            # Refused before anything was paused: its id is not used up, and a repeat of it may begin.
+            self.decisions.append(f"{operation} refused: {reason}")
+            return
         self.aborted[operation] = snapshot
         self.decisions.append(f"{operation} {reason}")
         if operation in self.published.values():
@@ -259,11 +279,9 @@ class Checks:
         if self.linked_by.get(snapshot) == operation and self._exists(snapshot):
             self.world.violation(f"I1: {operation} is told aborted ({reason}), and its snapshot is published")
 
-    def store(self) -> SnapshotStore:
+    def store(self) -> SnapshotReader:
         """The store as anybody would open it now."""
-        store = SnapshotStore.__new__(SnapshotStore)
-        store.root, store.job_id = Path(ROOT), "default"
-        return store
+        return SnapshotReader(ROOT, "default")
 
     def _exists(self, snapshot: str) -> bool:
         return "manifest.json" in self.world.disk.listing(f"{ROOT}/snapshots/{snapshot}")

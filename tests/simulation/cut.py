@@ -52,14 +52,21 @@ def check_cut(world: World, snapshot: str) -> None:
                 session = cookie["s"].value if "s" in cookie else ""
                 remembered.add((line["rollout_id"], line["call_id"], session))
     recorded: set[tuple[str, str]] = set()
+    issued: dict[tuple[str, str], int] = {}  # every call in the log of an agent, and of which attempt
+    answered: set[tuple[str, str]] = set()
     session_of: dict[str, str] = {}  # rollout -> the session that its recorded calls were answered from
     for name, (kind, _) in world.plan.servers.items():
         if kind != "gym.agent":
             continue
         for line in _lines(world, f"{top}/{name}/calls.jsonl"):
-            if line["t"] != "call" or line["rollout_id"] not in live or not line["done"] or line["server"] not in tools:
+            if line["t"] != "call" or line["rollout_id"] not in live:
                 continue
             key = (line["rollout_id"], line["call_id"])
+            issued[key] = line["attempt"]
+            if line["done"]:
+                answered.add(key)
+            if not line["done"] or line["server"] not in tools:
+                continue
             recorded.add(key)
             sessions = world.http.servers[line["server"]].sessions
             assert sessions is not None
@@ -74,3 +81,8 @@ def check_cut(world: World, snapshot: str) -> None:
         known = (rollout, call) in recorded or bool({(rollout, call, session), (rollout, call, "")} & remembered)
         if rollout in live and session == session_of.get(rollout) and not known:
             world.violation(f"I4: {snapshot}: {name} executed {call} of {rollout} ({session}); nobody has the answer")
+    for name, (kind, _) in world.plan.servers.items():
+        if kind == "gym.agent" and name in world.http.servers:
+            for key, attempt in world.http.servers[name].acted_on.items():
+                if issued.get(key) == attempt and key not in answered:
+                    world.violation(f"I4: {snapshot}: {name} acted on the answer to {key}, and has not recorded it")

@@ -4,7 +4,7 @@ The rule: what POSIX does not promise does not hold. After a power loss a file h
 them or a part of them; a name that was made, linked, renamed or removed is there or not unless its directory was fsynced
 since; a failed fsync leaves pages that count as clean and are lost. A process that dies loses nothing that it wrote.
 
-`SimOs` stands in for the module `os` (and `shutil.rmtree`, and `open`) in the modules named in INSTALLED.
+`SimOs` stands in for the module `os` (and `shutil.rmtree`, and `open`) in the modules that use the snapshot root.
 """
 
 from __future__ import annotations
@@ -15,7 +15,9 @@ import errno
 import importlib
 import io
 import os
+import shutil
 import stat
+import sys
 from collections.abc import Callable, Generator
 from random import Random
 from types import SimpleNamespace
@@ -24,13 +26,24 @@ from typing import Any
 from tests.simulation.loop import PROCESS, Killed, SimLoop
 
 INSTALLED = {
-    "coordinator.wire.beneath": ("os", "shutil"),
-    "coordinator.journal": ("os",),
-    "coordinator.snapshots": ("os",),
     "participant_shims.export": ("os",),
     "participant_shims.adapters.ledger_file": ("os",),
     "participant_shims.gate.calllog_files": ("os", "open"),
 }
+# Of the coordinator every module that is loaded, so that a new file cannot slip past; but for those without the root.
+ELSEWHERE = ("cli", "client", "demo", "doctor", "ray_host", "settings", "server", "wire.auth", "wire.tls", "wire.links",
+             "wire.listening", "wire.failpoints", "metrics")  # fmt: skip
+
+
+def _modules() -> dict[str, tuple[str, ...]]:
+    found = dict(INSTALLED)
+    for name, module in list(sys.modules.items()):
+        top, _, rest = name.partition(".")
+        if top == "coordinator" and not rest.startswith(ELSEWHERE):
+            uses = tuple(each for each in ("os", "shutil") if vars(module).get(each) in (os, shutil))
+            if uses:
+                found[name] = uses
+    return found
 
 
 class Node:
@@ -68,13 +81,25 @@ class SimDisk:
         self._next_fd = 1000
         self.full_until = 0.0
         self.fail_fsync = 0  # so many of the next fsyncs fail
+        self.fail_fsync_of = ""  # only those of processes whose name begins so
+        self.violation: Callable[[str], None] = lambda text: None
         self.fail_read = 0
         self.slow_until = 0.0
         self.slow_s = 0.0
+        self.was_slow_at = 0.0
         self.changes = 0
         self.before_publish: Callable[[], float] | None = None  # called once, before a manifest is linked: a delay
         self.on_link: Callable[[str, str, Node], None] = lambda path, name, node: None
         self.trace: Callable[[str], None] = lambda text: None
+
+    def handle(self, fd: int) -> list[Any]:
+        """An open file. One that was given back may be somebody else's by now: whoever uses it again is wrong."""
+        found = self.handles.get(fd)
+        if found is None:
+            if fd >= 0 and PROCESS.get(self.loop.outside).alive:
+                self.violation(f"{PROCESS.get(self.loop.outside).name} uses a file that it has closed")
+            raise OSError(errno.EBADF, "Bad file descriptor")
+        return found
 
     # ---- faults -----------------------------------------------------------------------------------------------------------
 
@@ -84,11 +109,13 @@ class SimDisk:
             raise FileNotFoundError(errno.ENOENT, "No such file or directory")
 
     def change(self, what: str, *, space: bool = False) -> None:
-        """Before each change: a thread lets time pass here, and a process may die or the disk fail."""
+        """Before each change: blocking work lets time pass here, and a process may die or the disk fail."""
         process = PROCESS.get(self.loop.outside)
         if not process.alive:
             raise Killed
         slow = self.loop.now < self.slow_until
+        if slow:
+            self.was_slow_at = self.loop.now
         # Naming and syncing are where an order matters; between other changes little can happen, and a switch is dear.
         dear = what.startswith(("link", "renam", "an fsync")) or self.random.random() < 0.2
         if self.loop.job is not None and (slow or dear):
@@ -176,7 +203,7 @@ class SimDisk:
         return Node(self._numbers, directory)
 
     def resolve(self, path: Any, dir_fd: int | None = None) -> Node:
-        node = self.top if dir_fd is None else self.handles[dir_fd][0]
+        node = self.top if dir_fd is None else self.handle(dir_fd)[0]
         for part in os.fspath(path).split("/"):
             if part in ("", "."):
                 continue
@@ -244,7 +271,7 @@ class SimOs:
         self._disk.handles.pop(fd, None)
 
     def read(self, fd: int, size: int) -> bytes:
-        handle = self._disk.handles[fd]
+        handle = self._disk.handle(fd)
         if self._disk.fail_read > 0:
             self._disk.fail_read -= 1
             raise OSError(errno.EIO, "Input/output error")
@@ -267,7 +294,7 @@ class SimOs:
         return len(raw)
 
     def _put(self, fd: int, raw: bytes) -> None:
-        node, flags, position, _ = handle = self._disk.handles[fd]
+        node, flags, position, _ = handle = self._disk.handle(fd)
         if flags & os.O_APPEND:
             position = len(node.data)
         node.data[position : position + len(raw)] = raw
@@ -275,15 +302,15 @@ class SimOs:
         handle[2] = position + len(raw)
 
     def ftruncate(self, fd: int, size: int) -> None:
-        node = self._disk.handles[fd][0]
+        node = self._disk.handle(fd)[0]
         del node.data[size:]
         node.clean = False
 
     def fsync(self, fd: int) -> None:
         disk = self._disk
         disk.change("an fsync")
-        node: Node = disk.handles[fd][0]
-        if disk.fail_fsync > 0:
+        node: Node = disk.handle(fd)[0]
+        if disk.fail_fsync > 0 and PROCESS.get(disk.loop.outside).name.startswith(disk.fail_fsync_of):
             disk.fail_fsync -= 1
             node.clean = True  # the pages count as written now, and are not
             raise OSError(errno.EIO, "Input/output error")
@@ -293,7 +320,7 @@ class SimOs:
             node.durable, node.clean = bytes(node.data), True
 
     def fstat(self, fd: int) -> Any:
-        return self._stat(self._disk.handles[fd][0])
+        return self._stat(self._disk.handle(fd)[0])
 
     def stat(self, path: Any, *, dir_fd: int | None = None, follow_symlinks: bool = True) -> Any:
         return self._stat(self._disk.resolve(path, dir_fd))
@@ -306,7 +333,7 @@ class SimOs:
         )  # fmt: skip
 
     def listdir(self, fd: int) -> list[str]:
-        return list(self._disk.handles[fd][0].names)
+        return list(self._disk.handle(fd)[0].names)
 
     def mkdir(self, path: Any, mode: int = 0o777, *, dir_fd: int | None = None) -> None:
         self._disk.change(f"mkdir {path}", space=True)
@@ -360,6 +387,10 @@ class SimOs:
         directory.change((name, None))
 
     def rmdir(self, path: Any, *, dir_fd: int | None = None) -> None:
+        directory, name = self._disk.parent(path, dir_fd)
+        node = directory.names.get(name)
+        if node is not None and node.names:
+            raise OSError(errno.ENOTEMPTY, "Directory not empty", str(path))
         self.unlink(path, dir_fd=dir_fd)
 
     def fdopen(self, fd: int, mode: str = "r", buffering: int = -1) -> Any:
@@ -430,7 +461,7 @@ class SimFile(io.RawIOBase):
         return self._system.read(self._fd, size if size >= 0 else 1 << 40)
 
     def readline(self, size: int | None = -1) -> bytes:
-        node, _, position, _ = handle = self._system._disk.handles[self._fd]
+        node, _, position, _ = handle = self._system._disk.handle(self._fd)
         end = node.data.find(b"\n", position)
         end = len(node.data) if end < 0 else end + 1
         if size is not None and size >= 0:
@@ -445,12 +476,12 @@ def installed(disk: SimDisk) -> Generator[SimOs]:
     system = SimOs(disk)
     before: list[tuple[Any, str, Any]] = []
     missing = object()
-    shutil = SimpleNamespace(rmtree=system.rmtree)
-    for name, attributes in INSTALLED.items():
+    removing = SimpleNamespace(rmtree=system.rmtree)
+    for name, attributes in _modules().items():
         module = importlib.import_module(name)
         for attribute in attributes:
             before.append((module, attribute, module.__dict__.get(attribute, missing)))
-            setattr(module, attribute, {"os": system, "shutil": shutil, "open": system.open_file}[attribute])
+            setattr(module, attribute, {"os": system, "shutil": removing, "open": system.open_file}[attribute])
     try:
         yield system
     finally:

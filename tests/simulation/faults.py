@@ -12,8 +12,10 @@ LEASE_S = 6.0
 FAULTS = (
     "crash coordinator", "crash shim", "crash server", "pause coordinator", "pause shim", "pause server", "partition",
     "weather", "disk full", "disk slow", "fsync fails", "dies in disk", "second coordinator", "power loss",
-    "pause trainer", "leave and come back", "race at publish",
+    "pause trainer", "leave and come back", "race at publish", "one message", "clock jumps", "abort at once",
 )  # fmt: skip
+AIMED = ("Prepare", "Prepare", "Commit", "Confirm", "Abort", "Abort", "Resume", "RenewLease", "Restore")
+FINISHED_IDS = 6  # of a fence with little memory
 
 
 @dataclass(frozen=True)
@@ -48,6 +50,9 @@ class Plan:
     coordinator_leaves: bool = False
     power_loss_at_end: bool = False
     faults_in_restore: bool = False
+    little_memory: bool = False  # fences remember FINISHED_IDS finished operations, not 16,384
+    same_ports: bool = False  # a shim that is started again listens where the one before it did
+    quick_restarts: bool = False
     wall_skew_s: float = 0.0
     offsets: dict[str, float] = field(default_factory=dict)
 
@@ -95,6 +100,9 @@ def make(seed: int) -> Plan:
         coordinator_leaves=random.random() < 0.2,
         power_loss_at_end=random.random() < 0.6,
         faults_in_restore=random.random() < 0.35,
+        little_memory=random.random() < 0.12,
+        same_ports=random.random() < 0.5,
+        quick_restarts=random.random() < 0.3,
         wall_skew_s=random.choice([0.0, 3600.0, -3600.0]),
         offsets={name: random.uniform(0.0, 5000.0) for name in (*servers, "coordinator", "trainer")},
     )
@@ -123,6 +131,16 @@ def _faults(random: Random, duration: float, servers: list[str]) -> list[Event]:
             extra = random.choice(["second", "second", "crash", "power", "slow"])
             length = 10 ** random.uniform(-3.0, 0.6)
         elif kind == "fsync fails":
-            length = random.randint(1, 3)
+            length, extra = random.randint(1, 3), random.choice(["", "coordinator"])
+        elif kind == "one message":
+            method = random.choice(AIMED)
+            how = random.choice(["late", "twice", "reply lost"])
+            extra, length = f"{method} {how}", random.uniform(0.01, 5.0)
+            if method == "Prepare" and random.random() < 0.6:  # and somebody aborts meanwhile
+                out.append(Event(max(0.1, at) + random.uniform(0.01, 1.5), "abort"))
+        elif kind == "clock jumps":
+            length = random.choice([-7200.0, -30.0, 30.0, 7200.0])
+        elif kind == "abort at once":
+            length = random.uniform(0.05, 0.6)
         out.append(Event(max(0.1, at), kind, whom, length, extra))
     return out

@@ -2,8 +2,8 @@
 
 The rule: one integer decides everything. Time jumps to the next timer; within a process callbacks run in the order in
 which they were made (asyncio promises that), between processes a seeded choice decides. A process is a name in a
-context variable: what its code starts belongs to it, stops with it and dies with it. Blocking work runs in a thread that
-is let go on only when the loop says so, at each operation of the disk, so that it interleaves with everything else.
+context variable: what its code starts belongs to it, stops with it and dies with it. Blocking work has a stack of its own
+and is let go on only when the loop says so, at each operation of the disk, so that it interleaves with everything else.
 """
 
 from __future__ import annotations
@@ -14,15 +14,16 @@ import contextvars
 import gc
 import heapq
 import sys
-import threading
-import zlib
 from collections import deque
 from collections.abc import Callable, Coroutine
 from random import Random
 from typing import Any
 
+from greenlet import getcurrent, greenlet
+
 PROCESS: contextvars.ContextVar[Process] = contextvars.ContextVar("simulated_process")
 START_S = 10_000.0
+EARLY_S = 1e-9  # asyncio calls a timer up to its clock's resolution before its time: here every other one
 
 
 class Killed(BaseException):
@@ -34,9 +35,13 @@ class Process:
 
     def __init__(self, loop: SimLoop, name: str, host: str, offset_s: float = 0.0) -> None:
         self.loop, self.name, self.host, self.offset_s = loop, name, host, offset_s
+        self.number = loop.next_process()
         self.alive = True
         self.paused = False
-        self.ready: deque[asyncio.Handle] = deque()
+        self.born_at = self.woke_at = loop.now
+        self._away_s = 0.0
+        self._stopped_at = 0.0
+        self.ready: deque[SimHandle] = deque()
         self.jobs: list[Job] = []
         self.on_kill: list[Callable[[], None]] = []
         self.crash_in_disk_ops = -1  # dies at the n-th change of the disk from now
@@ -74,68 +79,47 @@ class Process:
 
     def pause(self) -> None:
         """As SIGSTOP."""
-        self.paused = True
+        if not self.paused:
+            self.paused, self._stopped_at = True, self.loop.now
+
+    @property
+    def away_s(self) -> float:
+        """How long it was stopped until now, all in all."""
+        return self._away_s + (self.loop.now - self._stopped_at if self.paused else 0.0)
 
     def go_on(self) -> None:
         """As SIGCONT. What came meanwhile waits in sockets and timers; either may be looked at first."""
         if self.paused:
+            self._away_s, self.woke_at = self.away_s, self.loop.now
             self.paused = False
             if self.loop.random.random() < 0.5:
-                timers = [h for h in self.ready if isinstance(h, asyncio.TimerHandle)]
-                others = [h for h in self.ready if not isinstance(h, asyncio.TimerHandle)]
+                timers = [h for h in self.ready if h.timer]
+                others = [h for h in self.ready if not h.timer]
                 self.ready = deque([*others, *timers])
 
 
-class Worker:
-    """A thread that runs one job after the other; kept for later worlds, since starting one is dear."""
-
-    idle: list[Worker]
-
-    def __init__(self) -> None:
-        self.go = threading.Lock()
-        self.go.acquire()
-        self.job: Job | None = None
-        threading.Thread(target=self._run, daemon=True).start()
-
-    def _run(self) -> None:
-        while True:
-            self.go.acquire()
-            job = self.job
-            assert job is not None
-            job.work()
-            self.job = None
-            Worker.idle.append(self)
-            job.stopped.release()
-
-
-Worker.idle = []
-
-
 class Job:
-    """Blocking work of a process: a thread that runs only while the loop waits for it."""
+    """Blocking work of a process: a greenlet in place of a thread, so that it runs only while the loop waits for it."""
 
     def __init__(self, loop: SimLoop, process: Process, work: Callable[[], Any], future: asyncio.Future[Any]) -> None:
         self.loop, self.process, self.future = loop, process, future
         self._work = work
-        self.stopped = threading.Lock()
-        self.stopped.acquire()
-        self.worker: Worker | None = None
-        self.over = self.killed = False
+        self.begun = self.over = self.killed = False
         self._result: Any = None
         self._error: BaseException | None = None
+        self._stack = greenlet(self.work)
+        self._caller: greenlet | None = None
         self.then: Callable[[], None] = lambda: None
         process.jobs.append(self)
 
     def step(self) -> None:
-        """Let the thread run up to its next stop. Called on the loop."""
+        """Let the work run up to its next stop. Called on the loop."""
         if self.over:
             return
         before, self.loop.job = self.loop.job, self
-        if self.worker is None:
-            self.worker = Worker.idle.pop() if Worker.idle else Worker()
-            self.worker.job = self
-        self.worker.go.release()
-        self.stopped.acquire()
+        self.begun = True
+        self._caller = self._stack.parent = getcurrent()  # also where it goes on when the work is over
+        self._stack.switch()
         self.loop.job = before
         if self.over:
             self.process.jobs.remove(self)
@@ -144,24 +128,23 @@ class Job:
                 self.then()
 
     def stop_for(self, delay_s: float) -> None:
-        """Called in the thread: let virtual time pass. Raises Killed when the process died meanwhile."""
-        assert self.worker is not None
+        """Called in the work: let virtual time pass. Raises Killed when the process died meanwhile."""
+        assert self._caller is not None
         self.loop.at(self.loop.now + delay_s, self.process, self.step)
-        self.stopped.release()
-        self.worker.go.acquire()
+        self._caller.switch()
         if self.killed or not self.process.alive:
             raise Killed
 
     def kill(self) -> None:
-        """The process is dead: the thread unwinds without effect."""
+        """The process is dead: the work unwinds without effect."""
         self.killed = True
-        if self.worker is None:
+        if not self.begun:
             self.over = True
         elif not self.over and self.loop.job is not self:
             self.step()
 
     def work(self) -> None:
-        """Called in the thread."""
+        """Called in the greenlet."""
         try:
             self._result = self._work()
         except BaseException as error:
@@ -177,6 +160,23 @@ class Job:
             self.future.set_exception(RuntimeError("StopIteration in a thread"))
         else:
             self.future.set_exception(self._error)
+
+
+class SimHandle(asyncio.TimerHandle):
+    """A callback that waits for its turn; asyncio's own, without what only debugging needs."""
+
+    __slots__ = ("timer",)
+
+    def __init__(self, callback: Any, args: Any, context: contextvars.Context, timer: bool, when: float = 0.0) -> None:
+        self._callback, self._args, self._context = callback, args, context
+        self._cancelled = False
+        self._when = when
+        self.timer = timer
+        self._repr = self._source_traceback = None
+
+    def cancel(self) -> None:
+        self._cancelled = True
+        self._callback = self._args = None
 
 
 class SimTask(asyncio.Task[Any]):
@@ -207,15 +207,16 @@ class SimLoop(asyncio.BaseEventLoop):
         self.job: Job | None = None
         self.kept: list[Any] = []  # nothing of a dead process may be collected: its `finally` would run
         self.failures: list[str] = []  # exceptions that nobody caught: each is a bug
-        self.after_step: Callable[[], None] = lambda: None
         self._thread_random = thread_random
-        self._timers: list[tuple[float, int, Process, asyncio.Handle | Callable[[], None]]] = []
-        self._serial = self._made = 0
+        self._timers: list[tuple[float, int, Process, SimHandle | Callable[[], None]]] = []
+        self._serial = self._made = self._processes = 0
         self._with_work: dict[Process, None] = {}
         self._executors: dict[int, deque[Job]] = {}
         self._unix: dict[str, Any] = {}
         self.outside = Process(self, "world", "world")
         self.set_exception_handler(self._unexpected)
+
+    get_debug = bool  # asked for each future: False, at the price of a C call
 
     def create_future(self) -> SimFuture:
         future = SimFuture(loop=self)
@@ -229,6 +230,10 @@ class SimLoop(asyncio.BaseEventLoop):
         task.serial = self._made  # type: ignore[attr-defined]
         task.__init__(coro, loop=self, name=name, context=context)  # type: ignore[misc]
         return task
+
+    def next_process(self) -> int:
+        self._processes += 1
+        return self._processes
 
     # ---- time and order -----------------------------------------------------------------------------------------------
 
@@ -244,62 +249,67 @@ class SimLoop(asyncio.BaseEventLoop):
         """As `at`, of the world itself."""
         self.at(self.now + delay_s, self.outside, call)
 
-    def call_soon(self, callback: Any, *args: Any, context: Any = None) -> asyncio.Handle:
-        handle = asyncio.Handle(callback, args, self, context if context is not None else contextvars.copy_context())
+    def call_soon(self, callback: Any, *args: Any, context: Any = None) -> SimHandle:
+        handle = SimHandle(callback, args, context if context is not None else contextvars.copy_context(), False)
         self._queue(handle)
         return handle
 
     call_soon_threadsafe = call_soon
 
-    def call_later(self, delay: float, callback: Any, *args: Any, context: Any = None) -> asyncio.TimerHandle:
+    def call_later(self, delay: float, callback: Any, *args: Any, context: Any = None) -> SimHandle:
         return self.call_at(self.time() + delay, callback, *args, context=context)
 
-    def call_at(self, when: float, callback: Any, *args: Any, context: Any = None) -> asyncio.TimerHandle:
+    def call_at(self, when: float, callback: Any, *args: Any, context: Any = None) -> SimHandle:
         context = context if context is not None else contextvars.copy_context()
-        handle = asyncio.TimerHandle(when, callback, args, self, context)
+        handle = SimHandle(callback, args, context, True, when)
         self._serial += 1
         here = self._here()
-        heapq.heappush(self._timers, (max(self.now, when - here.offset_s), self._serial, here, handle))
+        early_s = EARLY_S * (self._serial & 1)
+        heapq.heappush(self._timers, (max(self.now, when - here.offset_s - early_s), self._serial, here, handle))
         return handle
-
-    def _timer_handle_cancelled(self, handle: asyncio.TimerHandle) -> None:
-        pass
 
     def _here(self) -> Process:
         return PROCESS.get(self.outside)
 
-    def _queue(self, handle: asyncio.Handle) -> None:
+    def _queue(self, handle: SimHandle) -> None:
         process: Process = handle._context.get(PROCESS, self.outside)
         if process.alive:
             process.ready.append(handle)
             self._with_work[process] = None
 
     def _run_once(self) -> None:
-        candidates = [p for p in self._with_work if p.alive and not p.paused and p.ready]
-        if not candidates:
-            for process in [p for p in self._with_work if not p.alive or not p.ready]:
-                del self._with_work[process]
-            if not self._timers:
-                raise RuntimeError("the world stands still for ever")
-            self.now = max(self.now, self._timers[0][0])
-        while self._timers and self._timers[0][0] <= self.now:
-            _, _, process, due = heapq.heappop(self._timers)
-            if not isinstance(due, asyncio.Handle):
-                due()
-            elif not due.cancelled():
-                self._queue(due)
-        if not candidates:
-            return
-        chosen = candidates[0] if len(candidates) == 1 else candidates[self.random.randrange(len(candidates))]
-        if not chosen.ready or not chosen.alive or chosen.paused:
-            return  # a timer of the world has just stopped it
-        handle = chosen.ready.popleft()
-        if handle.cancelled():
-            return
-        self.steps += 1
-        self.fingerprint = zlib.crc32(b"%.6f %s" % (self.now, chosen.name.encode()), self.fingerprint)
-        handle._run()
-        self.after_step()
+        # Many steps at a time: this is where the time of a run goes.
+        timers, working = self._timers, self._with_work
+        while not self._stopping:  # type: ignore[attr-defined]
+            candidates = [p for p in working if p.ready and not p.paused]
+            if not candidates:
+                for process in [p for p in working if not p.alive or not p.ready]:
+                    del working[process]
+                if not timers:
+                    raise RuntimeError("the world stands still for ever")
+                self.now = max(self.now, timers[0][0])
+            while timers and timers[0][0] <= self.now:
+                _, _, process, due = heapq.heappop(timers)
+                if not isinstance(due, SimHandle):
+                    due()
+                elif not due._cancelled:
+                    self._queue(due)
+            if not candidates:
+                continue
+            chosen = candidates[0] if len(candidates) == 1 else candidates[int(self.random.random() * len(candidates))]
+            if not chosen.ready or chosen.paused:
+                continue  # a timer of the world has just stopped it
+            handle = chosen.ready.popleft()
+            if handle._cancelled:
+                continue
+            self.steps += 1
+            self.fingerprint = hash((self.fingerprint, self.now, chosen.number))
+            try:
+                handle._context.run(handle._callback, *handle._args)
+            except (SystemExit, KeyboardInterrupt):
+                raise
+            except BaseException as error:
+                self.call_exception_handler({"message": f"a callback of {chosen}", "exception": error})
 
     # ---- threads ------------------------------------------------------------------------------------------------------
 
@@ -330,7 +340,7 @@ class SimLoop(asyncio.BaseEventLoop):
     def _begin(self, job: Job) -> None:
         if job.process.paused:
             self.at(self.now + 0.05, job.process, lambda: self._begin(job))
-        elif job.process.alive and job.future.cancelled() and job.worker is None:
+        elif job.process.alive and job.future.cancelled() and not job.begun:
             job.over = True
             job.process.jobs.remove(job)
             job.then()

@@ -24,23 +24,31 @@ from pathlib import Path
 from typing import Any
 
 TOP = Path(__file__).parents[2]
-SEEDS = 250
-WITHIN_S = 240.0
+SEEDS = 150
+WITHIN_S = 20.0  # of a processor, for one mutant
+HINTS = (
+    Path(__file__).parent / "hints.json"
+)  # mutant -> the seed that noticed it last: it is tried first, and must notice
 
 
 @dataclass(frozen=True)
 class Mutant:
-    """`changes`: module, text, and the text in its place. `guards`: what is gone. `seed`: where to look first."""
+    """`changes`: module, text, and the text in its place. `guards`: what is gone. `proves`: the check that must notice.
+
+    `test`: one that must fail, for a guard that no run of the simulation can need; `why` says why not.
+    """
 
     name: str
+    proves: str
     guards: str
     changes: tuple[tuple[str, str, str], ...]
-    seed: int = 0
+    test: str = ""
+    why: str = ""
 
 
-def m(name: str, guards: str, *changes: str, seed: int = 0) -> Mutant:
+def m(name: str, proves: str, guards: str, *changes: str, test: str = "", why: str = "") -> Mutant:
     """A mutant; `changes` are module, before, after, and again."""
-    return Mutant(name, guards, tuple(zip(changes[::3], changes[1::3], changes[2::3], strict=True)), seed)
+    return Mutant(name, proves, guards, tuple(zip(changes[::3], changes[1::3], changes[2::3], strict=True)), test, why)
 
 
 FENCE = "participant_shims.fence"
@@ -56,104 +64,129 @@ OPERATIONS = "coordinator.operations"
 SERVER = "coordinator.server"
 
 MUTANTS = (
-    m("epoch check", "a lower coordinator_epoch is refused", FENCE,
+    m("epoch check", "I6", "a lower coordinator_epoch is refused", FENCE,
       "        if epoch < self._highest_epoch:\n            return self._refuse(\n                rpc, Reason.STALE_EPOCH",
       "        if epoch < 0:\n            return self._refuse(\n                rpc, Reason.STALE_EPOCH"),
-    m("epoch not raised by a replay", "an answered repeat raises the epoch", FENCE,
+    m("epoch not raised by a replay", "I6", "an answered repeat raises the epoch", FENCE,
       "            self._highest_epoch = max(self._highest_epoch, epoch)  # it is served",
       "            pass  # it is served"),
-    m("tombstones", "a finished operation stays finished", FENCE,
+    m("tombstones", "I8", "a finished operation stays finished", FENCE,
       "        past = self._finished.get(operation_id)\n        if past is not None:\n            return self._end_again",
       "        past = None\n        if past is not None:\n            return self._end_again"),
-    m("tombstone of a stranger", "an abort of an unknown operation is remembered", FENCE,
+    m("tombstone of a stranger", "I8", "an abort of an unknown operation is remembered", FENCE,
       "            self._remember(operation_id, _Finished(epoch, _END_CAUSE[rpc]))\n        return Accept(ended)",
       "            pass\n        return Accept(ended)"),
-    m("one owner", "another operation of the same epoch is fenced", FENCE,
+    m("one owner", "I14", "another operation of the same epoch is fenced", FENCE,
       "            if epoch <= owner.epoch or not (ends or rpc in _GRANTING):",
       "            if not (ends or rpc in _GRANTING):"),
-    m("prepare is not repeated", "a repeated Prepare gets the recorded reply", FENCE,
+    m("prepare is not repeated", "I9", "a repeated Prepare gets the recorded reply", FENCE,
       "    State.PREPARED:       _row(_R, ", "    State.PREPARED:       _row(_B, "),
-    m("commit is not repeated", "a repeated Commit gets the recorded reply", FENCE,
+    m("commit is not repeated", "I9", "a repeated Commit gets the recorded reply", FENCE,
       "    State.COMMITTED:      _row(_R,     _R, ", "    State.COMMITTED:      _row(_R,     _B, "),
-    m("lease found by calls", "a call that finds its lease lapsed is refused", FENCE,
+    m("lease found by calls", "I3", "a call that finds its lease lapsed is refused", FENCE,
       "        if self._owner is None or now < self._owner.lease_until:\n            return None",
       "        if True:\n            return None"),
-    m("incarnation at confirm", "Confirm names the incarnation that prepared", SERVICE,
+    m("incarnation at confirm", "I2", "Confirm names the incarnation that prepared", SERVICE,
       "        if request.incarnation_id != operations.incarnation_id:", "        if False:",
       "coordinator.protocol.proving",
       "    return None if now_is == participant.incarnation_id else", "    return None if True else"),
-    m("freeze looked at", "commit and confirm look whether the freeze held", "participant_shims.operations",
+    m("freeze looked at", "I3", "commit and confirm look whether the freeze held", "participant_shims.operations",
       "        if still.generation != generation or still.activity:", "        if False:"),
-    m("an old opening is settled", "no opening of the last operation opens the next one", SERVICE,
+    m("an old opening is settled", "I3", "no opening of the last operation opens the next one", SERVICE,
       "        await operations.settle_opening()\n        begun =", "        begun ="),
-    m("drain", "resources wait for handlers that run", GYM,
+    m("drain", "I4", "resources wait for handlers that run", GYM,
       "            if counts.in_flight == 0:", "            if True:",
       GYM, "            if moving or more:", "            if False:"),
-    m("gates keep the lease", "a gate opens by itself", DOORS,
+    m("gates keep the lease", "L1", "a gate opens by itself", DOORS,
       "        if not self.closed or self._clock() < self._deadline:", "        if True:"),
-    m("admission", "new work waits at a closed door", DOORS,
+    m("admission", "I3", "new work waits at a closed door", DOORS,
       "        parks = self.closed and not exempt", "        parks = False"),
-    m("agents park their calls", "nothing leaves a closed agent", OUTBOUND,
+    m("agents park their calls", "I3", "nothing leaves a closed agent", OUTBOUND,
       "            await self._doors.admitted(entry)\n            self._check(scope)\n            return await self._live",
       "            self._check(scope)\n            return await self._live"),
-    m("answers are remembered", "a callee answers a repeated call from memory", ASGI,
+    m("answers are remembered", "I4", "a callee answers a repeated call from memory", ASGI,
       "            elif answer is not None:\n                gate.remember", "            elif False:\n                gate.remember"),
-    m("memory tells requests apart", "two requests of one call id are both remembered", ASGI,
+    m("memory tells requests apart", "I4", "two requests of one call id are both remembered", ASGI,
       "            elif answer is not None:\n                gate.remember",
       "            elif answer is not None and gate.log.recall(identity) is None:\n                gate.remember"),
-    m("calls join", "a repeated call follows the one that runs", ASGI,
+    m("calls join", "I9", "a repeated call follows the one that runs", ASGI,
       "            if running is not None:\n", "            if False:\n"),
-    m("answers are recorded", "a response is in the log before the agent acts on it", OUTBOUND,
+    m("answers are recorded", "I4", "a response is in the log before the agent acts on it", OUTBOUND,
       "        if logs and not self._log.respond(identity, answer, own):", "        if False:"),
-    m("records are replayed", "a recorded call never leaves again", OUTBOUND,
+    m("records are replayed", "I16", "a recorded call never leaves again", OUTBOUND,
       "                if record.answer is not None:", "                if False:"),
-    m("attempts ascend", "a restore installs the next attempt", "participant_shims.gate.calllog_files",
+    m("attempts ascend", "I16", "a restore installs the next attempt", "participant_shims.gate.calllog_files",
       'r["attempt"] if done else r["attempt"] + 1, r["base"]', 'r["attempt"], r["base"]'),
-    m("stragglers are excluded", "a rollout whose handler runs is in no cut", "participant_shims.gate.core",
+    m("stragglers are excluded", "I4", "a rollout whose handler runs is in no cut", "participant_shims.gate.core",
       '            self.log.exclude(\n                rollout_id, s.attempt, f"{_STRAGGLER}', '            str(\n                f"{_STRAGGLER}'),
-    m("confirm round", "everybody confirms after the last export", PHASES,
+    m("confirm round", "I2", "everybody confirms after the last export", PHASES,
       "SAVE: Final = (Phase.PREPARE, Phase.COMMIT, Phase.CONFIRM, Phase.PUBLISH, Phase.RESUME)",
       "SAVE: Final = (Phase.PREPARE, Phase.COMMIT, Phase.PUBLISH, Phase.RESUME)"),
-    m("order of prepare", "agents close before resources", PHASES,
+    m("order of prepare", "I18", "agents close before resources", PHASES,
       "Phase.PREPARE: PhaseSpec(_waves(P, E, A, R), ", "Phase.PREPARE: PhaseSpec(_waves(R, A, P, E), "),
-    m("resources before agents", "resources are exported after agents are closed", PHASES,
+    m("resources before agents", "I18", "resources are exported after agents are closed", PHASES,
       "Phase.PREPARE: PhaseSpec(_waves(P, E, A, R), ", "Phase.PREPARE: PhaseSpec(_waves(P, E, R, A), "),
-    m("a loss voids", "who is lost before publish voids the save", COURSE,
+    m("a loss voids", "I17", "who is lost before publish voids the save", COURSE,
       "        self.lost[participant_id] = problem\n        if self.stage in BEFORE_PUBLISH:",
       "        self.lost[participant_id] = problem\n        if False:"),
-    m("presumed abort", "what has no manifest is aborted", "coordinator.recovery",
+    m("presumed abort", "I1", "what has no manifest is aborted", "coordinator.recovery",
       "records, published=manifest is not None,", "records, published=True,"),
-    m("published is resumed", "what has a manifest is not aborted", "coordinator.recovery",
+    m("published is resumed", "I1", "what has a manifest is not aborted", "coordinator.recovery",
       "records, published=manifest is not None,", "records, published=False,"),
-    m("recovery", "operations that a crash interrupted are settled", SERVER,
+    m("recovery", "L2", "operations that a crash interrupted are settled", SERVER,
       "        await recover(operations)\n", ""),
-    m("epoch at publish", "a coordinator that was replaced does not publish", OPERATIONS,
+    m("epoch at publish", "I7", "a coordinator that was replaced does not publish", OPERATIONS,
       "            if not self.journal.owns_epoch():", "            if False:",
       SERVER, "        if ours:\n            return None", "        if True:\n            return None"),
-    m("replaced coordinators leave", "a replaced coordinator lets its shims go", SERVER,
+    m("replaced coordinators leave", "L2", "a replaced coordinator lets its shims go", SERVER,
       "        if ours:\n            return None", "        if True:\n            return None"),
-    m("a failed journal is the end", "a coordinator without journal stops", SERVER,
+    m("a failed journal is the end", "L2", "a coordinator without journal stops", SERVER,
       "        if journal.broken:", "        if False:"),
-    m("cancelled checks end", "an abort before the checks began ends the operation", OPERATIONS,
+    m("cancelled checks end", "L2", "an abort before the checks began ends the operation", OPERATIONS,
       "        if not drive.started and drive.active:\n            drive.fail_early", "        if False:\n            drive.fail_early"),
-    m("the name decides", "a manifest's name is taken before an operation is given up", "coordinator.recovery",
+    m("the name decides", "I7", "a manifest's name is taken before an operation is given up", "coordinator.recovery",
       "        await _settle_on_disk(operations, snapshot_id)\n", "        pass\n"),
-    m("the address is kept", "a slow start does not hide the coordinator that replaced it", SERVER,
+    m("the address is kept", "L2", "a slow start does not hide the coordinator that replaced it", SERVER,
       "                await asyncio.to_thread(self.keep_announced)\n            return None", "                pass\n            return None"),
-    m("early timers", "a timer that is early still moves the core", "coordinator.driver",
+    m("early timers", "L2", "a timer that is early still moves the core", "coordinator.driver",
       "core.Tick(max(self._around.clock(), at))", "core.Tick(self._around.clock())"),
-    m("directory fsync", "a name is durable before it counts", BENEATH,
+    m("directory fsync", "I10", "a name is durable before it counts", BENEATH,
       "        os.fsync(self._fd)", "        pass"),
-    m("file fsync", "bytes are durable before their name", BENEATH,
+    m("file fsync", "I10", "bytes are durable before their name", BENEATH,
       "            os.fsync(file.fileno())", "            pass"),
-    m("journal fsync", "a record is durable before the calls it covers", "coordinator.journal",
+    m("journal fsync", "I10", "a record is durable before the calls it covers", "coordinator.journal",
       "            os.fsync(self._file)", "            pass"),
-    m("the newest stays", "prune keeps the newest snapshots", "coordinator.retention",
+    m("the newest stays", "I13", "prune keeps the newest snapshots", "coordinator.retention",
       "enumerate(newest_first[: retention.keep_last])", "enumerate(newest_first[-retention.keep_last :])"),
-    m("operations are known", "a repeat is the same operation, not another one", OPERATIONS,
+    m("operations are known", "I9", "a repeat is the same operation, not another one", OPERATIONS,
       "        found: Drive | Ended | None = self.active\n", "        found: Drive | Ended | None = None\n"),
-    m("incarnations of rollouts", "the manifest of a part names this cut", "coordinator.publication",
+    m("incarnations of rollouts", "I12", "the manifest of a part names this cut", "coordinator.publication",
       "        if named != (participant_id,", "        if False and named != (participant_id,"),
+    m("one operation at a time", "I14", "a coordinator refuses a second operation while one runs", OPERATIONS,
+      "        if self.active is not None:\n            raise fenced(self.active)", "        if False:\n            raise fenced(self.active)"),
+    m("an end needs no disk", "I15", "an abort is answered whatever the disk does", SERVICE,
+      "        opened = await self._end(Rpc.ABORT, request, context)",
+      "        await self.operations.on_disk(partial(self._discard_quietly, 'none', request.context.operation_id))\n"
+      "        opened = await self._end(Rpc.ABORT, request, context)"),
+    m("an end in every state", "I15", "an end of an operation that nobody knows is served", FENCE,
+      "        if ended is None or ended.operation_id != operation_id:\n            self._remember",
+      "        if epoch < 2:\n            return self._wrong_phase(rpc, operation_id, State.OPEN, ended)\n"
+      "        if ended is None or ended.operation_id != operation_id:\n            self._remember"),
+    m("the lease has a clock of its own", "I20", "the lease is no matter of the wall clock", "participant_shims.operations",
+      "        self.clock = clock or LoopClock()",
+      "        self.clock = clock or LoopClock()\n        self.clock.now = __import__('time').time"),
+    m("fences are bounded", "I19", "a full fence refuses new operations", FENCE,
+      "        if len(self._finished) >= limit and not self._forget_oldest():", "        if False:",
+      FENCE, "        if not self._has_room(epoch):", "        if False:"),
+    m("a tombstone waits for its epoch", "I19", "only ids that the epoch refuses are forgotten", FENCE,
+      "next((k for k, past in self._finished.items() if past.epoch < self._highest_epoch), None)",
+      "next(iter(self._finished), None)",
+      FENCE, "        return any(past.epoch < max(epoch, self._highest_epoch) for past in self._finished.values())", "        return True"),
+    m("outcomes are bounded", "I19", "old outcomes are forgotten", "coordinator.journal",
+      "            if len(self.outcomes) > KEPT_OUTCOMES:", "            if False:"),
+    m("a start waits for nobody", "L4", "who hangs does not keep a coordinator from starting", "coordinator.recovery",
+      "        drive.start(core.Recover(operations.clock()))",
+      "        drive.start(core.Recover(operations.clock()))\n        await drive.done.wait()"),
 )  # fmt: skip
 
 EQUIVALENT = {
@@ -192,36 +225,41 @@ class _Finder(importlib.abc.MetaPathFinder):
         return spec
 
 
-def hunt(mutant: Mutant, seeds: int, within_s: float) -> dict[str, Any]:
+def hunt(mutant: Mutant, seeds: int, within_s: float, first: int = 0) -> dict[str, Any]:
     """Run seeds with the mutant in this process until one notices it. Call it before anything of Safepoint is loaded."""
     sys.meta_path.insert(0, _Finder(mutant.changes))
-    from tests.simulation.faults import make
-    from tests.simulation.story import play
+    found: dict[str, Any] = {"name": mutant.name, "caught": False, "by": "", "tried": 0, "seen": ""}
+    if mutant.test:
+        import pytest
 
-    began = time.monotonic()
-    tried = 0
-    for seed in ([mutant.seed] if mutant.seed else []) + list(range(1, seeds + 1)):
-        tried += 1
-        found = play(make(seed)).violations
-        if found:
-            return {"name": mutant.name, "caught": True, "seed": seed, "tried": tried, "violation": found[0]}
-        if time.monotonic() - began > within_s:
+        code = int(pytest.main(["-q", "-x", "-p", "no:cacheprovider", "-p", "no:terminal", mutant.test]))
+        return found | {"caught": code == 1, "by": mutant.test, "tried": 1, "seen": f"pytest ends with {code}"}
+    from tests.simulation.run import checked
+
+    began = time.process_time()  # a loaded machine must not make a mutant survive
+    for seed in [*([first] if first else []), *range(1, seeds + 1)]:
+        found["tried"] += 1
+        violations = checked(seed).violations
+        if violations:
+            return found | {"caught": True, "by": seed, "seen": violations[0]}
+        if time.process_time() - began > within_s:
             break
-    return {"name": mutant.name, "caught": False, "seed": 0, "tried": tried, "violation": ""}
+    return found
 
 
-def apart(mutant: Mutant, seeds: int, within_s: float) -> dict[str, Any]:
+def apart(mutant: Mutant, seeds: int, within_s: float, first: int) -> dict[str, Any]:
     """As `hunt`, in a process of its own."""
     done = subprocess.run(
         [sys.executable, "-W", "ignore", "-m", "tests.simulation.mutants", "--one", mutant.name, "--seeds", str(seeds),
-         "--within", str(within_s)],
+         "--within", str(within_s), "--hint", str(first)],
         cwd=TOP, env={**os.environ, "PYTHONPATH": f"{TOP}:{TOP / 'gen'}"}, text=True, capture_output=True,
     )  # fmt: skip
     try:
         found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
     except (IndexError, ValueError):
         said = (done.stdout + done.stderr).strip().splitlines()
-        found = {"name": mutant.name, "caught": False, "seed": 0, "tried": 0, "violation": f"ERROR {said[-1:]}"}
+        found = {"name": mutant.name, "caught": False, "by": "", "tried": 0, "seen": f"ERROR {said[-1:]}"}
+    print(f"{mutant.name}: {found['by'] if found['caught'] else 'SURVIVES'}", file=sys.stderr, flush=True)
     return found
 
 
@@ -229,30 +267,45 @@ def main(arguments: list[str] | None = None) -> int:
     """The command. 1 unless every mutant was caught."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--one")
+    parser.add_argument("--hint", type=int, default=-1)
     parser.add_argument("--seeds", type=int, default=SEEDS)
     parser.add_argument("--within", type=float, default=WITHIN_S)
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1)
     parser.add_argument("--out", type=Path)
+    parser.add_argument("--learn", action="store_true", help=f"write {HINTS.name}")
     asked = parser.parse_args(arguments)
+    hints: dict[str, int] = json.loads(HINTS.read_text(encoding="utf-8")) if HINTS.exists() else {}
     if asked.one:
         mutant = next(each for each in MUTANTS if each.name == asked.one)
-        print(json.dumps(hunt(mutant, asked.seeds, asked.within)))
+        first = asked.hint if asked.hint >= 0 else hints.get(mutant.name, 0)
+        print(json.dumps(hunt(mutant, asked.seeds, asked.within, first)))
         return 0
     began = time.monotonic()
     with ThreadPoolExecutor(asked.jobs) as pool:
-        table = list(pool.map(lambda each: apart(each, asked.seeds, asked.within), MUTANTS))
-    print("| guard taken away | caught by | what was seen |\n| --- | --- | --- |")
-    for mutant, row in zip(MUTANTS, table, strict=True):
-        by = f"seed {row['seed']}, after {row['tried']}" if row["caught"] else "NOBODY"
-        print(f"| {mutant.guards} | {by} | {row['violation'][:110]} |")
-    caught = sum(row["caught"] for row in table)
+        table = list(pool.map(lambda each: apart(each, asked.seeds, asked.within, hints.get(each.name, 0)), MUTANTS))
+    cases = [
+        row | {"proves": mutant.proves, "guards": mutant.guards} for mutant, row in zip(MUTANTS, table, strict=True)
+    ]
+    print("| check | guard taken away | noticed by | what was seen |\n| --- | --- | --- | --- |")
+    for case in cases:
+        by = f"seed {case['by']}" if isinstance(case["by"], int) else case["by"]
+        print(f"| {case['proves']} | {case['guards']} | {by if case['caught'] else 'NOBODY'} | {case['seen'][:110]} |")
+    survived = [case["name"] for case in cases if not case["caught"]]
     seconds = round(time.monotonic() - began, 1)
-    print(f"{caught} of {len(table)} mutants caught in {seconds} s")
+    print(f"\n{len(cases) - len(survived)} of {len(cases)} mutants caught in {seconds} s")
+    if survived:
+        print(f"Not noticed: {', '.join(survived)}")
+    if asked.learn:
+        learnt = {case["name"]: case["by"] for case in cases if isinstance(case["by"], int)}
+        HINTS.write_text(json.dumps(dict(sorted((hints | learnt).items())), indent=1) + "\n", encoding="utf-8")
     if asked.out is not None:
         asked.out.parent.mkdir(parents=True, exist_ok=True)
-        report = {"mutants": len(table), "caught": caught, "seconds": seconds, "equivalent": EQUIVALENT, "table": table}
+        report = {
+            "mutants": len(cases), "caught": len(cases) - len(survived), "survived": survived, "seconds": seconds,
+            "equivalent": EQUIVALENT, "cases": cases,
+        }  # fmt: skip
         asked.out.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
-    return 0 if caught == len(table) else 1
+    return 1 if survived else 0
 
 
 if __name__ == "__main__":

@@ -18,6 +18,7 @@ import sys
 import time
 import warnings
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -25,13 +26,31 @@ from tests.simulation.faults import make
 from tests.simulation.shrink import kind_of, shrink
 from tests.simulation.story import Result, play
 
+OTHER_CLOCK_EVERY = 20
+
+
+def checked(seed: int) -> Result:
+    """A seed as every run judges it: some are run again on another wall clock, and must decide the same (I20)."""
+    plan = make(seed)
+    result = play(plan)
+    if seed % OTHER_CLOCK_EVERY == 0 and not result.violations:
+        other = play(replace(plan, wall_skew_s=plan.wall_skew_s + 86_400.0))
+        if (other.decisions, other.fingerprint) != (result.decisions, result.fingerprint):
+            result.violations.append(f"I20: another wall clock, other decisions: {_difference(result, other)}")
+    return result
+
+
+def _difference(result: Result, other: Result) -> str:
+    pairs = zip(result.trace, other.trace, strict=False)
+    return next((f"{a.strip()} | {b.strip()}" for a, b in pairs if a != b), "none in the story")
+
 
 def one(seed: int) -> dict[str, Any]:
     """Run a seed: what is counted of it."""
     warnings.simplefilter("ignore")
     gc.disable()
     plan = make(seed)
-    result = play(plan)
+    result = checked(seed)
     return {
         "seed": seed, "violations": result.violations, "kind": kind_of(result), "steps": result.steps,
         "virtual_s": result.virtual_s, "published": result.published, "restored": result.restored,

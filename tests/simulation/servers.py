@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import inspect
 import itertools
 import json
 from collections.abc import Callable
@@ -60,7 +61,7 @@ class Sessions:
     def freshness(self) -> bool:
         return not self.state
 
-    async def export(self, path: Path, sessions: Any, skip: set[str]) -> Json:
+    async def export(self, path: Path, sessions: Any, skip: set[str], told: Any = None) -> Json:
         lines = [
             json.dumps({"session_id": name, **state}) for name, state in sorted(self.state.items()) if name not in skip
         ]
@@ -80,7 +81,7 @@ class Sessions:
         file = {"path": path.name, "size": len(raw), "sha256": hashlib.sha256(raw).hexdigest()}
         return {"file": file, "sessions": len(lines), "bytes": len(raw), "excluded": []}
 
-    async def load(self, path: Path) -> Json:
+    async def load(self, path: Path, *, told: Any = None) -> Json:
         with self._os.open_file(path, "rb") as file:
             found = [json.loads(line) for line in file.read().splitlines() if line]
         self.state = {line.pop("session_id"): line for line in found}
@@ -92,6 +93,8 @@ class Line:
     """The gate's end of its shim's socket: as gate.control, without a thread."""
 
     _operation = Control._operation
+    _teller = getattr(Control, "_teller", None)
+    _numbered = "number" in inspect.signature(Control._operation).parameters
 
     def __init__(self, gate: Gate, path: str) -> None:
         self._gate, self._path = gate, path
@@ -139,7 +142,8 @@ class Line:
             self._push({"id": number, "ok": self._gate.describe()})
             return
         try:
-            result = self._operation(op)(params)  # type: ignore[misc]
+            what: Any = self._operation
+            result = (what(op, number) if self._numbered else what(op))(params)
         except Exception as error:
             self._push({"id": number, "error": _error(error, self._gate.log.path)})
             return
@@ -212,6 +216,9 @@ class Http:
             if server.process.alive:
                 server.process.on_kill.append(broken)
                 server.process.spawn(serve(), f"{method} {path}")
+                weather = self.network.weather
+                if weather.lose and self.network.random.random() < 3 * weather.lose:
+                    self.loop.after(self.network.random.uniform(0.002, 0.4), broken)  # while it is being served
             else:
                 broken()
 
@@ -310,6 +317,7 @@ class GymServer:
         self.line = Line(self.gate, str(directory / "gate.sock"))
         self.violation: Callable[[str], None] = lambda text: None
         self.finished: set[tuple[str, str]] = set()  # calls that a restored snapshot has the answers to
+        self.acted_on: dict[tuple[str, str], int] = {}  # (rollout, call) whose answer the agent has, in which attempt
         self._numbers = itertools.count()
         self.routes: dict[str, Any] = {
             "/run": self._run, "/v1/responses": self._loop if kind == "gym.agent" else self._generate,
@@ -347,10 +355,16 @@ class GymServer:
 
     async def _send(self, client: Any, server: str, path: str, method: str, **kwargs: Any) -> Response:
         headers = [(str(k), str(v)) for k, v in (kwargs.get("headers") or {}).items()]
+        if self.gate.doors.closed and server != self.name:
+            self.violation(f"I3: a call to {server} leaves {self.name}, which is closed")
         if kwargs.get("cookies"):
             headers.append(("cookie", "; ".join(f"{k}={getattr(v, 'value', v)}" for k, v in kwargs["cookies"].items())))
         body = json.dumps(kwargs["json"]).encode()
         answer = await self.http.again(self.process, server, method, path, body, headers)
+        rollout, call, attempt = self._call(dict(headers))
+        if server != self.name and answer["status"] == 200:
+            # It acts on the answer as soon as it has it: nothing comes between here and the gate's own record.
+            self.process.loop.call_soon(self.acted_on.__setitem__, (rollout, call), attempt)
         return Response(answer, f"http://{server}{path}")
 
     async def _run(self, scope: Any, row: Json, headers: Any) -> Any:
@@ -414,10 +428,12 @@ class GymServer:
         assert self.sessions is not None
         session_id = SimpleCookie(headers["cookie"])["s"].value
         before = self.sessions.state[session_id]  # one of an earlier life is not there: KeyError, 500
+        half = body["n"] // 2  # as a real handler, it changes the session in steps
+        before["count"] += half
         await asyncio.sleep(self.work.tool_time())
         if self.sessions.state.get(session_id) is not before:
             raise KeyError(session_id)
-        before["count"] += body["n"]
+        before["count"] += body["n"] - half
         self._did(scope, session_id, self._call(headers))
         return 200, {"count": before["count"]}, [("set-cookie", f"s={session_id}; path=/")]
 

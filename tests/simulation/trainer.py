@@ -36,6 +36,7 @@ class Trainer:
         self.random = Random(f"trainer {world.plan.seed} {life}")
         self.rows: list[dict[str, Any]] = []
         self.results: dict[str, Any] = {}
+        self.last_failure = Reason.UNSPECIFIED
         self.running: set[asyncio.Task[Any]] = set()
 
     def row(self, number: int) -> dict[str, Any]:
@@ -135,6 +136,7 @@ class Trainer:
             await asyncio.sleep(self.random.uniform(0.0, 1.0))
 
     def _failed(self, operation: str, snapshot: str, error: SafepointError) -> None:
+        self.last_failure = error.reason
         if isinstance(error, Refused) and error.reason not in ASK_AGAIN:
             self.world.checks.told_aborted(snapshot, operation, error.reason.name)
             self.blame(error)

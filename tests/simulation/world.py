@@ -15,16 +15,21 @@ import random as global_random
 import secrets
 import shutil
 import tempfile
+import time
 from collections.abc import Callable, Generator
 from pathlib import Path
 from random import Random
 from typing import Any
 
+from coordinator import journal, operations
 from coordinator.server import ADDRESS_NAME, Coordinator, serve
 from coordinator.settings import Settings
+from coordinator.wire import manifest_file
 from coordinator.wire.errors import SafepointError
 from participant_shims.adapters.gym import GymAdapter
+from participant_shims.gate.calllog import CallLog
 from participant_shims.shim import Shim, ShimOptions
+from tests.simulation.behaviour import KEPT_IN_MEMORY, KEPT_OUTCOMES
 from tests.simulation.checks import Checks
 from tests.simulation.disk import SimDisk, installed
 from tests.simulation.faults import LEASE_S, Plan
@@ -70,11 +75,16 @@ class World:
         self.lives: dict[str, int] = {}
         self.coordinators = 0
         self.supervised = True  # what dies is started again
+        self.wall_jumped_s = 0.0
         self.network.names["coordinator"] = self.coordinator_address
+        if plan.same_ports:
+            self.network.ports = {f"shim of {name}": 30_000 + n for n, name in enumerate(plan.servers)}
         self.network.trace = lambda process, text: self.trace(process.name, text)
         self.network.on_call, self.network.on_reply = self.checks.called, self.checks.replied
         self.disk.trace = lambda text: self.trace("disk", text)
         self.disk.on_link = self.checks.linked
+        self.disk.violation = self.violation
+        self.network.on_send, self.network.on_end = self.checks.sent, self.checks.call_ended
 
     # ---- the story --------------------------------------------------------------------------------------------------------
 
@@ -105,6 +115,7 @@ class World:
         number = self.coordinators
         process = self.process(f"coordinator-{number}", "coordinator" if number % 2 else "coordinator-b")
         self.coordinator_process, self.coordinator = process, None
+        self.checks.behaviour.coordinator_starts(process)
         process.on_kill.append(lambda: self._coordinator_died(process))
         process.spawn(self._coordinate(process))
         return process
@@ -142,13 +153,14 @@ class World:
         self.loop.after(0.0, process.kill)
 
     def wall_ns(self) -> int:
-        return WALL_START_NS + int((self.loop.now + self.plan.wall_skew_s) * 1e9)
+        return WALL_START_NS + int((self.loop.now + self.plan.wall_skew_s + self.wall_jumped_s) * 1e9)
 
     def start_server(self, name: str) -> None:
         kind, role = self.plan.servers[name]
         life = self.lives[name] = self.lives.get(name, 0) + 1
         directory = self.scratch / f"{name}.{life}"
         directory.mkdir()
+        MEMORY.lay_log(directory / "calls.db")
         process = self.process(f"{name}.{life}", name)
         names = sorted(self.plan.servers)
         which = int(name.rpartition("-")[2])
@@ -204,7 +216,8 @@ class World:
 
     def _shim_died(self, name: str, directory: Path, life: int, process: Process) -> None:
         self.trace(process.name, "is dead")
-        self.loop.after(self.random.uniform(0.2, 2.5), lambda: self._shim_again(name, directory, life, process))
+        soonest, latest = (0.001, 0.1) if self.plan.quick_restarts else (0.2, 2.5)
+        self.loop.after(self.random.uniform(soonest, latest), lambda: self._shim_again(name, directory, life, process))
 
     def _shim_again(self, name: str, directory: Path, life: int, dead: Process) -> None:
         server = self.http.servers[name]
@@ -233,12 +246,44 @@ class World:
     def heal(self) -> None:
         self.trace("world", "no more faults")
         self.network.weather = Weather()
+        self.network.aimed.clear()
         self.disk.full_until = self.disk.slow_until = 0.0
         self.disk.fail_fsync = self.disk.fail_read = 0
         self.disk.before_publish = None
         for process in self.checks.processes:
             process.crash_in_disk_ops = -1
             process.go_on()
+
+
+class Memory:
+    """Pure functions of what ships that are asked the same again and again; and an empty call log, to be copied."""
+
+    def __init__(self) -> None:
+        self._parse = manifest_file._parse
+        self._parsed: dict[tuple[type[Any], bytes], Any] = {}
+        self._log = b""
+
+    def parse(self, body: bytes, into: type[Any], where: str) -> Any:
+        """As `manifest_file._parse`."""
+        found = self._parsed.get((into, body))
+        if found is None:
+            if len(self._parsed) > 500:
+                self._parsed.clear()
+            found = self._parsed[into, body] = self._parse(body, into, where)
+        copied = into()
+        copied.CopyFrom(found)
+        return copied
+
+    def lay_log(self, path: Path) -> None:
+        """What a call log is after its first opening."""
+        if not self._log:
+            CallLog(path).close()
+            self._log = path.read_bytes()
+        else:
+            path.write_bytes(self._log)
+
+
+MEMORY = Memory()
 
 
 @contextlib.contextmanager
@@ -252,6 +297,14 @@ def made(plan: Plan) -> Generator[World]:
     state = global_random.getstate()
     level = logging.root.manager.disable
     logging.disable(logging.CRITICAL)
+    manifest_file._parse = MEMORY.parse
+    constants = (
+        (operations, "KEPT_IN_MEMORY", KEPT_IN_MEMORY), (journal, "KEPT_OUTCOMES", KEPT_OUTCOMES),
+        (journal, "ROTATE_BYTES", 6_000), (time, "time_ns", world.wall_ns), (time, "time", lambda: world.wall_ns() / 1e9),
+    )  # fmt: skip
+    kept = [(module, name, getattr(module, name)) for module, name, _ in constants]
+    for module, name, value in constants:
+        setattr(module, name, value)
     secrets.token_hex = lambda nbytes=None: f"{chance.getrandbits(8 * (nbytes or 32)):0{2 * (nbytes or 32)}x}"
     global_random.seed(f"global {plan.seed}")
     collects = gc.isenabled()
@@ -275,6 +328,9 @@ def made(plan: Plan) -> Generator[World]:
             gc.enable()
         logging.disable(level)
         secrets.token_hex = before
+        manifest_file._parse = MEMORY._parse
+        for module, name, value in kept:
+            setattr(module, name, value)
         global_random.setstate(state)
         shutil.rmtree(scratch, ignore_errors=True)
 
