@@ -54,6 +54,8 @@ class Case:
     @property
     def name(self) -> str:
         """One line, and unique."""
+        if not self.failpoint:
+            return f"{self.fault}, {self.process}, in {self.trigger.value}"
         where = f"{self.failpoint}[{self.detail}]" if self.detail else self.failpoint
         nth = f" #{self.nth}" if self.nth > 1 else ""
         return f"{self.fault} {self.process} at {where}{nth} in {self.trigger.value}"
@@ -70,8 +72,8 @@ READ_ONLY_ROOT = "read-only root"
 FULL_RUN_DIR = "full run directory"
 DROP_REQUESTS = "requests dropped"
 DROP_REPLIES = "replies dropped"
-KILL_IDLE = "kill -9 while idle"
-STOP_IDLE = "SIGSTOP while idle"
+KILL_IDLE = "kill -9"
+STOP_IDLE = "SIGSTOP"
 OUTSIDE = (FULL_ROOT, READ_ONLY_ROOT, FULL_RUN_DIR, DROP_REQUESTS, DROP_REPLIES, KILL_IDLE, STOP_IDLE)
 
 # Where in the story a place is reached, and by whom it is tried: (trigger, server, detail).
@@ -205,7 +207,7 @@ def _outside() -> Iterator[Case]:
     yield Case("coordinator", "", STOP_IDLE, Trigger.TRAFFIC)
     yield Case("agent/shim", "", STOP_IDLE, Trigger.TRAFFIC)
     yield Case("coordinator", "", FULL_ROOT, Trigger.SAVE)
-    yield Case("coordinator", "", READ_ONLY_ROOT, Trigger.SAVE)
+    yield Case("coordinator", "", READ_ONLY_ROOT, Trigger.START)
     yield Case("counter", "", FULL_RUN_DIR, Trigger.SAVE)
     yield Case("counter/shim", "", DROP_REQUESTS, Trigger.SAVE)
     yield Case("counter/shim", "", DROP_REPLIES, Trigger.SAVE)

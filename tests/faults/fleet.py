@@ -28,7 +28,7 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 COORDINATOR = "coordinator"
 SERVERS = ("policy_model", "agent", "counter")
 LEASE_S = 2.0
-_SECTION = {
+_SECTION: dict[str, str] = {
     "policy_model": "responses_api_models",
     "agent": "responses_api_agents",
     "counter": "resources_servers",
@@ -73,7 +73,7 @@ class Fleet:
         for folder in (self.root, self.run_dir, self.temporary, self.logs, self.points):
             folder.mkdir(parents=True, exist_ok=True)
             folder.chmod(0o700)
-        self.ports = dict(zip(SERVERS, free_ports(len(SERVERS)), strict=True))
+        self.ports: dict[str, int] = dict(zip(SERVERS, free_ports(len(SERVERS)), strict=True))
         for name in (COORDINATOR, *SERVERS):
             self.arm(name, "")
 

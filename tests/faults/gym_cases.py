@@ -25,7 +25,8 @@ from coordinator.wire import failpoints
 from coordinator.wire.errors import SafepointError
 from tests.faults.cases import Case, Trigger
 from tests.faults.fleet import LEASE_S
-from tests.faults.matrix import SLACK_S, STOPPED_S, Result, say
+from tests.faults.lane import SLACK_S, STOPPED_S
+from tests.faults.result import Result, say
 from tests.gym.endpoint import ScriptedEndpoint
 from tests.gym.fleet import counter_config, row
 from tests.gym.whole import Trainer, Whole, announced, whole
@@ -179,8 +180,10 @@ async def run_gym(told: Callable[[Result], None]) -> list[Result]:
     try:
         with ScriptedEndpoint() as endpoint:
             environment = {failpoints.VARIABLE: f"file:{points}"}
-            settings = {"lease_ttl_s": LEASE_S, "heartbeat_s": 0.3, "straggler_grace_s": 2.0}
-            async with whole(directory, counter_config(endpoint.url), environment=environment, **settings) as job:
+            async with whole(
+                directory, counter_config(endpoint.url), environment=environment,
+                lease_ttl_s=LEASE_S, heartbeat_s=0.3, straggler_grace_s=2.0,
+            ) as job:  # fmt: skip
                 lane = GymLane(job, points, endpoint)
                 for case in CASES:
                     results.append(await lane.run(case))

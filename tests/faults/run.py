@@ -16,7 +16,9 @@ from pathlib import Path
 from coordinator.wire.failpoint_names import PLACES
 from tests.faults.cases import Case, all_cases
 from tests.faults.gym_cases import run_gym
-from tests.faults.matrix import Lane, Result, as_json, run_lane
+from tests.faults.lane import Lane
+from tests.faults.matrix import run_lane
+from tests.faults.result import Result, as_json
 
 
 def table(results: list[Result]) -> str:
@@ -55,10 +57,12 @@ def told(r: Result) -> None:
 async def run(cases: list[Case], lanes: int, keep: Path | None) -> tuple[list[Result], set[str]]:
     """All cases on so many fleets; results in the order of the cases, and the failpoints that did something."""
     queue, order = list(cases), {case.name: number for number, case in enumerate(cases)}
+    if (us := asyncio.current_task()) is not None:  # whoever ends us: fleets are ended first
+        asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, us.cancel)
     made = [Lane(number, keep) for number in range(lanes)]
     done = await asyncio.gather(*(run_lane(lane, queue, told) for lane in made))
     results = sorted((r for each in done for r in each), key=lambda r: order[r.name])
-    return results, set().union(*(lane.hit for lane in made))
+    return results, {name for lane in made for name in lane.hit}
 
 
 def main() -> int:
@@ -70,7 +74,6 @@ def main() -> int:
     parser.add_argument("--keep", type=Path, default=None)
     parser.add_argument("--no-gym", action="store_true")
     arguments = parser.parse_args()
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # whoever ends us: fleets are ended first
     cases = [case for case in all_cases() if arguments.only in case.name]
     began = time.monotonic()
     results, hit = asyncio.run(run(cases, min(arguments.lanes, len(cases)), arguments.keep))

@@ -11,19 +11,9 @@ import json
 import os
 import uuid
 from http.cookies import SimpleCookie
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import uvicorn
-
-# The stand-in of tests/faults/stub, which is on these servers' path and on nobody else's.
-from nemo_gym.server_utils import (  # pyright: ignore[reportMissingImports, reportMissingTypeStubs]
-    Config,
-    ServerClient,
-    SimpleResourcesServer,
-    SimpleResponsesAPIAgent,
-    SimpleResponsesAPIModel,
-    own_name,
-)
 from starlette.applications import Starlette
 from starlette.middleware import Middleware
 from starlette.middleware.sessions import SessionMiddleware
@@ -32,6 +22,25 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from participant_shims.gate import install
+
+if TYPE_CHECKING:
+    from tests.faults.stub.nemo_gym.server_utils import (
+        Config,
+        ServerClient,
+        SimpleResourcesServer,
+        SimpleResponsesAPIAgent,
+        SimpleResponsesAPIModel,
+        own_name,
+    )
+else:  # the stand-in, which is on these servers' path and on nobody else's
+    from nemo_gym.server_utils import (
+        Config,
+        ServerClient,
+        SimpleResourcesServer,
+        SimpleResponsesAPIAgent,
+        SimpleResponsesAPIModel,
+        own_name,
+    )
 
 
 class SessionId:
@@ -97,8 +106,10 @@ class Counter(SimpleResourcesServer):
         return JSONResponse({"count": self.session_id_to_count[session_id]})
 
     async def verify(self, request: Request) -> Response:
-        count = self.session_id_to_count.get(request.session["session_id"])
-        return JSONResponse({"reward": float(count == (await request.json())["expected"])})
+        expected, session_id = (await request.json())["expected"], request.session["session_id"]
+        if session_id not in self.session_id_to_count:
+            return JSONResponse({"error": "no such session"}, 404)
+        return JSONResponse({"reward": float(self.session_id_to_count[session_id] == expected)})
 
 
 class Model(SimpleResponsesAPIModel):
@@ -115,15 +126,15 @@ class Model(SimpleResponsesAPIModel):
 
 async def doors(_: Request) -> Response:
     """What the gate says of itself; `null` when there is none."""
-    gate = install._gate
+    gate = install._gate  # pyright: ignore[reportPrivateUsage]
     return JSONResponse(gate.status(0) if gate is not None else None)
 
 
 def main() -> None:
     """Serve under the name and at the port that the environment gives."""
     name, config = own_name(), json.loads(os.environ["NEMO_GYM_CONFIG_DICT"])
-    kind = {"agent": Agent, "counter": Counter, "policy_model": Model}[name]
-    server = kind(Config(name), ServerClient(config))
+    kinds: dict[str, type[Agent | Counter | Model]] = {"agent": Agent, "counter": Counter, "policy_model": Model}
+    server = kinds[name](Config(name), ServerClient(config))
     key = f"safepoint-faults-{name}"  # the same in every life: sessions outlive their server
     app = Starlette(
         routes=[*server.routes(), Route("/doors", doors)],

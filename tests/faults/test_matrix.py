@@ -7,7 +7,7 @@ import json
 import pytest
 
 from tests.faults.cases import few_cases
-from tests.faults.matrix import as_json
+from tests.faults.result import as_json
 from tests.faults.run import run, table
 
 
