@@ -84,7 +84,10 @@ async def recover(operations: Operations) -> None:
 
 
 async def _tidy(operations: Operations) -> None:
-    """What a crash left on the disk and no record names. A disk that does not answer keeps it, and nobody from starting."""
+    """What a crash left that would be in the way of the first call. A disk that does not answer keeps nobody from starting.
+
+    The rest can wait for `Operations.sweep`.
+    """
 
     def forget() -> None:
         operations.store.forget_reserved()
@@ -92,17 +95,10 @@ async def _tidy(operations: Operations) -> None:
             with operations.store.directory("coordinator") as own:
                 own.discard_temporaries()
 
-    async def finish_deletions() -> None:  # may be many gigabytes: nobody waits for it
-        try:
-            await asyncio.to_thread(operations.store.finish_deletions)
-        except SafepointError as error:
-            log.warning("what was being deleted is still there, prune deletes it: %s", error)
-
     try:
         await asyncio.to_thread(forget)
     except SafepointError as error:
         log.warning("a name that was reserved may stay taken: %s", error)
-    operations.spawn(finish_deletions())
 
 
 async def _drive(operations: Operations, records: list[core.Record], begun: Entry, entries: list[Entry]) -> Drive:

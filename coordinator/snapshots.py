@@ -11,7 +11,6 @@ meet an operation that writes the same snapshot.
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import secrets
@@ -119,14 +118,6 @@ class SnapshotStore(SnapshotReader):
         """At a start: remove what a publish left that was cut short after its manifest was there. Raises STORAGE_FAILED."""
         with self.open(snapshot_id) as directory:
             directory.discard_temporaries(MANIFEST_NAME)
-
-    def finish_deletions(self) -> None:
-        """At a start: delete what had been renamed away when the coordinator before us died. Raises STORAGE_FAILED."""
-        with self.snapshots() as snapshots:
-            for name in snapshots.names():
-                if name.startswith(GONE):
-                    with contextlib.suppress(FileNotFoundError):
-                        snapshots.remove_child(name)
 
     def published_by(self, snapshot_id: SnapshotId, operation_id: str) -> manifest_pb2.SnapshotManifest | None:
         """The manifest, if that operation has published it. Raises STORAGE_FAILED when the disk cannot say."""

@@ -71,7 +71,6 @@ async def test_a_disk_that_cannot_be_tidied_keeps_no_coordinator_from_starting(
         raise storage_error(OSError(errno.EIO, "Input/output error"), "removing something")
 
     monkeypatch.setattr(SnapshotStore, "forget_reserved", refused)
-    monkeypatch.setattr(SnapshotStore, "finish_deletions", refused)
     coordinator = await server.serve(Settings(root=str(tmp_path)))
     await coordinator.kill()
 
