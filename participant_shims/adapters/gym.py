@@ -15,6 +15,7 @@ import logging
 import math
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, Final, cast
 
@@ -38,9 +39,9 @@ from participant_shims.adapter import (
 from participant_shims.adapters.gate_link import GateHub, GateLink, GateStatus, Json, read_rollout, read_status
 from participant_shims.adapters.gym_files import GymFiles
 from participant_shims.adapters.gym_terms import (
+    Tally,
     join_warnings,
     mode_named,
-    progress_until,
     read_file,
     read_progress,
     role_named,
@@ -202,22 +203,31 @@ class GymAdapter:
     async def export(self, directory: Path) -> AsyncIterator[Progress | Exported]:
         links = self._all_workers(Reason.WORKERS_MISSING)
         description = await self.describe()
-        progress: asyncio.Queue[Progress] = asyncio.Queue()
+        tally = Tally()
         asking = asyncio.gather(
             *(
                 link.request(
                     "export", {"directory": str(directory), "prefix": f"{link.worker_id}."},
-                    progress=lambda p: progress.put_nowait(read_progress(p)),
+                    progress=partial(_pass_on, tally, link.worker_id),
                 )
                 for link in links
             )
         )  # fmt: skip
-        async for step in progress_until(asking, progress):
+        async for step in tally.until(asking):
             yield step
         answers = asking.result()
+        for link, answer in zip(links, answers, strict=True):
+            tally.tell(link.worker_id, _all_of(answer))
+        yield tally.now()
         written = [read_file(f) for a in answers for f in a.get("files") or ()]
-        yield Progress(sum(f.size_bytes for f in written))
-        done = await asyncio.to_thread(self._files.export, directory, description)
+        writing = asyncio.ensure_future(
+            asyncio.to_thread(
+                self._files.export, directory, description, lambda size, _: tally.tell_from_thread("calls", size)
+            )
+        )
+        async for step in tally.until(writing):
+            yield step
+        done = writing.result()
         yield Exported(
             files=(*written, *done.files),
             ledger_file=done.ledger_file,
@@ -230,13 +240,19 @@ class GymAdapter:
         links = self._all_workers(Reason.WORKERS_MISSING)
         if not all(s.fresh for s in await self._statuses(0)):
             raise refuse(Reason.NOT_FRESH, f"{self._participant_id} has served work since it started.")
+        tally = Tally(sum(f.size_bytes for f in files))
         # Shielded: a thread cannot be cancelled, and an unload has to come after it.
         self._loading = asyncio.ensure_future(
-            asyncio.to_thread(self._files.load, directory, [f.path for f in files], self._last_operation)
-        )
-        log_load = await asyncio.shield(self._loading)
-        yield Progress(sum(f.size_bytes for f in files if f.path in self._files.names))
-        progress: asyncio.Queue[Progress] = asyncio.Queue()
+            asyncio.to_thread(
+                self._files.load, directory, [f.path for f in files], self._last_operation,
+                partial(tally.tell_from_thread, "calls"),
+            )
+        )  # fmt: skip
+        loading = self._loading
+        async for step in tally.until(asyncio.shield(loading)):
+            yield step
+        log_load = loading.result()
+        tally.tell("calls", Progress(sum(f.size_bytes for f in files if f.path in self._files.names)))
         mine = {
             link.worker_id: [f.path for f in files if f.path.startswith(f"{link.worker_id}.")] for link in links
         }  # fmt: skip
@@ -244,12 +260,12 @@ class GymAdapter:
             *(
                 link.request(
                     "load", {"directory": str(directory), "files": mine[link.worker_id]},
-                    progress=lambda p: progress.put_nowait(read_progress(p)),
+                    progress=partial(_pass_on, tally, link.worker_id),
                 )
                 for link in links
             )
         )  # fmt: skip
-        async for step in progress_until(asking, progress):
+        async for step in tally.until(asking):
             yield step
         answers = asking.result()
         diverged = [self._files.diverged_line(d) for a in answers for d in a.get("diverged") or ()]
@@ -509,3 +525,13 @@ def _until_orphans_go(statuses: Sequence[GateStatus], after_s: float) -> float:
     if not orphaned or any(s.orphan_count < s.waiting_for_count for s in statuses):
         return math.inf
     return after_s - min(s.orphans_for_s for s in orphaned)
+
+
+def _pass_on(tally: Tally, worker_id: str, raw: Json) -> None:
+    tally.tell(worker_id, read_progress(raw))
+
+
+def _all_of(answer: Json) -> Progress:
+    """The figures of a worker that has exported: all its sessions."""
+    sessions = int(answer.get("sessions") or 0)
+    return Progress(sum(read_file(f).size_bytes for f in answer.get("files") or ()), 0, sessions, sessions)

@@ -10,7 +10,7 @@ the same `calls.db` as the gates, from the shim's process. Everything blocks: th
 from __future__ import annotations
 
 import sqlite3
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Final
@@ -35,14 +35,17 @@ class GymFiles:
         self._database = database
         self._participant_id = participant_id
 
-    def export(self, directory: Path, what: Description) -> Exported:
-        """Write the call log and the ledger, fsynced. Raises OSError, and STORAGE_* for the log; partial files are left for the caller."""
+    def export(
+        self, directory: Path, what: Description, progress: Callable[[int, int], None] | None = None
+    ) -> Exported:
+        """Write the call log and the ledger, fsynced; `progress(bytes, lines)` is called now and then. Raises OSError, and STORAGE_* for the log; partial files are left for the caller."""
         with self._log() as log:
             done = calllog_files.export(
                 log,
                 directory,
                 stateful=what.checkpoint_mode is not CheckpointMode.RESTART_ONLY,
                 lost_reason=what.checkpoint_mode_reason or f"{what.participant_id} can't save its state",
+                progress=progress,
             )
         totals: dict[RolloutState, int] = {}
         for line in done.ledger:
@@ -57,8 +60,11 @@ class GymFiles:
             recorded_calls=done.recorded_calls,
         )
 
-    def load(self, directory: Path, paths: Sequence[str], operation_id: str) -> calllog_files.LogLoad:
+    def load(
+        self, directory: Path, paths: Sequence[str], operation_id: str, progress: Callable[[int], None] | None = None
+    ) -> calllog_files.LogLoad:
         """Install the call log. Rollouts that any participant of the snapshot lost restart from their input here.
+        `progress(bytes)` is called now and then.
 
         The log notes `operation_id`, so that a shim that replaces this one knows whose it is (`loaded_by`).
 
@@ -68,7 +74,7 @@ class GymFiles:
         if not logs:
             return calllog_files.LogLoad()
         with self._log() as log:
-            return calllog_files.load(log, logs, excluded_in(directory.parent), operation_id)
+            return calllog_files.load(log, logs, excluded_in(directory.parent), operation_id, progress)
 
     def unload(self) -> None:
         """Forget everything: the call log of a life that has loaded a snapshot and served nothing. Raises STORAGE_*."""

@@ -1,18 +1,19 @@
 """What gates say, in the words of the adapter.
 
-PURE but for `progress_until`, which waits. A name that is not known becomes UNSPECIFIED or a refusal, never a guess.
+PURE but for `Tally`, which waits. A name that is not known becomes UNSPECIFIED or a refusal, never a guess.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import AsyncIterator, Mapping, Sequence
 from typing import Any, Final
 
 from coordinator.wire.errors import Reason, refuse
 from coordinator.wire.terms import CheckpointMode, Role
 from participant_shims.adapter import Counts, Progress, WrittenFile
-from participant_shims.adapters.gate_link import GateStatus, Json
+from participant_shims.adapters.gate_link import GateStatus
 
 _ROLES: Final = {
     "policy": Role.POLICY_MODEL, "policy_model": Role.POLICY_MODEL, "auxiliary": Role.AUXILIARY_MODEL,
@@ -30,23 +31,52 @@ def role_named(name: str) -> Role:
     return _ROLES[name.lower()]
 
 
-async def progress_until(
-    asking: asyncio.Future[list[Json]], progress: asyncio.Queue[Progress]
-) -> AsyncIterator[Progress]:
-    """Progress until `asking` is done; cancels it when the reader goes away. Raises what it raises."""
-    try:
-        while not asking.done():
-            getting = asyncio.ensure_future(progress.get())
-            both: set[asyncio.Future[Any]] = {asking, getting}
-            try:
-                await asyncio.wait(both, return_when=asyncio.FIRST_COMPLETED)
-                if getting.done():
-                    yield getting.result()
-            finally:
-                getting.cancel()
-        asking.result()
-    finally:
-        asking.cancel()
+class Tally:
+    """How far several are together, each of whom says how far it is alone: from the loop, or from a thread of ours.
+
+    `total_bytes`: what they have in all; zero when it is not known.
+    """
+
+    def __init__(self, total_bytes: int = 0) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._total_bytes = total_bytes
+        self._parts: dict[str, Progress] = {}
+        self._news = asyncio.Event()
+
+    def tell(self, who: str, progress: Progress) -> None:
+        """`who` is so far."""
+        self._parts[who] = progress
+        self._news.set()
+
+    def tell_from_thread(self, who: str, bytes_done: int) -> None:
+        """The same, from any thread."""
+        with contextlib.suppress(RuntimeError):  # the loop has ended: nobody wants to know
+            self._loop.call_soon_threadsafe(self.tell, who, Progress(bytes_done))
+
+    def now(self) -> Progress:
+        """All of them together."""
+        parts = list(self._parts.values())
+        return Progress(
+            sum(p.bytes_done for p in parts), self._total_bytes,
+            sum(p.items_done for p in parts), sum(p.items_total for p in parts),
+        )  # fmt: skip
+
+    async def until(self, asking: asyncio.Future[Any]) -> AsyncIterator[Progress]:
+        """Progress until `asking` is done; cancels it when the reader goes away. Raises what it raises."""
+        try:
+            while not asking.done():
+                waiting = asyncio.ensure_future(self._news.wait())
+                both: set[asyncio.Future[Any]] = {asking, waiting}
+                try:
+                    await asyncio.wait(both, return_when=asyncio.FIRST_COMPLETED)
+                finally:
+                    waiting.cancel()
+                if self._news.is_set():
+                    self._news.clear()
+                    yield self.now()
+            asking.result()
+        finally:
+            asking.cancel()
 
 
 def sum_counts(statuses: Sequence[GateStatus]) -> Counts:

@@ -176,12 +176,17 @@ def _records(db: sqlite3.Connection, ledger: Sequence[LedgerLine], skip: set[str
 
 
 def load(
-    log: CallLog, files: Sequence[Path], excluded: Mapping[str, str] | None = None, operation_id: str = ""
+    log: CallLog,
+    files: Sequence[Path],
+    excluded: Mapping[str, str] | None = None,
+    operation_id: str = "",
+    progress: Callable[[int], None] | None = None,
 ) -> LogLoad:
     """Install the rollouts of `files` as attempt N+1, in one transaction, into the log of a fresh life.
 
     `excluded` (rollout to reason) comes from the snapshot's whole ledger: rollouts that another server could not save
-    restart from their input here. `operation_id`: the restore, see `loaded_by`. May be repeated until the first dispatch; a repeat replaces. Raises NOT_FRESH, or
+    restart from their input here. `operation_id`: the restore, see `loaded_by`. `progress(bytes)` is called now and
+    then. May be repeated until the first dispatch; a repeat replaces. Raises NOT_FRESH, or
     SNAPSHOT_CORRUPT naming file and line: nothing has changed then.
     """
     lost = dict(excluded or {})
@@ -197,7 +202,7 @@ def load(
         _clear(log)
         if operation_id:
             log.note(_LOADED, operation_id)
-        for r in read(files):
+        for r in read(files, progress):
             kind, rollout_id = r["t"], r["rollout_id"]
             if kind == "excluded" or (
                 kind == "rollout" and rollout_id in lost and r["state"] != RolloutState.COMPLETED
@@ -330,8 +335,9 @@ _ORDER: Final = ("excluded", "rollout", "call", "executed", "session", "mark")
 _STATES: Final = (RolloutState.COMPLETED, RolloutState.PARKED, RolloutState.PENDING, RolloutState.EXCLUDED)
 
 
-def read(files: Sequence[Path]) -> Iterator[dict[str, Any]]:
-    """The records of `files`, bodies decoded. Raises SNAPSHOT_CORRUPT or SNAPSHOT_TOO_NEW at the first bad line."""
+def read(files: Sequence[Path], progress: Callable[[int], None] | None = None) -> Iterator[dict[str, Any]]:
+    """The records of `files`, bodies decoded. `progress(bytes)` is called every 256 lines. Raises SNAPSHOT_CORRUPT or SNAPSHOT_TOO_NEW at the first bad line."""
+    size = 0
     for path in files:
         at = 0
         with open(path, "rb") as lines:
@@ -343,6 +349,9 @@ def read(files: Sequence[Path]) -> Iterator[dict[str, Any]]:
                     break
                 if number > MAX_LINES or len(raw) > MAX_LINE_BYTES:
                     raise refuse(Reason.LIMIT_EXCEEDED, f"{path.name}:{number} is over the limits of a call log.")
+                size += len(raw)
+                if progress is not None and number % 256 == 0:
+                    progress(size)
                 try:
                     record = json.loads(raw.decode("utf-8", "surrogatepass"))
                     if number == 1:

@@ -10,7 +10,8 @@ Messages (one JSON object a line; `id` is numbered by its sender):
                    {"event": "status", "status": {...}}          each change (at most every 50 ms), and each second
                    {"event": "opened", "cause": "lease"}
                    {"id": n, "ok": {...}} | {"id": n, "error": {"reason": "DECLINED", "message", "next_step"}}
-                   {"id": n, "progress": {"bytes_done": n, "items_done": n}}
+                   {"id": n, "progress": {"bytes_done": n, "items_done": n, "items_total": n}}
+                       while it exports or loads, at most every 100 ms; each replaces the one before
     shim -> gate   {"id": n, "op": "close", "params": {"operation_id", "mode": "hold"|"drain", "lease_s"}}
                        ok: {"counts": {"in_flight","parked","held","calling"}, "generation"}
                    {"id": n, "op": "status", "params": {"max_rollouts"}}             ok: see Gate.status
@@ -52,6 +53,7 @@ log = logging.getLogger(__name__)
 
 STATUS_GAP_S: Final = 0.05
 STATUS_SILENCE_S: Final = 1.0
+PROGRESS_GAP_S: Final = 0.1
 MAX_LINE_BYTES: Final = 64 * 1024 * 1024
 _BACKOFF_S: Final = (0.05, 1.0)
 _SEND_TIMEOUT_S: Final = 5.0  # a shim that does not read for so long is dead or stopped: dial again
@@ -204,7 +206,7 @@ class Control:
     def _on_loop(self, number: Any, op: str, params: dict[str, Any]) -> None:
         # A change that needs no waiting is made in this very step: closing must not be overtaken by a request.
         try:
-            result = self._operation(op)(params)
+            result = self._operation(op, number)(params)
         except Exception as error:
             self._push({"id": number, "error": _error(error, self._gate.log.path)})
             return
@@ -224,15 +226,29 @@ class Control:
         else:
             self._push({"id": number, "ok": task.result()})
 
-    def _operation(self, op: str) -> Callable[[dict[str, Any]], Any]:
+    def _teller(self, number: Any) -> Callable[[int, int, int], None]:
+        """Passes on how far request `number` is, as often as somebody can read it."""
+        next_at = 0.0
+
+        def told(bytes_done: int, items_done: int, items_total: int) -> None:
+            nonlocal next_at
+            now = time.monotonic()
+            if now >= next_at:
+                next_at = now + PROGRESS_GAP_S
+                figures = {"bytes_done": bytes_done, "items_done": items_done, "items_total": items_total}
+                self._push({"id": number, "progress": figures})
+
+        return told
+
+    def _operation(self, op: str, number: Any) -> Callable[[dict[str, Any]], Any]:
         gate = self._gate
         operations: dict[str, Callable[[dict[str, Any]], Any]] = {
             "close": lambda p: gate.close(p["operation_id"], _mode(p["mode"]), float(p["lease_s"])),
             "open": lambda p: gate.open(p.get("cause", "resume")),
             "renew": lambda p: gate.renew(float(p["lease_s"])),
             "exclude": lambda p: gate.exclude(),
-            "export": lambda p: gate.export(p["directory"], p.get("prefix", "")),
-            "load": lambda p: gate.load(p["directory"], p["files"]),
+            "export": lambda p: gate.export(p["directory"], p.get("prefix", ""), self._teller(number)),
+            "load": lambda p: gate.load(p["directory"], p["files"], self._teller(number)),
             "retire": lambda p: gate.retire(p["attempts"]),
         }
         if op not in operations:

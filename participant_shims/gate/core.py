@@ -38,6 +38,9 @@ _MAX_TURNS: Final = 100_000
 MAX_WAITING_FOR: Final = 20
 
 
+Told = Callable[[int, int, int], None]  # bytes done, sessions done, sessions in all
+
+
 class Sessions(Protocol):
     """What a gate needs of a server's session state (participant_shims.gate.state.sessions.SessionState)."""
 
@@ -54,9 +57,11 @@ class Sessions(Protocol):
 
     def freshness(self) -> bool: ...
 
-    async def export(self, path: Path, sessions: Mapping[str, tuple[str, int]], skip: set[str]) -> dict[str, Any]: ...
+    async def export(
+        self, path: Path, sessions: Mapping[str, tuple[str, int]], skip: set[str], told: Told | None = None
+    ) -> dict[str, Any]: ...
 
-    async def load(self, path: Path) -> dict[str, Any]: ...
+    async def load(self, path: Path, *, told: Told | None = None) -> dict[str, Any]: ...
 
 
 class Gate:
@@ -242,8 +247,10 @@ class Gate:
             )
         return {"excluded": [_standing(s) for s in standing.values()]}
 
-    async def export(self, directory: str, prefix: str) -> dict[str, Any]:
+    async def export(self, directory: str, prefix: str, told: Told | None = None) -> dict[str, Any]:
         """Write this worker's session state below `directory`; the call log itself is exported by the shim.
+
+        `told` is called now and then, with how far it is.
 
         Raises ACTIVITY_AFTER_PREPARED when admission is open; OSError and what the session state raises.
         """
@@ -267,7 +274,7 @@ class Gate:
             if session_id in owners:
                 self.log.exclude(*owners[session_id], f"{_STRAGGLER} at {self.name}")
         path = Path(directory) / f"{prefix}sessions.jsonl"
-        wrote = await self.sessions.export(path, owners, skip)
+        wrote = await self.sessions.export(path, owners, skip, told)
         for line in wrote.get("excluded", ()):
             self.log.exclude(line["rollout_id"], int(line["attempt"]), line["reason"])
         if self.doors.generation != generation:
@@ -279,7 +286,7 @@ class Gate:
             "excluded": wrote.get("excluded", []),
         }  # fmt: skip
 
-    async def load(self, directory: str, files: Sequence[str]) -> dict[str, Any]:
+    async def load(self, directory: str, files: Sequence[str], told: Told | None = None) -> dict[str, Any]:
         """Load this worker's session files. Raises NOT_FRESH when it has served work since it started.
 
         A repeat of the same load, before anything was served, has the same reply: a restore that failed elsewhere is
@@ -292,18 +299,18 @@ class Gate:
         failpoints.reach("gate.before_load")
         what = (directory, tuple(files))
         if self._loaded is None or self._loaded[0] != what:
-            self._loaded = (what, await self._load_sessions(directory, files))
+            self._loaded = (what, await self._load_sessions(directory, files, told))
         for line in self._loaded[1]["diverged"]:  # again at a repeat: the log has been loaded anew as well
             self.log.mark(line["rollout_id"], 0, int(line.get("attempt", 0)) + 1)
         failpoints.reach("gate.before_load_ack")
         return self._loaded[1]
 
-    async def _load_sessions(self, directory: str, files: Sequence[str]) -> dict[str, Any]:
+    async def _load_sessions(self, directory: str, files: Sequence[str], told: Told | None) -> dict[str, Any]:
         sessions, diverged = 0, list[Any]()
         for name in files:
             if self.sessions is None:
                 raise refuse(Reason.SNAPSHOT_FOREIGN, f"{self.name} keeps no sessions, but {name} has some.")
-            done = await self.sessions.load(Path(directory) / name)
+            done = await self.sessions.load(Path(directory) / name, told=told)
             sessions += int(done.get("sessions", 0))
             diverged += done.get("diverged", [])
         return {"sessions": sessions, "diverged": diverged}

@@ -145,6 +145,8 @@ def test_a_shim_that_lived_long_is_replaced_as_fast_as_the_first_one(
     waits: list[float] = []
 
     class Dead:
+        pid = 0
+
         def wait(self) -> int:
             nonlocal now
             now += next(lived)
@@ -321,11 +323,11 @@ class OneSession:
     def freshness(self) -> bool:
         return True
 
-    async def export(self, path: Path, sessions: object, skip: set[str]) -> dict[str, object]:
+    async def export(self, path: Path, sessions: object, skip: set[str], told: object = None) -> dict[str, object]:
         lost = {"rollout_id": "r-2", "attempt": 3, "reason": "it holds a socket"}
         return {"sessions": 1, "bytes": 2, "excluded": [lost], "file": {"path": path.name, "size": 2, "sha256": "0"}}
 
-    async def load(self, path: Path) -> dict[str, object]:
+    async def load(self, path: Path, *, told: object = None) -> dict[str, object]:
         self.loads += 1
         return {"sessions": 1, "diverged": [{"rollout_id": "r-1", "attempt": 4, "reason": "it answered differently"}]}
 

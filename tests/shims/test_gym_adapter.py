@@ -22,7 +22,7 @@ from coordinator.wire.errors import Reason, SafepointError
 from coordinator.wire.manifest_file import write_snapshot_manifest
 from coordinator.wire.terms import QuiesceMode, Role
 from participant_shims import messages
-from participant_shims.adapter import Loaded, Progress
+from participant_shims.adapter import Loaded, Progress, WrittenFile
 from participant_shims.adapters.gate_link import read_status
 from participant_shims.adapters.gym import GymAdapter
 from participant_shims.adapters.gym_files import excluded_in
@@ -383,3 +383,89 @@ async def test_where_nothing_may_be_excluded_work_without_a_client_is_waited_for
     assert not any(d.quiesced for d in seen)
     assert "no client for" in str(messages.blocked(seen[1].waiting_for[0]))
     await waiting.aclose()
+
+
+class SlowSessions:
+    """A session state that is exported and loaded one session at a time, as the test says."""
+
+    wants_requests = False
+
+    def __init__(self) -> None:
+        self.go = asyncio.Semaphore(0)
+
+    def describe(self) -> dict[str, Any]:
+        return {"checkpoint_mode": "export_restore"}
+
+    def before_first_request(self) -> None: ...
+
+    def record(self, session_id: str, exchange: Any) -> None: ...
+
+    def forget(self, session_id: str) -> None: ...
+
+    def freshness(self) -> bool:
+        return True
+
+    async def _steps(self, told: Any) -> None:
+        for done in range(1, 4):
+            told(100 * done, done, 3)
+            await self.go.acquire()
+
+    async def export(self, path: Path, sessions: Any, skip: set[str], told: Any = None) -> dict[str, Any]:
+        await self._steps(told)
+        await asyncio.to_thread(path.write_bytes, b"x" * 300)
+        digest = hashlib.sha256(b"x" * 300).hexdigest()
+        return {"sessions": 3, "bytes": 300, "excluded": [], "file": {"path": path.name, "size": 300, "sha256": digest}}
+
+    async def load(self, path: Path, *, told: Any = None) -> dict[str, Any]:
+        await self._steps(told)
+        return {"sessions": 3, "diverged": []}
+
+
+async def test_how_far_an_export_and_a_load_are_is_told_while_they_run_for_all_workers_together(
+    bench: GymBench, short_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("participant_shims.gate.control.PROGRESS_GAP_S", 0.0)
+    states = [SlowSessions() for _ in bench.gates]
+    for gate, state in zip(bench.gates, states, strict=True):
+        gate.sessions = state
+    out = short_path / "out"
+    out.mkdir()
+    await close(bench)
+
+    async def steps(running: Any) -> list[Progress]:
+        seen: list[Progress] = []
+        async for step in running:
+            if isinstance(step, Progress):
+                seen.append(step)
+                for state in states:  # nobody goes on before what was told has been seen
+                    state.go.release()
+        return seen
+
+    exporting = await steps(bench.adapter.export(out))
+    assert any(0 < p.items_done < 6 for p in exporting), "there are figures between nothing and all"
+    assert [p.items_done for p in exporting] == sorted(p.items_done for p in exporting)
+    assert (exporting[-1].items_done, exporting[-1].items_total) == (6, 6)
+    assert exporting[-1].bytes_done >= 600
+
+    files = [WrittenFile(f"{w}.sessions.jsonl", 300, "") for w in ("worker-0", "worker-1")]
+    for gate in bench.gates:
+        gate.served = False
+    for state in states:
+        state.go = asyncio.Semaphore(0)
+    loading = await steps(bench.adapter.load(out, files))
+    assert any(0 < p.items_done < 6 for p in loading)
+    assert loading[-1].bytes_total == 600
+
+
+async def test_a_large_call_log_tells_how_far_it_is(bench: GymBench, short_path: Path) -> None:
+    log = bench.gates[0].log
+    with log.together():
+        for n in range(2000):
+            log.mark(f"r-{n}", 1)
+    out = short_path / "out"
+    out.mkdir()
+    await close(bench)
+    seen = [s async for s in bench.adapter.export(out)]
+    sizes = [s.bytes_done for s in seen if isinstance(s, Progress)]
+    written = sum(f.size_bytes for f in seen[-1].files)
+    assert any(0 < size < written for size in sizes)

@@ -73,6 +73,24 @@ async def test_sessions_come_back_into_a_fresh_server(tmp_path: Path) -> None:
     assert fresh._served == 40
 
 
+async def test_an_export_and_a_load_tell_how_far_they_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("participant_shims.gate.state.sessions.SLICE_S", -1.0)  # gives way after each session
+    server = Server()
+    state = SessionState(server)
+    sessions = ids(5)
+    for session in sessions:
+        server.seed_session(session, {"n": 1})
+    told: list[tuple[int, int, int]] = []
+    wrote = await state.export(tmp_path / "f", owners(sessions), frozenset(), lambda *figures: told.append(figures))
+    assert [items for _, items, _ in told] == [1, 2, 3, 4, 5, 5]
+    assert {total for _, _, total in told} == {5}
+    assert told[0][0] < told[-1][0] <= wrote["bytes"]
+    samples.TOTALS.clear()
+    told.clear()
+    await SessionState(Server()).load(tmp_path / "f", told=lambda *figures: told.append(figures))
+    assert told == [(wrote["bytes"], done, 5) for done in range(6)]
+
+
 async def test_a_session_that_cannot_be_saved_is_excluded_alone(tmp_path: Path) -> None:
     server = Server()
     state = SessionState(server)

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import inspect as introspect
+import os
 import platform
 import sys
 import time
@@ -32,6 +33,7 @@ SLICE_S: Final = 0.005  # longest time on the loop before it gives way
 RELOAD_TIP: Final = "Restart the server and restore before it gets work."
 
 Sessions = Mapping[str, tuple[str, int]]
+Told = Callable[[int, int, int], None]  # bytes written or read, sessions done, sessions in all
 
 
 def scope_of(server: object) -> Scope:
@@ -165,10 +167,12 @@ class SessionState:
 
     # -- export --------------------------------------------------------------------------------------------------------
 
-    async def export(self, path: str | Path, sessions: Sessions, skip: Set[str] = frozenset()) -> dict[str, Any]:
+    async def export(
+        self, path: str | Path, sessions: Sessions, skip: Set[str] = frozenset(), told: Told | None = None
+    ) -> dict[str, Any]:
         """Write the state of `sessions` (id -> rollout, attempt) but those in `skip` to `path`, durably.
 
-        Admission must be closed. Returns `sessions` and `bytes` written, `excluded` rollouts with reasons, and `file`
+        Admission must be closed. `told` is called on the loop now and then, with how far it is. Returns `sessions` and `bytes` written, `excluded` rollouts with reasons, and `file`
         (`path`, `size`, `sha256`). A session that can't be saved is excluded, the others are not concerned.
         Raises OSError, and then removes the file.
         """
@@ -179,11 +183,11 @@ class SessionState:
             await asyncio.to_thread(writer.open, self._header())
             match self._method():
                 case "hook":
-                    await self._write(writer, chosen, self._encode_hook, excluded)
+                    await self._write(writer, chosen, self._encode_hook, excluded, told)
                 case "codec":
-                    await self._export_codec(writer, chosen, set(sessions) | set(skip), excluded)
+                    await self._export_codec(writer, chosen, set(sessions) | set(skip), excluded, told)
                 case "reexecute":
-                    await self._write(writer, chosen, self._encode_requests, excluded)
+                    await self._write(writer, chosen, self._encode_requests, excluded, told)
                 case _:
                     if self._decision.mode == modes.RESTART:
                         excluded += [_excluded(who, self._decision.reason) for who in chosen.values()]
@@ -222,11 +226,12 @@ class SessionState:
         chosen: Sessions,
         encode: Callable[[str], Any],
         excluded: list[dict[str, Any]],
+        told: Told | None,
     ) -> None:
         """Encode on the loop, write in a thread; both in slices. `encode` gives None for a session without state."""
         batch: list[SavedSession] = []
         begun = time.monotonic()
-        for session_id, who in chosen.items():
+        for done, (session_id, who) in enumerate(chosen.items(), 1):
             try:
                 state = encode(session_id)
             except codec.Unencodable as e:
@@ -236,11 +241,15 @@ class SessionState:
                 batch.append(SavedSession(session_id, who[0], who[1], state))
             if time.monotonic() - begun > SLICE_S:
                 await asyncio.to_thread(writer.write_sessions, batch)
+                if told is not None:
+                    told(writer.size, done, len(chosen))
                 batch, begun = [], time.monotonic()
         await asyncio.to_thread(writer.write_sessions, batch)
+        if told is not None:
+            told(writer.size, len(chosen), len(chosen))
 
     async def _export_codec(
-        self, writer: Writer, chosen: Sessions, ids: set[str], excluded: list[dict[str, Any]]
+        self, writer: Writer, chosen: Sessions, ids: set[str], excluded: list[dict[str, Any]], told: Told | None
     ) -> None:
         made = Export(self._server, self._scope, self._baseline, ids, self._known)
         try:
@@ -250,7 +259,7 @@ class SessionState:
             excluded += [_excluded(who, reason) for who in chosen.values()]
             return
         await asyncio.to_thread(writer.write_shared, shared)
-        await self._write(writer, chosen, made.session, excluded)
+        await self._write(writer, chosen, made.session, excluded, told)
 
     def _encode_hook(self, session_id: str) -> Any:
         hooks = self._hooks()
@@ -267,8 +276,8 @@ class SessionState:
 
     # -- load ----------------------------------------------------------------------------------------------------------
 
-    async def load(self, path: str | Path, *, send: Send | None = None) -> dict[str, Any]:
-        """Load a file that `export` wrote, into a server that holds nothing yet.
+    async def load(self, path: str | Path, *, send: Send | None = None, told: Told | None = None) -> dict[str, Any]:
+        """Load a file that `export` wrote, into a server that holds nothing yet. `told`: as for `export`.
 
         Returns `sessions` loaded and `diverged` ones (`session_id`, `rollout_id`, `attempt`, `reason`), which restart.
         Everything is decoded before anything is put in place. Raises Refused: NOT_FRESH, SNAPSHOT_FOREIGN,
@@ -277,6 +286,13 @@ class SessionState:
         if not self.freshness():
             raise refuse(Reason.NOT_FRESH, "The server already holds sessions.", next_step=RELOAD_TIP)
         saved = await asyncio.to_thread(read, Path(path))
+        size = (await asyncio.to_thread(os.stat, path)).st_size
+
+        def done(sessions: int) -> None:
+            if told is not None:
+                told(size, sessions, len(saved.sessions))
+
+        done(0)
         if saved.header.get("server") != self._class_name():
             raise refuse(
                 Reason.SNAPSHOT_FOREIGN,
@@ -284,27 +300,28 @@ class SessionState:
             )
         method = saved.header.get("method")
         if method == "codec":
-            return await self._load_codec(saved)
+            return await self._load_codec(saved, done)
         if method == "hook":
             return await self._load_hook(saved)
         if method == "reexecute":
-            return await self._load_requests(saved, send or self._send)
+            return await self._load_requests(saved, send or self._send, done)
         if method == "none" and not saved.sessions:
             return {"sessions": 0, "diverged": []}
         raise refuse(Reason.SNAPSHOT_UNSAFE, f"Session file {Path(path).name} was made in an unknown way.")
 
-    async def _load_codec(self, saved: SavedFile) -> dict[str, Any]:
+    async def _load_codec(self, saved: SavedFile, done: Callable[[int], None]) -> dict[str, Any]:
         if not saved.shared:
             return {"sessions": 0, "diverged": []}
         made = Load(self._server, self._scope, self._log)
         made.shared(saved.shared)
         diverged: list[dict[str, Any]] = []
         begun = time.monotonic()
-        for session in saved.sessions:
+        for number, session in enumerate(saved.sessions, 1):
             why = made.session(session)
             if why:
                 diverged.append(_diverged(session, why))
             if time.monotonic() - begun > SLICE_S:
+                done(number)
                 await asyncio.sleep(0)
                 begun = time.monotonic()
         if not self.freshness():
@@ -331,7 +348,7 @@ class SessionState:
                 diverged.append(_diverged(session, f"safepoint_import_session: {type(e).__name__}: {str(e)[:200]}"))
         return {"sessions": len(ready) - len(diverged), "diverged": diverged}
 
-    async def _load_requests(self, saved: SavedFile, send: Send | None) -> dict[str, Any]:
+    async def _load_requests(self, saved: SavedFile, send: Send | None, done: Callable[[int], None]) -> dict[str, Any]:
         if send is None:
             raise refuse(
                 Reason.STATE_UNSUPPORTED, "The sessions are to be re-executed, and there is no way to send requests."
