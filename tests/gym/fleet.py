@@ -22,6 +22,7 @@ from participant_shims.gate import bootstrap_path
 from tests.conftest import gym_python
 
 TYPES = ("resources_servers", "responses_api_agents", "responses_api_models")
+OWN = Path(__file__).resolve().parent / "servers"  # applications of ours, where the installed ones lack something
 READY_S = 90.0
 
 
@@ -37,10 +38,11 @@ def free_ports(n: int) -> list[int]:
             s.close()
 
 
-def counter_config(openai_url: str, *, model_workers: int = 1, steps: int | None = None) -> dict[str, Any]:
+def counter_config(openai_url: str, *, model_workers: int = 1, agent_workers: int = 1) -> dict[str, Any]:
     """A stateful counter, its agent and a policy model. Ports are chosen once, as a real deployment's are."""
     head, model, resources, agent = free_ports(4)
     model_extra = {"num_workers": model_workers} if model_workers > 1 else {}
+    agent_extra = {"num_workers": agent_workers} if agent_workers > 1 else {}
     return {
         "head_server": {"host": "127.0.0.1", "port": head},
         "default_host": "127.0.0.1",
@@ -62,10 +64,10 @@ def counter_config(openai_url: str, *, model_workers: int = 1, steps: int | None
         },
         "counter_agent": {
             "responses_api_agents": {
-                "simple_agent": {
+                "simple_agent_workers" if agent_extra else "simple_agent": {
                     "entrypoint": "app.py", "host": "127.0.0.1", "port": agent,
                     "resources_server": {"type": "resources_servers", "name": "counter"},
-                    "model_server": {"type": "responses_api_models", "name": "policy_model"},
+                    "model_server": {"type": "responses_api_models", "name": "policy_model"}, **agent_extra,
                 }
             }
         },
@@ -125,8 +127,9 @@ class Fleet:
     def _spawn(self, name: str) -> None:
         kind, implementation, values = self._section(name)
         site = next((gym_python().parent.parent / "lib").glob("python3*")) / "site-packages"
-        folder = site / kind / implementation
-        path = [str(folder), str(site)]
+        source = OWN if (OWN / kind / implementation).is_dir() else site
+        folder = source / kind / implementation
+        path = [str(folder), str(source), str(site)]
         env = {k: v for k, v in os.environ.items() if not k.startswith(("SAFEPOINT_", "NEMO_GYM"))}
         env |= {
             "NEMO_GYM_CONFIG_DICT": json.dumps(self.config), "NEMO_GYM_CONFIG_PATH": name,

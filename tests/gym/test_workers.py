@@ -1,4 +1,4 @@
-"""A model server with two uvicorn workers: each acknowledges, a missing one is an error with its name, never a zero."""
+"""Servers with two uvicorn workers: each acknowledges, a missing one is an error with its name, never a zero."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ import pytest
 from coordinator.wire.errors import Reason, Refused
 from tests.gym.endpoint import ScriptedEndpoint
 from tests.gym.fleet import counter_config, row
-from tests.gym.whole import Trainer, Whole, until, whole
+from tests.gym.whole import Trainer, Whole, counted, until, whole
 
 pytestmark = [pytest.mark.gym, pytest.mark.slow, pytest.mark.timeout(300)]
 
 
-async def workers(job: Whole) -> dict[str, int]:
-    """Pids of the model's workers, once both are there."""
+async def workers(job: Whole, name: str = "policy_model") -> dict[str, int]:
+    """Pids of a server's workers, once both are there."""
     async with asyncio.timeout(60):
-        while len(found := {w.worker_id: w.pid for w in (await job.status("policy_model")).workers}) < 2:
+        while len(found := {w.worker_id: w.pid for w in (await job.status(name)).workers}) < 2:
             await asyncio.sleep(0.1)
     return found
 
@@ -87,3 +87,57 @@ async def test_two_workers_one_of_which_is_silent_or_dead_at_the_worst_moment(di
                     await asyncio.sleep(0.1)
             assert [r["reward"] for r in await rollouts(job, 200)] == [1.0] * 6
             assert (await job.client.save("after")).totals.excluded == 0
+
+
+async def test_an_agent_with_two_workers_is_cut_in_flight_and_continues_in_fresh_ones(directory: Path) -> None:
+    count, turns = 16, 3
+    with ScriptedEndpoint() as endpoint:
+        config = counter_config(endpoint.url, agent_workers=2)
+        rows = [row(i, turns, _ng_rollout_id=f"r-{i}") for i in range(count)]
+        async with whole(directory, config) as job:
+            pids = await workers(job, "counter_agent")
+            assert sorted(pids) == ["worker-0", "worker-1"]
+            assert (await job.registered())["counter_agent"].configured_workers == 2
+            async with Trainer(job.fleet) as trainer:
+                endpoint.hold(after_turn=1)
+                runs: list[asyncio.Task[Any]] = []
+                for other, begun in (("worker-1", count), ("worker-0", 2 * count)):
+                    os.kill(pids[other], signal.SIGSTOP)  # so that each takes half of them
+                    try:
+                        half = rows[len(runs) : len(runs) + count // 2]
+                        runs += [asyncio.create_task(trainer.run(r)) for r in half]
+                        await until(lambda begun=begun: endpoint.begun == begun, 60)  # the second generation of each
+                    finally:
+                        os.kill(pids[other], signal.SIGCONT)
+                ran_in = counted(job.fleet, "counter_agent", "SELECT COUNT(DISTINCT pid) FROM rollouts")
+                assert ran_in == 2, "both workers run rollouts"
+                saved = await job.client.save("cut")
+                assert (saved.totals.pending, saved.totals.excluded) == (count, 0)
+                status = await job.status("counter_agent")
+                assert sorted(w.worker_id for w in status.workers if w.acknowledged) == sorted(pids)
+
+                # One of them does not acknowledge: an error with its name, and the other opens again.
+                os.kill(pids["worker-1"], signal.SIGSTOP)
+                try:
+                    with pytest.raises(Refused) as caught:
+                        await job.client.save("silent", timeout=30)
+                finally:
+                    os.kill(pids["worker-1"], signal.SIGCONT)
+                assert caught.value.reason is Reason.WORKERS_MISSING
+                assert caught.value.participant_id == "counter_agent"
+                assert "worker-1" in str(caught.value)
+                job.fleet.kill()
+                for run in runs:
+                    run.cancel()
+                await asyncio.gather(*runs, return_exceptions=True)
+                endpoint.release()
+        total = endpoint.total
+        async with whole(directory, config, life="b") as job:
+            restored = await job.client.restore("cut")
+            assert (restored.totals.pending, restored.diverged_count) == (count, 0)
+            async with Trainer(job.fleet) as trainer:
+                again = [asyncio.create_task(trainer.run(r)) for r in rows]
+                await job.client.resume()
+                results = await asyncio.gather(*again)
+            assert [r["reward"] for r in results] == [1.0] * count
+        assert endpoint.total - total == count * (turns + 1), "the first generation of each is not made again"
