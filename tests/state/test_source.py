@@ -7,6 +7,7 @@ from textwrap import dedent
 
 import pytest
 
+from participant_shims.gate.state.inspect import inspect_server
 from participant_shims.gate.state.modes import decide
 from participant_shims.gate.state.source import SourceFacts, read_source
 
@@ -226,3 +227,15 @@ def test_a_module_that_cannot_be_read_is_no_proof_of_statelessness(tmp_path: Pat
 def test_a_reason_stays_within_the_contracts_limit(tmp_path: Path) -> None:
     found = SourceFacts(holds={f"attribute_{n}": "é" * 50 for n in range(50)})
     assert len(decide(found, "codec").reason.encode()) <= 1000
+
+
+@pytest.mark.parametrize(
+    "text", ["", "X = 1\n", "from elsewhere import S\nif __name__ == '__main__':\n    S.run_webserver()\n"]
+)
+def test_an_inspection_that_finds_no_server_class_says_unknown(tmp_path: Path, text: str) -> None:
+    app = tmp_path / "app.py"
+    app.write_text(text)
+    report = inspect_server(str(app), probe=False)
+    assert (report.verdict, report.server_class) == ("unknown", "")
+    assert "no server class" in report.reason
+    assert "codec can" in report.cost

@@ -25,6 +25,7 @@ from participant_shims.gate.state.source import SourceFacts, read_source
 PROBE_S: Final = 60.0  # importing a server with its dependencies takes up to 20 s on a busy machine
 NOWHERE: Final = "http://127.0.0.1:9"
 CODEC: Final = "codec"
+UNKNOWN: Final = "unknown"
 REEXECUTE: Final = "reexecute"
 # What a session may hold so that doing its calls again still brings it back: things inside this machine.
 _REPEATABLE: Final = ("(subprocess)", "(thread)")
@@ -36,7 +37,12 @@ _COST: Final = {
     "answer is compared, which takes as long as the calls took. Without it, rollouts that use it restart from their input.",
     modes.RESTART: "Sessions can't be brought back: rollouts that use it restart from their input after a restore.",
     modes.STATELESS: "It keeps nothing between calls: nothing to save, nothing to lose.",
+    UNKNOWN: "Nothing can be said before it runs: its gate saves what the codec can, and rollouts that hold anything else "
+    "restart from their input.",
 }
+_NO_CLASS: Final = (
+    "its source shows no server class: none is run under `__main__`, or it is not in the files that were read"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +79,7 @@ class Report:
     path: str
     kind: str
     server_class: str
-    verdict: str  # codec, reexecute, restart_only or stateless
+    verdict: str  # codec, reexecute, restart_only, stateless, or unknown: no server class was found
     checkpoint_mode: str  # what the gate will declare with the default SAFEPOINT_STATE
     cost: str
     reason: str = ""
@@ -137,6 +143,8 @@ def make_report(app: Path, facts: SourceFacts, seen: dict[str, Any] | None) -> R
     verdict = {modes.EXPORT: CODEC}.get(mode, mode)
     if mode == modes.RESTART and _repeatable(facts):
         verdict = REEXECUTE
+    if not facts.server_class:
+        verdict, reason = UNKNOWN, _NO_CLASS
     if found is not None and found.excluded and mode == modes.EXPORT:
         verdict, reason = modes.RESTART, found.excluded[0]
     elif found is not None and found.saved and not found.excluded and found.equal and facts.unsure:
