@@ -254,13 +254,14 @@ def _address(actor: Any, timeout_s: float, *, kill_if_failed: bool) -> str:
 
 
 def _get(reference: Any, timeout_s: float) -> Any:
+    asked_at = time.monotonic()
     try:
         return ray.get(reference, timeout=timeout_s)
     except (GetTimeoutError, ActorUnavailableError, ActorDiedError, RayActorError) as error:
         raise Refused(
             Problem(
                 Reason.UNAVAILABLE, f"The coordinator's actor does not answer: {type(error).__name__}.",
-                "Ray restarts it: try again shortly.", waited_s=timeout_s,
+                "Ray restarts it: try again shortly.", waited_s=time.monotonic() - asked_at,
             )
         ) from error  # fmt: skip
 

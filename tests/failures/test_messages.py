@@ -16,9 +16,10 @@ from coordinator.protocol.operation import Limits
 from coordinator.settings import Settings
 from coordinator.wire.errors import Problem, Reason, Unanswered
 from coordinator.wire.rpc import CHANNEL_OPTIONS, SERVER_OPTIONS, channel
-from participant_shims import registration
+from coordinator.wire.terms import Role
 from participant_shims.registration import Registration
 from tests.coordinator.conftest import Bench, until
+from tests.fakes import FakeShim
 
 METHODS = {"Coordinator": ["Save", "Restore", "Abort", "GetStatus"], "Participant": ["Prepare", "Commit", "Abort"]}
 
@@ -35,7 +36,8 @@ async def test_bytes_that_are_no_request_change_nothing_and_the_connection_stays
         for method, garbage in itertools.product(
             METHODS[service], (b"\xff" * 40, b"\x0a\xff\xff\xff\xff\x0f", b"\x07")
         ):
-            call: Any = link.unary_stream(f"/safepoint.v1.{service}/{method}")(garbage, timeout=5)
+            raw: Any = link.unary_stream(f"/safepoint.v1.{service}/{method}")
+            call = raw(garbage, timeout=5)
             with pytest.raises(aio.AioRpcError) as caught:
                 await call.read()
             assert caught.value.code() in (grpc.StatusCode.INTERNAL, grpc.StatusCode.INVALID_ARGUMENT)
@@ -85,7 +87,7 @@ async def test_the_tries_of_a_thousand_shims_are_spread_by_chance_and_grow_rare(
             if len(waits) == 8:
                 raise Enough
 
-        monkeypatch.setattr(registration.asyncio, "sleep", sleep)
+        monkeypatch.setattr(asyncio, "sleep", sleep)
         with pytest.raises(Enough):
             await Registration("unix:/nowhere", capabilities, "i-1", "a:1", "job").run()
         monkeypatch.undo()
@@ -133,9 +135,6 @@ async def test_a_shim_whose_connection_is_only_half_there_is_lost_after_three_he
 
     link = await asyncio.start_server(serve, "127.0.0.1", 0)
     address = f"127.0.0.1:{link.sockets[0].getsockname()[1]}"
-    from coordinator.wire.terms import Role
-    from tests.fakes import FakeShim
-
     shim = FakeShim("agent-0", Role.AGENT, bench.root)
     bench.shims["agent-0"] = shim
     await shim.start()

@@ -14,7 +14,8 @@ from coordinator.wire.terms import Role
 from tests.coordinator.conftest import Bench, until
 from tests.fakes import NEVER, FakeShim, Knobs
 
-ROLES = {"agent-0": Role.AGENT, "model-0": Role.POLICY_MODEL, "resources-0": Role.RESOURCES}
+ROLES = {"agent": Role.AGENT, "model": Role.POLICY_MODEL, "resources": Role.RESOURCES}
+NAMES = ["agent-0", "model-0", "resources-0"]
 
 
 async def refused(call: Any) -> SafepointError:
@@ -26,7 +27,7 @@ async def refused(call: Any) -> SafepointError:
 async def steps(bench: Bench, *names: str) -> None:
     """Drive save-1 of step-1 as a trainer does, as far as the last of `names`."""
     for name in names:
-        more = {"snapshot_id": "step-1"} if name == "Prepare" else {}
+        more: dict[str, Any] = {"snapshot_id": "step-1"} if name == "Prepare" else {}
         await bench.phase(name, operation_id="save-1", **more)
 
 
@@ -35,7 +36,7 @@ async def replaced(bench: Bench, name: str) -> FakeShim:
     old = bench.shims[name]
     address = old.address
     await old.stop()
-    shim = FakeShim(name, ROLES[name], bench.root)
+    shim = FakeShim(name, ROLES[name.partition("-")[0]], bench.root)
     await shim.start(address)
     bench.shims[name] = shim
     await shim.register(bench.running.address)
@@ -43,11 +44,12 @@ async def replaced(bench: Bench, name: str) -> FakeShim:
 
 
 @pytest.mark.parametrize("method", ["Prepare", "Commit", "Confirm"])
-@pytest.mark.parametrize("name", ROLES)
+@pytest.mark.parametrize("name", NAMES)
 async def test_one_that_dies_in_a_phase_voids_the_cut_at_once_and_the_others_open(
     bench: Bench, method: str, name: str
 ) -> None:  # 49, 50, 66
-    await bench.start(**{name.replace("-", "_"): Knobs(die_at=method)})
+    knobs: dict[str, Any] = {name.replace("-", "_"): Knobs(die_at=method)}
+    await bench.start(**knobs)
     began = time.monotonic()
     error = await refused(bench.save(timeout=60))
     assert time.monotonic() - began < 10  # not at the deadline
@@ -56,7 +58,7 @@ async def test_one_that_dies_in_a_phase_voids_the_cut_at_once_and_the_others_ope
     await until(lambda: not (bench.root / "snapshots" / "step-1").exists())
 
 
-@pytest.mark.parametrize("name", ROLES)
+@pytest.mark.parametrize("name", NAMES)
 async def test_one_that_dies_after_its_commit_and_before_publish_voids_the_cut(bench: Bench, name: str) -> None:  # 51
     """Its files are whole. The rule is the same for everybody: what was confirmed by nobody is published for nobody."""
     await bench.start()
@@ -68,7 +70,7 @@ async def test_one_that_dies_after_its_commit_and_before_publish_voids_the_cut(b
     assert not (bench.root / "snapshots" / "step-1" / "manifest.json").exists()
 
 
-@pytest.mark.parametrize("name", ROLES)
+@pytest.mark.parametrize("name", NAMES)
 async def test_one_that_dies_after_publish_changes_nothing_and_comes_back_open(bench: Bench, name: str) -> None:  # 52
     await bench.start(agent_0=Knobs(rollouts=2))
     await steps(bench, "Prepare", "Commit", "Publish")
@@ -82,7 +84,7 @@ async def test_one_that_dies_after_publish_changes_nothing_and_comes_back_open(b
 
 
 @pytest.mark.parametrize("at", ["prepare", "commit"])
-@pytest.mark.parametrize("name", ROLES)
+@pytest.mark.parametrize("name", NAMES)
 async def test_one_that_is_replaced_so_fast_that_its_port_answers_voids_the_cut(
     bench: Bench, name: str, at: str
 ) -> None:  # 53, 12
@@ -121,7 +123,6 @@ async def test_all_agents_replaced_at_once_is_one_cause_while_a_save_runs_and_no
 ) -> None:  # 70
     await bench.start(agents=3, model_0=Knobs(inflight=1, drain_after_s=NEVER))
     agents = [name for name in bench.shims if name.startswith("agent")]
-    ROLES.update(dict.fromkeys(agents, Role.AGENT))
     bench.shims["model-0"].knobs.hang_on.add("Prepare")
     saving = asyncio.create_task(refused(bench.save(timeout=30)))
     await until(lambda: bench.shims["model-0"].count("Prepare") == 1)

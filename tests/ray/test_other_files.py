@@ -44,6 +44,7 @@ def test_a_coordinator_refuses_to_act_on_a_node_with(nodes: Nodes, shims: Shims,
             raise AssertionError("it serves without its log")
 
         found = soon(refusal, 60, "the refusal")
+        assert found is not None
         assert str(shims.root) in found.problem.message
         assert "node" in found.problem.message
         assert not (shims.root / "owner.json").exists()  # nothing was made

@@ -9,6 +9,7 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 
 import pytest
 
@@ -41,6 +42,10 @@ def actor_is_gone(nodes: Nodes, name: str, namespace: str) -> bool:
     except ValueError:
         return True
     return False
+
+
+def newer_than(shims: Shims, epoch: int) -> bool:
+    return int(shims.record()["epoch"]) >= epoch
 
 
 def test_one_of_the_same_name_in_another_namespace_replaces_it_in_the_middle_of_a_save(
@@ -99,9 +104,12 @@ def test_a_coordinator_that_crashes_again_and_again_raises_its_epoch_each_time_a
     with coordinator_on(nodes, shims, trainer) as name:
         trainer.client.save("before")
         epoch = shims.record()["epoch"]
-        for crash in range(3):
+
+        def pid() -> int:
             actor = nodes.ray.get_actor(name, namespace=ray_host.NAMESPACE)
-            pid = soon(lambda actor=actor: nodes.ray.get(actor.pid.remote(), timeout=10), 60)
-            os.kill(pid, signal.SIGKILL)
-            soon(lambda crash=crash: shims.record()["epoch"] >= epoch + crash + 1, 60, "the next start")
+            return int(nodes.ray.get(actor.pid.remote(), timeout=10))
+
+        for crash in range(1, 4):
+            os.kill(soon(pid, 60), signal.SIGKILL)
+            soon(partial(newer_than, shims, epoch + crash), 60, "the next start")
         assert_found_again(trainer, shims, name, epoch)
