@@ -58,15 +58,10 @@ FORK: Final = "client/test_client_process.py::test_"
 WIRE: Final = "wire/test_rpc.py::test_"
 CORE: Final = "protocol/test_any_interleaving.py::test_"
 LEDGER: Final = "protocol/test_ledger.py::test_"
+ENGINE: Final = "vllm/test_control.py::test_"
 TOPOLOGY: Final = "protocol/test_phases_and_topology.py::test_"
 
-ENGINE: Final = (
-    "The adapter for vLLM engines is not part of this version: nothing here pauses or aborts inside an engine."
-)
-TRAINER: Final = (
-    "The trainer's own queue and data cursor: Safepoint carries what the trainer puts into Publish metadata, in the same "
-    "manifest as the rollouts, and decides nothing about it."
-)
+OWN: Final = f"{BUGS}trainers_own_state.py::test_cursor_claims_and_versions_come_back_with_the_rollouts_of_the_same_cut"
 
 PAUSE_ROWS: Final = (
     Row("A1", "vllm #39366", "A message of an older operation never opens or closes anybody for a newer one.",
@@ -129,7 +124,9 @@ PAUSE_ROWS: Final = (
     Row("A25", "NeMo-RL #1098", "The pause does not grow with the length of generations.",
         ("gym/test_pause.py::test_the_pause_under_hold_does_not_depend_on_how_long_generations_take",
          f"{ADAPTER}who_has_to_be_quiet_for_a_cut")),
-    Row("A26", "tpu-inference #3362", "A client whose request was aborted is told.", (), ENGINE),
+    Row("A26", "tpu-inference #3362", "A client whose request was aborted is told, also when the engine tells nobody.",
+        (f"{ENGINE}an_abort_that_tells_nobody_still_ends_every_call",
+         "vllm/test_held.py::test_an_abort_ends_every_caller_also_when_the_engine_tells_nobody")),
 )  # fmt: skip
 
 ROLLOUT_ROWS: Final = (
@@ -141,8 +138,9 @@ ROLLOUT_ROWS: Final = (
         (f"{GATE}a_rollout_cut_at_any_turn_repeats_no_model_call_and_no_tool",
          f"{GYM}servers_that_were_killed_continue_every_rollout_where_it_stood",
          "demo/test_story.py::test_rollouts_that_were_saved_while_they_ran_finish_after_kill_9_as_if_nothing_had_happened")),
-    Row("B3", "NeMo-RL #3066", "A restore recomputes which batch still owes what.", (), TRAINER),
-    Row("B4", "NeMo-RL #3435", "Look-ahead that was claimed is part of the snapshot.", (), TRAINER),
+    Row("B3", "NeMo-RL #3066", "A restore tells who still owes what: each prompt is finished, runs again, or was never dispatched.",
+        (OWN,)),
+    Row("B4", "NeMo-RL #3435", "What a trainer has claimed comes back with the rollouts of the same cut.", (OWN,)),
     Row("B6", "NeMo-RL #3488", "A rollout that nobody runs is found: known to servers and to no agent is an orphan, and said.",
         (f"{LEDGER}orphans_are_counted_and_not_in_the_ledger",)),
     Row("B7", "NeMo-RL #3938", "A failure is a recorded end, with its reason in the ledger.",
@@ -160,14 +158,15 @@ ROLLOUT_ROWS: Final = (
     Row("B12", "OpenRLHF #1322", "Generated and untrained samples are in the cut.",
         (f"{GATE}a_restored_completed_index_id_answers_once_and_then_runs_again",
          f"{GATE}a_completed_rollout_with_an_explicit_id_is_answered_from_its_record")),
-    Row("B13", "TRL #7274, #7294", "A dropped group does not pin the position of all that follow.", (), TRAINER),
+    Row("B13", "TRL #7274, #7294", "What was dropped and retired is in no later snapshot, and pins nothing.",
+        (f"{BUGS}trainers_own_state.py::test_a_rollout_that_was_dropped_and_retired_is_in_no_later_snapshot",)),
     Row("B14", "TRL #5911", "A missing part refuses the restore and is named.",
         (f"{OPS}a_damaged_part_refuses_the_restore_before_anything_is_paused",
          f"{SNAPSHOTS}a_bad_snapshot_is_refused_with_what_to_do_and_nothing_changes")),
     Row("B15", "verl #4199", "Completed, parked, pending and excluded: each rollout is counted in one of them.",
         (f"{ROLLOUTS}four_rollouts_in_four_states_are_four_in_every_place",
          f"{CALLS}the_ledger_has_each_rollout_in_one_state")),
-    Row("B16", "verl #7759, #7762", "Prompts that are issued again count against the limit.", (), TRAINER),
+    Row("B16", "verl #7759, #7762", "A restore says how many run again, so that they count against the limit.", (OWN,)),
     Row("B18", "slime #2092", "A rollout that restarts uses nothing of what it had.",
         (f"{ROLLOUTS}a_restart_from_the_input_uses_nothing_of_the_old_tokens",
          f"{GATE}a_rollout_that_the_ledger_excludes_is_not_continued")),
@@ -235,8 +234,9 @@ TIME_ROWS: Final = (
     Row("E3", "Gym #2373, #2365", "Each kind of failure has a budget of its own, and the error names the one that ran out.",
         (f"{REPLIES}the_error_names_the_budget_that_ran_out",
          f"{REPLIES}budgets_are_counted_for_each_kind_of_failure_in_a_row")),
-    Row("E5", "NeMo-RL #3596", "A last save is taken before the job's time limit.", (),
-        "When to save is the trainer's decision; a save has a deadline of its own and needs no knowledge of the job's."),
+    Row("E5", "NeMo-RL #3596", "A last save is taken before the job's time limit.",
+        ("client/test_autosave.py::test_the_end_of_a_slurm_job_is_known_from_its_environment",
+         "client/test_schedule.py::test_before_the_end_one_save_is_due_whatever_the_gap_and_only_one")),
     Row("E7", "grpc #17489", "A deadline is passed on, and a server ends its own wait before it.",
         (f"{WIRE}a_handler_gets_less_time_than_its_caller_has",
          f"{PAUSES}the_pause_of_one_stuck_participant_ends_with_the_callers_deadline")),
@@ -292,7 +292,7 @@ STORAGE_ROWS: Final = (
         (f"{SNAPSHOTS}a_crash_at_any_write_of_a_save_and_its_pruning_leaves_a_whole_snapshot",
          f"{SNAPSHOTS}a_bad_snapshot_is_refused_with_what_to_do_and_nothing_changes",
          "coordinator/test_snapshots_retention.py::test_a_deletion_that_was_interrupted_leaves_no_snapshot_and_is_finished")),
-    Row("F22", "marin #1833", "The version of each batch is restored with the buffer.", (), TRAINER),
+    Row("F22", "marin #1833", "The version of each result comes back with the results.", (OWN,)),
 )  # fmt: skip
 
 SESSION_ROWS: Final = (
@@ -309,11 +309,11 @@ SESSION_ROWS: Final = (
     Row("G4", "OpenEnv #1103", "A session that cannot be saved, such as one that holds a socket, restarts its rollout alone, with the reason.",
         (f"{STATE}a_session_that_cannot_be_saved_is_excluded_alone",
          "state/test_source.py::test_a_session_that_holds_a_process_restarts_and_the_reason_says_what")),
-    Row("G6", "Gym #3242", "A session does not time out because of the pause.", (),
-        "Gym's session cookies last 14 days and no pause is longer than its lease; a server that expires sessions by a clock "
-        "of its own is not seen, and a snapshot older than 14 days has cookies that Gym no longer accepts (README, Limits)."),
-    Row("G8", "NeMo-RL #3590", "Routing follows health.", (),
-        "Safepoint routes no requests of rollouts: servers call each other as they do without it."),
+    Row("G6", "Gym #3242", "A session does not time out because of the pause.",
+        ("gym/test_sessions.py::test_gyms_sessions_outlive_the_longest_pause",)),
+    Row("G8", "NeMo-RL #3590", "Calls go to the process that has the name now, never to the address of one that is dead.",
+        (f"{MISSING}one_that_is_back_within_seconds_is_waited_for_and_nobody_is_paused_meanwhile",
+         f"{OPS}an_abort_reaches_the_shim_that_replaced_one_that_had_restored")),
     Row("G9", "NeMo-RL #3591", "Failures are counted over a window and not for life.",
         (f"{REPLIES}budgets_are_counted_for_each_kind_of_failure_in_a_row",
          f"{REPLIES}a_long_operation_may_lose_its_connection_more_than_once")),
@@ -343,13 +343,12 @@ TRANSPORT_ROWS: Final = (
     Row("H7", "grpc #32095", "A peer that says nothing is lost after three beats, whatever the connection looks like.",
         (f"{SAVE}a_silent_participant_is_lost_after_three_heartbeats",
          f"{REGISTER}a_coordinator_that_falls_silent_counts_as_gone")),
-    Row("H8", "grpc #32480", "A channel belongs to its event loop.", (),
-        "The asynchronous client opens its channel at its first call, in the loop that makes it, and the synchronous one "
-        "has no loop; what grpc says of a client that is carried into another loop is passed on as it is."),
-    Row("H9", "grpc #25364", "One event loop of a process uses grpc.aio.", (),
-        "The synchronous client uses no event loop at all, and a coordinator or shim process runs exactly one."),
-    Row("H10", "grpc #39912", "Stubs are generated by the oldest supported tools.", (),
-        "Held by the pinned generator in pyproject.toml and by the comparison of gen/ with what `make proto` writes."),
+    Row("H8", "grpc #32480", "A channel belongs to its event loop; a client that is carried into another one says so.",
+        (f"{TRAPS}a_client_that_is_carried_into_another_event_loop_says_so",)),
+    Row("H9", "grpc #25364", "Several event loops in one process disturb each other by no word.",
+        (f"{TRAPS}two_loops_in_two_threads_have_clients_of_their_own_without_a_word_of_noise",)),
+    Row("H10", "grpc #39912", "Stubs are generated by the oldest supported tools.",
+        (f"{TRAPS}stubs_are_generated_by_the_oldest_tools_that_are_supported",)),
     Row("H11", "smg #409", "The floor of grpcio is stated.", (f"{TRAPS}dependencies_are_releases_with_a_floor",)),
     Row("H12", "vllm #33202, ray #54849", "Ranges are wide: tests run beside Ray and, in another environment, beside NeMo Gym.",
         (f"{TRAPS}dependencies_are_releases_with_a_floor",)),
@@ -395,7 +394,9 @@ TRANSPORT_ROWS: Final = (
     Row("I12", "ray: at most once", "Every call may be repeated, and has its effect once.",
         (f"{REPLIES}a_lost_reply_is_asked_for_again_and_the_save_is_made_once",
          f"{SAVE}a_lost_reply_is_asked_for_again_and_nothing_runs_twice")),
-    Row("J1", "vllm #30749", "What has to be switched on is named by what asks for it.", (), ENGINE),
+    Row("J1", "vllm #30749", "What has to be switched on is named by what asks for it, and switched on by what starts it.",
+        (f"{ENGINE}a_server_without_control_is_refused_by_the_name_of_the_variable",
+         "vllm/test_serve_engine.py::test_an_engine_takes_part_with_control_turned_on_and_leaves_nothing_behind")),
     Row("J2", "review of NeMo-RL 4264", "The error names the token's setting, and never the token.",
         (f"{REPLIES}a_token_is_sent_and_a_missing_one_is_named",
          f"{WIRE}a_token_never_prints_itself_and_short_ones_are_refused")),
@@ -429,8 +430,8 @@ REVIEW_ROWS: Final = (
          "docs/test_tables.py::test_rendered_tables_are_fresh")),
     Row("R9", "RL 4264", "No dependency is a commit.", (f"{TRAPS}dependencies_are_releases_with_a_floor",)),
     Row("R10", "RL 4264", "Renamed metrics are noticed before a user does.", (f"{NAMES}no_name_has_changed",)),
-    Row("R11", "RL 4264", "A receipt of a finished call names the call.", (),
-        "There are no receipts: a callee forgets a response when its caller says that it has recorded that very call id."),
+    Row("R11", "RL 4264", "A receipt of a finished call names the call: a callee forgets by call id alone.",
+        (f"{GATE}callees_forget_what_their_caller_has_recorded",)),
     Row("R12", "RL 4264", "Several agents, models and resources make one cut.",
         (f"{JUDGES}several_agents_and_resources_make_one_cut",)),
     Row("R13", "RL 4264", "The token's setting is documented and named in the error.",

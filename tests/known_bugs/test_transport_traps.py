@@ -3,7 +3,12 @@
 from __future__ import annotations
 
 import ast
+import asyncio
 import inspect
+import os
+import re
+import subprocess
+import sys
 import time
 import tomllib
 from pathlib import Path
@@ -13,7 +18,9 @@ from grpc import aio
 from safepoint.v1 import coordinator_service_pb2 as pb
 from safepoint.v1 import coordinator_service_pb2_grpc, participant_service_pb2_grpc
 
+from coordinator.client import AsyncClient
 from coordinator.service import CoordinatorService
+from coordinator.wire.errors import Refused
 from participant_shims.service import ParticipantService
 from tests.coordinator.conftest import Bench, unary
 
@@ -111,3 +118,60 @@ def test_dependencies_are_releases_with_a_floor(tmp_path: Path) -> None:  # H11,
         (one,) = [d for d in project["dependencies"] if d.replace(">", "=").partition("=")[0] == name]
         assert ">=" in one
         assert "<" in one
+
+
+def test_stubs_are_generated_by_the_oldest_tools_that_are_supported() -> None:  # H10
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    floors = {
+        name: next(d for d in project["dependencies"] if d.startswith(f"{name}>="))
+        .removeprefix(f"{name}>=")
+        .split(",")[0]
+        for name in ("grpcio", "protobuf")
+    }
+    made = {"grpcio": set[str](), "protobuf": set[str]()}
+    for path in sorted((ROOT / "gen" / "safepoint" / "v1").glob("*.py")):
+        text = path.read_text()
+        made["protobuf"] |= set(re.findall(r"^# Protobuf Python Version: ([0-9.]+)$", text, re.MULTILINE))
+        made["grpcio"] |= set(re.findall(r"^GRPC_GENERATED_VERSION = '([0-9.]+)'$", text, re.MULTILINE))
+    for name, versions in made.items():
+        (version,) = versions
+        assert version.split(".")[:2] == floors[name].split(".")[:2], (
+            f"{name} {version}, and the floor is {floors[name]}"
+        )
+
+
+async def test_a_client_that_is_carried_into_another_event_loop_says_so(bench: Bench) -> None:  # H8
+    await bench.start_coordinator()
+    async with AsyncClient(bench.running.address) as client:
+        await client.status()
+
+        def elsewhere() -> None:
+            with pytest.raises(Refused, match="two event loops") as caught:
+                asyncio.run(client.status())
+            assert "for each loop" in caught.value.problem.advice
+
+        await asyncio.to_thread(elsewhere)
+        await client.status()
+
+
+async def test_two_loops_in_two_threads_have_clients_of_their_own_without_a_word_of_noise(bench: Bench) -> None:  # H9
+    await bench.start_coordinator()
+    script = (
+        "import asyncio, sys, threading\n"
+        "from coordinator.client import AsyncClient\n"
+        "done = []\n"
+        "async def use():\n"
+        "    async with AsyncClient(sys.argv[1]) as client:\n"
+        "        for _ in range(50):\n"
+        "            await client.status()\n"
+        "    done.append(1)\n"
+        "threads = [threading.Thread(target=lambda: asyncio.run(use())) for _ in range(2)]\n"
+        "[t.start() for t in threads]; [t.join() for t in threads]\n"
+        "print(len(done))\n"
+    )
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, "-c", script, bench.running.address, stdout=subprocess.PIPE, stderr=subprocess.PIPE, cwd=ROOT,
+        env=os.environ | {"PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'gen'}"},
+    )  # fmt: skip
+    out, noise = await process.communicate()
+    assert (out.decode().strip(), noise.decode()) == ("2", "")
