@@ -71,7 +71,10 @@ async def _next_save(lane: Lane) -> None:
         except SafepointError as error:
             result.blame(f"snapshot {name}: {error}")
     if lane.tried and lane.case.trigger is not Trigger.TRAFFIC:
-        result.happened("published" if lane.tried in names else "not published")
+        published = lane.tried in names
+        result.happened("published" if published else "not published")
+        if lane.case.published not in (None, published):
+            result.blame("it is on the wrong side of the commit point")
     lane.last, lane.tried = saved.snapshot_id, ""
 
 

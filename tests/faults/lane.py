@@ -159,15 +159,19 @@ class Lane:
         raise TimeoutError(f"{failpoint} was not reached by {owner} within {HIT_WITHIN_S:.0f} s")
 
     async def until_dead(self, pid: int) -> None:
+        """Wait for the end of a process, one of ours or a shim, all its threads included."""
+        ours = next((p for p in self.f.processes.values() if p.pid == pid), None)
         until = time.monotonic() + 10
         while time.monotonic() < until:
-            for process in self.f.processes.values():
-                process.poll()
-            try:
-                if psutil.Process(pid).status() == psutil.STATUS_ZOMBIE:
+            if ours is not None:  # a zombie may have threads that are still ending: only `wait` knows
+                if ours.poll() is not None:
                     return
-            except psutil.NoSuchProcess:
-                return
+            else:
+                try:
+                    if psutil.Process(pid).status() == psutil.STATUS_ZOMBIE:
+                        return
+                except psutil.NoSuchProcess:
+                    return
             await asyncio.sleep(0.01)
         self.result.blame(f"pid {pid} outlives SIGKILL")
 

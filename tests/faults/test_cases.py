@@ -43,6 +43,12 @@ def test_a_case_hits_the_process_that_reaches_its_place() -> None:
             failpoints.parse(case.specification)
 
 
+def test_the_commit_point_is_tried_from_both_sides() -> None:
+    sides = Counter(case.published for case in all_cases())
+    assert sides[True] >= 8
+    assert sides[False] >= 8
+
+
 def test_names_are_unique_and_no_shim_dies_twice_in_a_row() -> None:
     cases = all_cases()
     assert not [name for name, times in Counter(case.name for case in cases).items() if times > 1]

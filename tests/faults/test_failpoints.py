@@ -6,6 +6,7 @@ import ast
 import errno
 import json
 import os
+import signal
 import subprocess
 import sys
 import timeit
@@ -155,6 +156,28 @@ def test_a_process_that_reaches_it_dies_or_waits(action: str, code: int) -> None
     script = f"from coordinator.wire import failpoints as f; f.arm(); f.reach('{PLAIN}')"
     environment = {**os.environ, failpoints.VARIABLE: f"{PLAIN}={action}", "PYTHONPATH": str(ROOT)}
     assert subprocess.run([sys.executable, "-c", script], env=environment, timeout=60, check=False).returncode == code
+
+
+def test_a_thread_that_stops_its_process_does_not_run_on() -> None:
+    script = (
+        "import os, threading; from coordinator.wire import failpoints as f; f.arm()\n"
+        f"def work():\n    f.reach('{PLAIN}'); os.write(1, b'on')\n"
+        "t = threading.Thread(target=work); t.start(); t.join()"
+    )
+    environment = {**os.environ, failpoints.VARIABLE: f"{PLAIN}=stop", "PYTHONPATH": str(ROOT)}
+    process = subprocess.Popen([sys.executable, "-c", script], env=environment, stdout=subprocess.PIPE)
+    assert process.stdout is not None
+    try:
+        _, status = os.waitpid(process.pid, os.WUNTRACED)
+        assert os.WIFSTOPPED(status)
+        os.set_blocking(process.stdout.fileno(), False)
+        assert process.stdout.read() is None, "it went on before it was stopped"
+        os.set_blocking(process.stdout.fileno(), True)
+        process.send_signal(signal.SIGCONT)
+        assert process.stdout.read() == b"on"
+    finally:
+        process.kill()
+        process.communicate()
 
 
 @pytest.mark.parametrize(("error", "reason"), [("EIO", Reason.STORAGE_FAILED), ("ENOSPC", Reason.STORAGE_FULL)])
