@@ -86,33 +86,7 @@ _AFTER_PUBLISH = frozenset({
     "snapshots.after_publish", "driver.before_resume", "driver.after_resume", "driver.before_finish",
     "disk.after_link", "operations.before_outcome", "operations.after_outcome",
 })  # fmt: skip
-_AFTER_PUBLISH_DETAIL:
-            return True
-        return False if self.failpoint in _BEFORE_PUBLISH and not lives else None
-
-    @property
-    def of_server(self) -> bool:
-        """Whether a server is hit: what it held in memory may be gone, and its rollouts may begin again."""
-        return self.process != "coordinator" and "/" not in self.process
-
-
-# On which side of the commit point a place lies. A save that is cut short before its first record is begun by the repeat
-# of its call, so the places before that are in neither.
-_BEFORE_PUBLISH = frozenset(
-    ["snapshots.before_publish", "publication.before_ledger", "publication.after_ledger", "driver.before_commit"]
-    + ["driver.after_commit", "driver.before_confirm", "driver.after_confirm", "disk.before_link"]
-)
-_AFTER_PUBLISH = frozenset(
-    [
-        "snapshots.after_publish",
-        "driver.before_resume",
-        "driver.after_resume",
-        "driver.before_finish",
-        "disk.after_link",
-    ]
-    + ["operations.before_outcome", "operations.after_outcome"]
-)
-_AFTER_PUBLISH_DETAIL = frozenset([("journal.after_append", "published"), ("journal.before_append", "outcome")])
+_AFTER_PUBLISH_DETAIL = frozenset({("journal.after_append", "published"), ("journal.before_append", "outcome")})
 
 # Faults that no failpoint makes: the storage of the fleet, its network, or a signal out of nowhere.
 FULL_ROOT = "full disk"
