@@ -5,6 +5,7 @@ it covers are made. Whoever reads it after a crash finds every operation that an
 
     <root>/coordinator/epoch-<n>          made with O_EXCL; the highest n is the coordinator that may act
     <root>/coordinator/journal-<n>.log    one entry a line: CRC-32 in hex, a space, one JSON object
+    <root>/coordinator/reserve            space that is given back when the disk is full, so that what has begun can end
 
 A start reads the newest journal, and writes a new one that holds what still matters: entries of operations that have
 not ended, and the last `KEPT_OUTCOMES` outcomes. A last line that is torn was never acknowledged and is dropped; any
@@ -19,11 +20,12 @@ import json
 import logging
 import os
 import re
+import secrets
 import zlib
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Final, cast
+from typing import Any, Final, TypeVar, cast
 
 from coordinator.wire import failpoints
 from coordinator.wire.beneath import Directory, storage_error
@@ -31,6 +33,7 @@ from coordinator.wire.errors import Reason, SafepointError, refuse
 from coordinator.wire.ids import OperationId
 
 log = logging.getLogger(__name__)
+ResultT = TypeVar("ResultT")
 
 KEPT_OUTCOMES: Final = 1000
 MEMBERS: Final = "members"  # an entry of no operation: by name, who takes part, None for one that is gone for good
@@ -39,6 +42,10 @@ MAX_ENTRY_BYTES: Final = 32 << 20  # a topology of some 10,000 participants
 _EPOCH: Final = re.compile(r"epoch-([0-9]{1,18})")
 _JOURNAL: Final = re.compile(r"journal-([0-9]{1,18})\.log")
 _KEPT_EPOCH_FILES: Final = 8
+_RESERVE: Final = "reserve"
+_RESERVE_BYTES: Final = 256 << 10
+# What may not spend the reserve: with it gone a full disk could not end what they begin.
+_BEGINNINGS: Final = frozenset({"begun", MEMBERS})
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,10 +98,14 @@ class Journal:
         self._size = 0
         self._number = 0  # of the file in use
         self._broken = ""
-        self.epoch = _raise_epoch(directory)
+        self.epoch = self._with_reserve(lambda: _raise_epoch(directory))
         newest = max(_numbers(directory, _JOURNAL), default=0)
         self.contents = _read(directory, f"journal-{newest}.log") if newest else Contents()
-        self._start_file(newest + 1)
+        self._with_reserve(lambda: self._start_file(newest + 1))
+        try:
+            self._keep_reserve()
+        except SafepointError as error:
+            log.warning("no save can begin: %s", error)
 
     def append(self, entry: Entry) -> None:
         """Make an entry durable. Raises STORAGE_FULL or STORAGE_FAILED; then it is not there, not even after a crash.
@@ -107,6 +118,17 @@ class Journal:
         line = _line(entry)
         if len(line) > MAX_ENTRY_BYTES:
             raise refuse(Reason.LIMIT_EXCEEDED, f"A journal entry is larger than {MAX_ENTRY_BYTES} bytes.")
+        if entry.kind in _BEGINNINGS:
+            if entry.kind == "begun":
+                self._keep_reserve()
+            self._write(entry, line)
+        else:
+            self._with_reserve(lambda: self._write(entry, line))
+        self.contents.add(entry)
+        if self._size > ROTATE_BYTES and not self.contents.open:
+            self._rotate()
+
+    def _write(self, entry: Entry, line: bytes) -> None:
         try:
             failpoints.reach("journal.before_append", entry.kind)
             _write_all(self._file, line)
@@ -121,9 +143,35 @@ class Journal:
             raise storage_error(error, "fsync of the journal") from error
         failpoints.reach("journal.after_append", entry.kind)
         self._size += len(line)
-        self.contents.add(entry)
-        if self._size > ROTATE_BYTES and not self.contents.open:
-            self._rotate()
+
+    def spend_reserve(self) -> bool:
+        """Give back the space that was kept for this. False when there was none, or the disk does not let go of it."""
+        try:
+            if not self._directory.has(_RESERVE):
+                return False
+            self._directory.remove_file(_RESERVE)
+            self._directory.sync()
+        except (OSError, SafepointError):
+            return False
+        log.warning("the disk is full: the reserve is spent on ending what has begun")
+        return True
+
+    def _with_reserve(self, work: Callable[[], ResultT]) -> ResultT:
+        """Do it; when the disk is full, once more with the reserve."""
+        try:
+            return work()
+        except SafepointError as error:
+            if error.reason is not Reason.STORAGE_FULL or self._broken or not self.spend_reserve():
+                raise
+        return work()
+
+    def _keep_reserve(self) -> None:
+        """Have the reserve. Raises STORAGE_FULL: then nothing may begin that could not be ended."""
+        if not self._directory.has(_RESERVE):
+            try:
+                self._directory.write_new(_RESERVE, secrets.token_bytes(_RESERVE_BYTES))
+            except FileExistsError:
+                pass  # a coordinator that starts beside us was faster
 
     @property
     def broken(self) -> str:

@@ -11,8 +11,9 @@ were digested as they were written, and are compared when they are verified or r
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from typing import Final
 
 from safepoint.v1 import manifest_pb2
 
@@ -25,9 +26,12 @@ from coordinator.snapshots import SnapshotStore
 from coordinator.wire import failpoints
 from coordinator.wire.beneath import Directory
 from coordinator.wire.errors import Problem, Reason, Refused, refuse
-from coordinator.wire.ids import ParticipantId
-from coordinator.wire.manifest_file import FORMAT_VERSION
+from coordinator.wire.ids import ParticipantId, SnapshotId
+from coordinator.wire.manifest_file import FORMAT_VERSION, MANIFEST_NAME
 from coordinator.wire.terms import Phase
+
+SEEN_WITHIN_S: Final = 3.0
+LOOK_EVERY_S: Final = 0.1
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,8 +55,15 @@ class Publication:
 class Publisher:
     """Writes the snapshots of one coordinator."""
 
-    def __init__(self, store: SnapshotStore, epoch: int, wall_clock_ns: Callable[[], int] = time.time_ns) -> None:
+    def __init__(
+        self,
+        store: SnapshotStore,
+        epoch: int,
+        wall_clock_ns: Callable[[], int] = time.time_ns,
+        sleep: Callable[[float], None] = time.sleep,
+    ) -> None:
         self._store = store
+        self._sleep = sleep
         self._epoch = epoch
         self._wall_clock_ns = wall_clock_ns
         self._last_ns = 0
@@ -67,6 +78,7 @@ class Publisher:
         snapshot_id = cut.operation.snapshot_id
         by_name = {p.participant_id: p for p in cut.topology.participants}
         failpoints.reach("publication.before_ledger")
+        self._until_seen(snapshot_id, cut.committed)
         with self._store.open(snapshot_id) as directory:
             merged = ledger_merge.merge(
                 [
@@ -95,6 +107,28 @@ class Publisher:
         manifest.create_time.FromNanoseconds(self._next_ns())
         self._store.publish(manifest, still_valid)
         return Publication(manifest, merged.orphans)
+
+    def _until_seen(self, snapshot_id: SnapshotId, names: Iterable[ParticipantId]) -> None:
+        """Wait, a little, for the parts that were committed on other machines: a network file system shows them late.
+
+        What is missing after that is said by whoever reads it; what is there is decided by its digest.
+        """
+        left_s = SEEN_WITHIN_S
+        for name in names:
+            while not self._is_seen(snapshot_id, name) and left_s > 0:
+                self._sleep(LOOK_EVERY_S)
+                left_s -= LOOK_EVERY_S
+
+    def _is_seen(self, snapshot_id: SnapshotId, name: ParticipantId) -> bool:
+        # Opened anew and listed: names that are not there are cached longer than what a directory holds.
+        with self._store.open(snapshot_id) as directory:
+            if name not in directory.names():
+                return False
+            try:
+                with directory.child(name) as part:
+                    return MANIFEST_NAME in part.names()
+            except FileNotFoundError:
+                return False
 
     def _next_ns(self) -> int:
         # Ascends within an epoch, so that "newest" survives a wall clock that is set back.

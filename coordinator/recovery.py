@@ -129,8 +129,17 @@ async def _drive(operations: Operations, records: list[core.Record], begun: Entr
 
 async def _settle_on_disk(operations: Operations, snapshot_id: SnapshotId) -> None:
     """Publish or abort is decided by who makes the manifest's name: the coordinator before us may be alive after all."""
+
+    def take_the_name() -> None:
+        try:
+            operations.store.void(snapshot_id)
+        except SafepointError as error:
+            if error.reason is not Reason.STORAGE_FULL or not operations.journal.spend_reserve():
+                raise
+            operations.store.void(snapshot_id)
+
     try:
-        await asyncio.to_thread(operations.store.void, snapshot_id)
+        await asyncio.to_thread(take_the_name)
     except SafepointError as error:  # aborting needs no disk; only one that lives and has a better one could contradict
         log.warning("%s is given up without a mark on the disk: %s", snapshot_id, error)
 

@@ -15,6 +15,7 @@ import json
 import os
 import secrets
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Final, cast
 
 from safepoint.v1 import manifest_pb2
@@ -27,6 +28,7 @@ from coordinator.wire.ids import SnapshotId, is_wire_id
 from coordinator.wire.manifest_file import MANIFEST_NAME, VOID, is_void, write_snapshot_manifest
 
 _OWNER: Final = "owner.json"
+_PROBE: Final = ".probe-"
 
 
 class SnapshotStore(SnapshotReader):
@@ -44,6 +46,7 @@ class SnapshotStore(SnapshotReader):
             raise storage_error(error, f"making {self.root}") from error
         with Directory.open(self.root) as top:
             _claim(top, job_id)
+            _probe(top)
             top.ensure_child(SNAPSHOTS).close()
 
     def directory(self, name: str) -> Directory:
@@ -165,10 +168,46 @@ class SnapshotStore(SnapshotReader):
                 pass
 
 
+def _probe(top: Directory) -> None:
+    """Try what publishing and pruning rest on, where it would matter: one name made once, never over another; a rename.
+
+    Found at the start and not at the first save. Raises STORAGE_FAILED; a full disk is no answer, and let pass: a coordinator
+    that starts on one may have to abort.
+    """
+    for name in top.names():
+        if name.startswith(_PROBE):
+            with suppress(FileNotFoundError, SafepointError):
+                top.remove_child(name)
+    name, made = _PROBE + secrets.token_hex(4), False
+    try:
+        with top.make_child(name) as folder:
+            made = True
+            folder.write_new("once", b"1")
+            try:
+                folder.write_new("once", b"2")
+            except FileExistsError:
+                pass
+            if folder.read("once", 1) != b"1":
+                raise refuse(Reason.STORAGE_FAILED, "A second writer replaced the file of the first.")
+        top.rename_child(name, f"{name}-b")
+        top.remove_child(f"{name}-b")
+    except (SafepointError, FileNotFoundError) as error:
+        if made and not top.has(name) and not top.has(f"{name}-b"):
+            return  # another start took ours for what a crash had left
+        if isinstance(error, SafepointError) and error.reason is Reason.STORAGE_FULL:
+            return
+        raise refuse(
+            Reason.STORAGE_FAILED,
+            f"The snapshot root {top.path} cannot hold snapshots: {error}",
+            next_step="Use a directory of a local disk, NFS or another POSIX file system with hard links.",
+        ) from error
+
+
 def _claim(top: Directory, job_id: str) -> None:
     try:
-        top.write_new(_OWNER, json.dumps({"job_id": job_id}).encode() + b"\n")
-        return
+        if not top.has(_OWNER):  # a full disk could not even try
+            top.write_new(_OWNER, json.dumps({"job_id": job_id}).encode() + b"\n")
+            return
     except FileExistsError:
         pass
     try:

@@ -10,17 +10,18 @@ The root is configured and never comes from the wire. Everything here blocks: th
 
 from __future__ import annotations
 
+import asyncio
 import os
-from collections.abc import Iterable
+from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final
+from typing import Final, TypeVar
 
 from safepoint.v1 import capabilities_pb2, manifest_pb2
 
 from coordinator.wire import failpoints
 from coordinator.wire.beneath import Directory, segments, storage_error
-from coordinator.wire.errors import Reason, refuse
+from coordinator.wire.errors import Reason, SafepointError, refuse
 from coordinator.wire.manifest_file import (
     MANIFEST_NAME,
     read_participant_manifest,
@@ -30,6 +31,10 @@ from coordinator.wire.manifest_file import (
 from participant_shims.adapter import WrittenFile
 
 SNAPSHOTS: Final = "snapshots"
+SEEN_WITHIN_S: Final = 3.0
+LOOK_EVERY_S: Final = 0.1
+
+ResultT = TypeVar("ResultT")
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +43,23 @@ class VerifiedPart:
 
     manifest: manifest_pb2.ParticipantManifest
     directory: Path
+
+
+async def until_seen(look: Callable[[], Awaitable[ResultT]]) -> ResultT:
+    """What `look` finds. Looked for again while it raises SNAPSHOT_NOT_FOUND, for SEEN_WITHIN_S.
+
+    On a network file system a directory that another machine has just made is seen here only when the cache of names has
+    run out. What is found then is checked by its digest, so a stale view can delay and never mislead.
+    """
+    waited_s = 0.0
+    while True:
+        try:
+            return await look()
+        except SafepointError as error:
+            if error.reason is not Reason.SNAPSHOT_NOT_FOUND or waited_s >= SEEN_WITHIN_S:
+                raise
+        await asyncio.sleep(LOOK_EVERY_S)
+        waited_s += LOOK_EVERY_S
 
 
 class Exports:

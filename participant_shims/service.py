@@ -28,7 +28,7 @@ from coordinator.wire.rpc import time_budget
 from coordinator.wire.terms import ParticipantState, Phase, QuiesceMode, Role
 from participant_shims import messages
 from participant_shims.adapter import Adapter, Drain, Exported, Loaded, Opened, Progress
-from participant_shims.export import Exports, VerifiedPart
+from participant_shims.export import Exports, VerifiedPart, until_seen
 from participant_shims.fence import Accept, Join, Refuse, Replay, Rpc
 from participant_shims.operations import Clock, Operations
 from participant_shims.running import Running
@@ -156,7 +156,8 @@ class ParticipantService(participant_service_pb2_grpc.ParticipantServicer):
         await operations.check_freeze(closed.generation)
         running.progress(pb.CommitEvent(export_progress=pb.ExportProgress()))
         self._snapshots[operation_id] = snapshot_id
-        directory = await operations.on_disk(partial(exports.begin, snapshot_id, operation_id))
+        begin = partial(exports.begin, snapshot_id, operation_id)
+        directory = await until_seen(partial(operations.on_disk, begin))
         try:
             failpoints.reach("shim.before_export")
             exported = Exported()
@@ -227,10 +228,9 @@ class ParticipantService(participant_service_pb2_grpc.ParticipantServicer):
         if request.manifest_sha256:
             failpoints.reach("shim.before_verify")
             source = request.source_participant_id or operations.participant_id
-            part = await operations.on_disk(
-                partial(self.exports.verify, request.snapshot_id, source, request.manifest_sha256,
-                        messages.capabilities(description))
-            )  # fmt: skip
+            verify = partial(self.exports.verify, request.snapshot_id, source, request.manifest_sha256,
+                             messages.capabilities(description))  # fmt: skip
+            part = await until_seen(partial(operations.on_disk, verify))
         await operations.settle_opening()
         await operations.settle_unloading()
         mode = messages.quiesce_mode(0, description.quiesce_modes)

@@ -155,7 +155,9 @@ class Directory:
         return total
 
     def walk(self, limit: int) -> Iterator[str]:
-        """Paths of everything below that is no directory, sorted within each; links are named, never followed.
+        """Paths of everything below, sorted within each directory; links are named, never followed.
+
+        Of directories only empty ones are named, with a slash at the end.
 
         Stops after `limit` paths, so that a huge tree costs no more than a large one.
         """
@@ -169,6 +171,9 @@ class Directory:
             path = prefix + name
             if self.is_directory(name) and depth < MAX_DEPTH and _SEGMENT.fullmatch(name):
                 with self._descend((name,), path) as below:
+                    if not below.names():
+                        left[0] -= 1
+                        yield path + "/"
                     yield from below._walk(path + "/", depth + 1, left)
             else:
                 left[0] -= 1

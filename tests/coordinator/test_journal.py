@@ -114,6 +114,76 @@ def test_a_full_disk_leaves_no_torn_line_behind(tmp_path: Path, monkeypatch: pyt
     again.close()
 
 
+class SmallDisk:
+    """A disk on which only what the reserve gives back can be written."""
+
+    def __init__(self, folder: Path, patch: pytest.MonkeyPatch) -> None:
+        self.reserve = folder / "reserve"
+        real, real_new = journal_module._write_all, Directory.write_new
+
+        def check() -> None:
+            if self.reserve.exists():
+                raise OSError(errno.ENOSPC, "full")
+
+        def write_all(fd: int, data: bytes) -> None:
+            check()
+            real(fd, data)
+
+        def write_new(directory: Directory, name: str, data: Any) -> Any:
+            if name == "reserve":
+                raise storage_error(OSError(errno.ENOSPC, "full"), "writing reserve")
+            try:
+                check()
+            except OSError as error:
+                raise storage_error(error, f"writing {name}") from error
+            return real_new(directory, name, data)
+
+        patch.setattr(journal_module, "_write_all", write_all)
+        patch.setattr(Directory, "write_new", write_new)
+
+
+def test_on_a_full_disk_what_has_begun_ends_with_the_reserve_and_nothing_new_begins(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    journal = opened(tmp_path)
+    journal.append(entry("save-1", "begun"))
+    assert (tmp_path / "reserve").stat().st_size >= 64 << 10
+    with monkeypatch.context() as patch:
+        SmallDisk(tmp_path, patch)
+        with pytest.raises(SafepointError) as caught:
+            journal.append(entry("save-2", "begun"))
+        assert caught.value.reason is Reason.STORAGE_FULL
+        assert (tmp_path / "reserve").exists(), "a beginning must not spend it"
+        journal.append(entry("save-1", "aborting"))
+        assert not (tmp_path / "reserve").exists()
+        journal.append(entry("save-1", "outcome"))
+        with pytest.raises(SafepointError) as caught:
+            journal.append(entry("save-3", "begun"))
+        assert caught.value.reason is Reason.STORAGE_FULL, "there is room for it, and none to end it"
+    journal.append(entry("save-4", "begun"))
+    assert (tmp_path / "reserve").exists(), "there is space again"
+    journal.close()
+    again = opened(tmp_path)
+    assert list(again.contents.open) == ["save-4"]
+    assert list(again.contents.outcomes) == ["save-1"]
+    again.close()
+
+
+def test_a_coordinator_starts_on_a_full_disk_so_that_it_can_abort(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    journal = opened(tmp_path)
+    journal.append(entry("save-1", "begun"))
+    journal.close()
+    with monkeypatch.context() as patch:
+        SmallDisk(tmp_path, patch)
+        again = opened(tmp_path)
+        assert list(again.contents.open) == ["save-1"]
+        again.append(entry("save-1", "outcome"))
+        assert not again.spend_reserve(), "there is none left"
+        again.close()
+
+
 def test_after_a_failed_fsync_nothing_more_is_acknowledged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     journal = opened(tmp_path)
 

@@ -24,7 +24,7 @@ STATES = [state for state in RolloutState if state]
 
 
 def participant(name: str, role: Role, mode: CheckpointMode = CheckpointMode.EXPORT_RESTORE) -> Participant:
-    return Participant(ParticipantId(name), role, "gym", mode, IncarnationId("i"), "a:1", "a sandbox")
+    return Participant(ParticipantId(name), role, "gym", mode, IncarnationId("i"), "a:1")
 
 
 EVERYBODY = (
@@ -50,6 +50,10 @@ a_line = st.builds(
     waiting_on=texts,
     input_sha256=st.sampled_from(["", "ab" * 32, "cd" * 32]),
 )  # fmt: skip
+
+
+def by_id(line: Line) -> str:
+    return line.rollout_id
 
 
 def own(line: Line, who: Participant) -> Line:
@@ -103,7 +107,7 @@ def outcome(merge: Callable[[], object]) -> object:
 def test_the_bytes_are_those_of_the_lines_merged_one_by_one(data: st.DataObject, block: int, end: bool) -> None:
     files: list[tuple[Participant, bytes]] = []
     for who in EVERYBODY:
-        unique = (lambda line: line.rollout_id) if data.draw(st.integers(0, 9)) else None
+        unique = by_id if data.draw(st.integers(0, 9)) else None
         lines = data.draw(st.lists(a_line, max_size=8, unique_by=unique))
         ours = data.draw(st.booleans())
         form = st.sampled_from([0, 0, 0, 1, 2, 3])

@@ -280,7 +280,10 @@ def test_any_damage_is_refused_with_a_reason_and_without_a_change(
     raw = victim.read_bytes()
     damage = data.draw(
         st.sampled_from(
-            ["truncate", "flip", "insert", "remove", "empty", "swap", "link", "hardlink", "fifo", "directory"]
+            [
+                *("truncate", "flip", "insert", "append", "remove", "rename", "empty", "swap", "exchange"),
+                *("link", "hardlink", "fifo", "directory"),
+            ]
         )
     )
     at = data.draw(st.integers(0, len(raw) - 1))
@@ -290,6 +293,14 @@ def test_any_damage_is_refused_with_a_reason_and_without_a_change(
         victim.write_bytes(raw[:at] + bytes([raw[at] ^ data.draw(st.integers(1, 255))]) + raw[at + 1 :])
     elif damage == "insert":
         victim.write_bytes(raw[:at] + data.draw(st.binary(min_size=1, max_size=20)) + raw[at:])
+    elif damage == "append":
+        victim.write_bytes(raw + data.draw(st.binary(min_size=1, max_size=20)))
+    elif damage == "rename":
+        victim.rename(victim.with_name(data.draw(st.sampled_from(["a", "ledger.jsonl2", "Manifest.json", ".x"]))))
+    elif damage == "exchange":
+        other = data.draw(st.sampled_from([f for f in files if f.read_bytes() != raw]))
+        victim.write_bytes(other.read_bytes())
+        other.write_bytes(raw)
     elif damage == "swap":
         other = data.draw(st.sampled_from([f for f in files if f.read_bytes() != raw]))
         victim.write_bytes(other.read_bytes())
@@ -312,3 +323,39 @@ def test_any_damage_is_refused_with_a_reason_and_without_a_change(
     damaged.list()
     pruning.prune(damaged, Retention(1), dry_run=True)
     assert contents(root) == before
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(data=st.data())
+def test_whatever_is_added_is_named_and_changes_nothing_of_what_is_verified(
+    pristine: Path, tmp_path: Path, data: st.DataObject
+) -> None:
+    root = tmp_path / "copy"
+    shutil.rmtree(root, ignore_errors=True)
+    shutil.copytree(pristine, root)
+    folder = root / "snapshots" / "step-1"
+    before = SnapshotStore(root, "job-1").verify("step-1")
+    where = data.draw(st.sampled_from(["", "agent/", "agent/below/", "judge/"]))
+    name = data.draw(st.sampled_from(["extra", ".hidden", "manifest.json~", "state.bin.1", "a b", "\u00fc"]))
+    kind = data.draw(st.sampled_from(["file", "directory", "link", "dangling", "fifo", "second name", "copy"]))
+    added = folder / where / name
+    added.parent.mkdir(exist_ok=True)
+    if kind == "file":
+        added.write_bytes(data.draw(st.binary(max_size=10)))
+    elif kind == "directory":
+        added.mkdir()
+    elif kind in ("link", "dangling"):
+        added.symlink_to("/etc/passwd" if kind == "link" else "nowhere")
+    elif kind == "fifo":
+        os.mkfifo(added)
+    elif kind == "copy":
+        shutil.copytree(folder / "agent", added, ignore=shutil.ignore_patterns("below"))
+    else:
+        other = tmp_path / "foreign"
+        other.write_bytes(b"foreign")
+        os.link(other, added)
+    found = SnapshotStore(root, "job-1").verify("step-1")
+    assert (found.files, found.size_bytes, found.manifest) == (before.files, before.size_bytes, before.manifest)
+    assert found.unlisted
+    told = where + name
+    assert any(each == told or each.startswith(f"{told}/") or told.startswith(f"{each}/") for each in found.unlisted)
