@@ -53,6 +53,7 @@ log = logging.getLogger(__name__)
 
 QUIET_S: Final = 0.1  # no byte for so long, and nothing is on its way any more
 QUIET_WITHIN_S: Final = 3.0
+PATIENT_S: Final = 5.0  # on a machine that is busy, an API server takes a second to say whether it is paused
 READS: Final = 4  # turns of the event loop from the arrival of a byte to its record
 ABORT_WITHIN_S: Final = 5.0
 DIGEST_S: Final = 120.0
@@ -193,6 +194,14 @@ class VllmAdapter:
             async for drain in self._quiesce(mode, exclude_after_s, aborted):
                 yield drain
             await looking
+        except SafepointError as error:
+            if error.reason is not Reason.UNAVAILABLE:
+                raise
+            # It was waited for: asking again shortly would only wait once more, with everybody paused.
+            raise refuse(
+                Reason.DECLINED, error.problem.message,
+                next_step=f"See whether vLLM at {self.target} lives, by its log; then save again.",
+            ) from error  # fmt: skip
         finally:
             looking.cancel()
             await asyncio.gather(looking, return_exceptions=True)
@@ -231,7 +240,7 @@ class VllmAdapter:
         if self.front.spoke_at > self._frozen_at:
             return Stillness(generation, f"{self._options.participant_id} generated after it was frozen.")
         try:
-            if not await self.front.is_paused():
+            if not await self.front.is_paused(PATIENT_S):
                 return Stillness(generation, f"Somebody has resumed vLLM at {self.target}, or it was restarted.")
         except SafepointError as error:
             return Stillness(generation, error.problem.message)
@@ -272,7 +281,7 @@ class VllmAdapter:
     async def _pause(self, mode: str) -> None:
         """Raises UNAVAILABLE, ABORTED; LEASE_LAPSED when the doors opened meanwhile."""
         self._check_closed()
-        if not self._ours and await self.front.is_paused():
+        if not self._ours and await self.front.is_paused(PATIENT_S):
             log.warning("vLLM at %s is paused already, by somebody else; it stays so when we open", self.target)
             return
         self._ours = True
@@ -445,7 +454,7 @@ class VllmAdapter:
         Asks whether it is paused, which it must answer at once, and when it is not, for one token.
         """
         try:
-            if await self.front.is_paused() or self._engine is None:
+            if await self.front.is_paused(PATIENT_S) or self._engine is None:
                 return ""
         except SafepointError as error:
             return error.problem.message

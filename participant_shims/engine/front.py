@@ -59,8 +59,8 @@ class Front(Protocol):
         """End the requests to which the engine has nothing more to say; their ids."""
         ...
 
-    async def is_paused(self) -> bool:
-        """What the engine itself says. Raises UNAVAILABLE."""
+    async def is_paused(self, timeout_s: float) -> bool:
+        """What the engine itself says. Raises UNAVAILABLE when it says nothing within `timeout_s` seconds."""
         ...
 
     async def pause(self, mode: str) -> None:
@@ -133,8 +133,8 @@ class HttpFront:
     def end_all(self) -> list[str]:
         return self.proxy.end_all()
 
-    async def is_paused(self) -> bool:
-        return await self.control.is_paused()
+    async def is_paused(self, timeout_s: float) -> bool:
+        return await self.control.is_paused(timeout_s)
 
     async def pause(self, mode: str) -> None:
         await self.control.pause(mode)

@@ -1,14 +1,15 @@
 """A server behind each adapter, as the contract suite needs it: work that starts, runs, and ends when it is told to.
 
 `FakeBench` is the fake of the service tests; `ProxyBench` a real server behind the real proxy; `GymBench` real gates
-(doors, call log, control thread) that dial in over the life's socket, without a Gym server around them.
+(doors, call log, control thread) that dial in over the life's socket, without a Gym server around them; `VllmBench` a
+scripted engine, over HTTP and in this process.
 """
 
 from __future__ import annotations
 
 import asyncio
 import tempfile
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any, Protocol
@@ -19,6 +20,7 @@ from coordinator.wire.terms import Role
 from participant_shims.adapter import Adapter
 from participant_shims.adapters.gym import GymAdapter
 from participant_shims.adapters.proxy import ProxyAdapter, ProxyOptions
+from participant_shims.adapters.vllm import VllmAdapter, VllmOptions
 from participant_shims.admission import Entry
 from participant_shims.gate.calllog import CallLog
 from participant_shims.gate.control import Control
@@ -27,11 +29,17 @@ from participant_shims.gate.describe import Server
 from participant_shims.identity import CallIdentity
 from tests.shims.proxy_server import Reached, running_server
 from tests.shims.shim_fakes import FakeAdapter, rollout, until
+from tests.vllm.held_fake import FakeLLM, Params, held
+from tests.vllm.real_engine import Caller
+from tests.vllm.scripted_engine import Scripted, scripted
+from tests.vllm.test_control import ASK
 
 
 class Bench(Protocol):
     adapter: Adapter
+    role: Role
     lapses: bool  # whether its gates keep a lease of their own
+    freezes: bool  # whether running work stops in the middle and goes on later
     changes: int
 
     async def work(self, rollout_id: str) -> None:
@@ -45,6 +53,8 @@ class Bench(Protocol):
 
 class FakeBench:
     lapses = False
+    freezes = False
+    role = Role.RESOURCES
 
     def __init__(self) -> None:
         self.adapter: Any = FakeAdapter(parked=0, held=0)
@@ -66,6 +76,8 @@ class FakeBench:
 
 class ProxyBench:
     lapses = True
+    freezes = False
+    role = Role.RESOURCES
 
     def __init__(self, server: Reached, http: aiohttp.ClientSession) -> None:
         self.adapter: Any = ProxyAdapter(
@@ -96,10 +108,12 @@ class ProxyBench:
 
 class GymBench:
     lapses = True
+    freezes = False
 
     def __init__(self, life: Path, kind: str = "gym.resources", workers: int = 2, role: str = "resources") -> None:
         self.life = life
-        self.kind, self.workers, self.role = kind, workers, role
+        self.kind, self.workers, self.role_name = kind, workers, role
+        self.role = Role.RESOURCES if role == "resources" else Role.AGENT
         self.adapter: Any = GymAdapter(life, "counter")
         self.changes = 0
         self.gates: list[Gate] = []
@@ -110,7 +124,7 @@ class GymBench:
         self.changes += 1
 
     async def add_worker(self) -> None:
-        server = Server("counter", self.kind, self.role, self.workers)
+        server = Server("counter", self.kind, self.role_name, self.workers)
         gate = Gate(server, CallLog(self.life / "calls.db"), worker_id=f"worker-{len(self.gates)}")
         control = Control(gate, self.life / "gate.sock")
         await gate.start()
@@ -178,4 +192,70 @@ async def gym_bench(path: Path, **more: Any) -> AsyncIterator[GymBench]:
     await bench.adapter.stop()
 
 
-BENCHES: dict[str, Any] = {"fake": fake_bench, "proxy": proxy_bench, "gym": gym_bench}
+class VllmBench:
+    """A scripted engine: behind the proxy, or in this process."""
+
+    role, lapses, freezes = Role.ENGINE, True, True
+
+    def __init__(self, adapter: VllmAdapter, engine: Scripted | FakeLLM, ask: Callable[[str], Any]) -> None:
+        self.adapter: Any = adapter
+        self.engine, self.ask = engine, ask
+        self.changes = 0
+        self.calls: dict[str, asyncio.Task[Any]] = {}
+
+    def changed(self) -> None:
+        self.changes += 1
+
+    async def work(self, rollout_id: str) -> None:
+        before, running = self.adapter.doors.counts(), len(self.engine.running)
+        self.calls[rollout_id] = asyncio.create_task(self.ask(rollout_id))
+        await until(lambda: self.adapter.doors.counts() != before)
+        if not self.adapter.doors.closed:
+            await until(lambda: len(self.engine.running) > running)
+
+    async def end(self, rollout_id: str) -> None:
+        await until(lambda: not self.engine.paused)
+        while not self.calls[rollout_id].done():
+            self.engine.step(8)
+            await asyncio.sleep(0.01)
+
+
+@asynccontextmanager
+async def vllm_bench(path: Path) -> AsyncIterator[VllmBench]:
+    life = Path(tempfile.mkdtemp(prefix="life-", dir=path))
+    async with scripted() as engine, aiohttp.ClientSession() as http:
+        adapter = VllmAdapter(VllmOptions("engine", "127.0.0.1:0", engine.target, life))
+
+        async def ask(rollout_id: str) -> None:
+            await Caller(http, adapter.proxy.address).whole(ASK, CallIdentity(rollout_id, 0, "0.1").headers())
+
+        bench = VllmBench(adapter, engine, ask)
+        await adapter.start(bench.changed)
+        await adapter.describe()
+        yield bench
+        await adapter.stop()
+        await asyncio.gather(*bench.calls.values(), return_exceptions=True)
+
+
+@asynccontextmanager
+async def held_bench(path: Path) -> AsyncIterator[VllmBench]:
+    life = Path(tempfile.mkdtemp(prefix="life-", dir=path))
+    llm = FakeLLM()
+    async with held(llm, life) as (adapter, front):
+
+        async def ask(rollout_id: str) -> None:
+            caller = CallIdentity(rollout_id, 0, "0.1")
+            async for _ in front.generate([1, 2, 3], Params(temperature=0.0, max_tokens=8), rollout_id, caller=caller):
+                pass
+
+        bench = VllmBench(adapter, llm, ask)
+        adapter._changed = bench.changed
+        yield bench
+        for task in bench.calls.values():
+            task.cancel()
+        await asyncio.gather(*bench.calls.values(), return_exceptions=True)
+
+
+BENCHES: dict[str, Any] = {
+    "fake": fake_bench, "proxy": proxy_bench, "gym": gym_bench, "vllm": vllm_bench, "vllm held": held_bench,
+}  # fmt: skip

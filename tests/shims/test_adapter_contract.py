@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from coordinator.wire.ids import is_wire_id
-from coordinator.wire.terms import CheckpointMode, QuiesceMode, Role, RolloutState
+from coordinator.wire.terms import CheckpointMode, QuiesceMode, RolloutState
 from participant_shims.adapter import Drain, Exported, Loaded, Progress
 from tests.shims.benches import BENCHES, Bench
 from tests.shims.shim_fakes import until
@@ -40,7 +40,7 @@ async def quiesce(bench: Bench, mode: QuiesceMode = QuiesceMode.HOLD, after_s: f
 async def test_it_describes_itself(bench: Bench) -> None:
     what = await bench.adapter.describe()
     assert is_wire_id(what.participant_id)
-    assert what.role is Role.RESOURCES
+    assert what.role is bench.role
     assert what.kind
     assert what.state_schema
     assert what.checkpoint_mode is not CheckpointMode.UNSPECIFIED
@@ -85,8 +85,12 @@ async def test_stragglers_are_excluded_after_the_grace(bench: Bench) -> None:
     begun = time.monotonic()
     drains = await quiesce(bench, after_s=0.3)
     assert time.monotonic() - begun < 2
-    assert [r.rollout_id for r in drains[-1].excluded] == ["r-1"]
-    assert (await bench.adapter.still()).activity == ""  # it was given up: it may move
+    if bench.freezes:
+        assert drains[-1].excluded == ()  # nobody has to be given up where work stops in the middle
+        assert drains[-1].counts.held == 1
+    else:
+        assert [r.rollout_id for r in drains[-1].excluded] == ["r-1"]
+    assert (await bench.adapter.still()).activity == ""  # what was given up may move
     await bench.adapter.open()
     await bench.end("r-1")
 

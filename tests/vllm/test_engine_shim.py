@@ -15,6 +15,7 @@ from typing import Any
 
 import aiohttp
 import pytest
+from grpc import aio
 from safepoint.v1 import coordinator_service_pb2 as pb
 from safepoint.v1 import coordinator_service_pb2_grpc, participant_service_pb2_grpc
 from safepoint.v1 import participant_service_pb2 as participant
@@ -45,11 +46,11 @@ def _no_environment(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @asynccontextmanager
-async def beside(engine: Scripted, path: Path) -> AsyncIterator[tuple[Shim, VllmAdapter, Caller]]:
-    life = path / "life"
+async def beside(engine: Scripted, path: Path, name: str = "engine") -> AsyncIterator[tuple[Shim, VllmAdapter, Caller]]:
+    life = path / f"life-{name}"
     life.mkdir(mode=0o700, exist_ok=True)
-    adapter = VllmAdapter(VllmOptions("engine", "127.0.0.1:0", engine.target, life))
-    options = ShimOptions(life, "engine", f"file:{path}/root/coordinator/address.json", path / "root", bind="unix")
+    adapter = VllmAdapter(VllmOptions(name, "127.0.0.1:0", engine.target, life))
+    options = ShimOptions(life, name, f"file:{path}/root/coordinator/address.json", path / "root", bind="unix")
     async with Shim(options, adapter) as shim, aiohttp.ClientSession() as http:
         yield shim, adapter, Caller(http, adapter.proxy.address)
 
@@ -111,6 +112,29 @@ async def test_a_generation_in_flight_is_saved_and_goes_on_after_everything_died
         assert said.label == "exact; kept=5"
         stale, answer = await caller.post("/v1/completions", question, CallIdentity("r-1", 0, "0.1").headers())
         assert (stale, answer["error"]["reason"]) == (409, "STALE_ATTEMPT")
+
+
+async def test_an_engine_that_hangs_is_named_at_once_and_the_others_go_on(
+    short_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("participant_shims.adapters.vllm.PATIENT_S", 0.3)
+    async with (
+        scripted() as well, scripted() as hung, beside(well, short_path, "engine-0") as (one, first, _),
+        beside(hung, short_path, "engine-1") as (other, second, _), coordinating(short_path) as (core, stub),
+    ):  # fmt: skip
+        await registered(one, core)
+        await registered(other, core)
+        hung.deaf = True
+        begun = asyncio.get_running_loop().time()
+        with pytest.raises(aio.AioRpcError) as failed:
+            await collect(stub.Save(pb.SaveRequest(operation_id="s-1", snapshot_id="snap-1"), timeout=30))
+        assert asyncio.get_running_loop().time() - begun < 10
+        assert "engine-1" in str(failed.value.details())
+        assert "/is_paused" in str(failed.value.details())
+        await until(lambda: not well.paused and not first.doors.closed and not second.doors.closed)
+        hung.deaf = False
+        events = await collect(stub.Save(pb.SaveRequest(operation_id="s-2", snapshot_id="snap-2"), timeout=30))
+        assert any(event.HasField("saved") for event in events)
 
 
 async def test_a_shim_that_is_killed_while_it_froze_is_followed_by_one_that_resumes(short_path: Path) -> None:
