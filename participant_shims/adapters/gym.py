@@ -14,8 +14,8 @@ import asyncio
 import logging
 import math
 from collections.abc import AsyncIterator, Callable, Sequence
-from dataclasses import dataclass, field
-from functools import partial
+from contextlib import aclosing
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Final, cast
 
@@ -37,24 +37,20 @@ from participant_shims.adapter import (
     WrittenFile,
 )
 from participant_shims.adapters.gate_link import GateHub, GateLink, GateStatus, Json, read_rollout, read_status
-from participant_shims.adapters.gym_files import GymFiles
+from participant_shims.adapters.gates import ANSWER_WITHIN_S, Gates, kind_of
+from participant_shims.adapters.gym_state import GymState
 from participant_shims.adapters.gym_terms import (
-    Tally,
     join_warnings,
     mode_named,
-    read_file,
-    read_progress,
     role_named,
     sum_counts,
 )
 from participant_shims.admission import ANONYMOUS
-from participant_shims.gate.calllog_files import LogLoad
 from participant_shims.running import Pulse
 
 log = logging.getLogger(__name__)
 
 CLOSE_WITHIN_S: Final = 5.0  # a worker whose loop is busy for longer is declined; it is asked to open again
-ANSWER_WITHIN_S: Final = 0.7  # status, open, renew: what must be answered within 1 s to our own caller
 EXCLUDE_WITHIN_S: Final = 2.0
 SHOWN: Final = 20
 _KIND_ROLES: Final = {"agent": Role.AGENT, "resources": Role.RESOURCES}
@@ -79,16 +75,15 @@ class GymAdapter:
         self._participant_id = participant_id
         self._role = role
         self._hub = GateHub(life / "gate.sock", self._join, self._event, self._leave)
-        self._files = GymFiles(life / "calls.db", participant_id)
-        self._links: dict[str, GateLink] = {}
-        self._left: dict[str, GateLink] = {}  # the last one of each worker that is gone, for what is said of it
+        self._state = GymState(life / "calls.db", participant_id)
+        self._gates = Gates(participant_id)
+        self._links = self._gates.here
         self._changed: Callable[[], None] = lambda: None
         self._pulse = Pulse()
         self._pause: _Pause | None = None
         self._last_operation = ""
         self._generation = 0
         self._tasks: set[asyncio.Task[None]] = set()
-        self._loading: asyncio.Future[LogLoad] | None = None  # the load of this life's call log, done or not
         self._order = asyncio.Lock()  # close and open reach the gates one after the other, never interleaved
 
     # ---- life -----------------------------------------------------------------------------------------------------
@@ -103,10 +98,10 @@ class GymAdapter:
         await self._hub.stop()
 
     async def describe(self) -> Description:
-        links = self._all_workers(Reason.UNAVAILABLE)
-        told = await self._ask(links, "describe", {}, ANSWER_WITHIN_S)
+        links = self._gates.all(Reason.UNAVAILABLE)
+        told = await self._gates.ask(links, "describe", {}, ANSWER_WITHIN_S)
         hello, first = links[0].hello, told[0]
-        kind = _kind(links[0])
+        kind = kind_of(links[0])
         mode = mode_named(str(first.get("checkpoint_mode", "")))
         role = self._role or role_named(str(first.get("role") or "")) or _KIND_ROLES.get(kind, Role.UNSPECIFIED)
         reason = str(first.get("mode_reason") or "")
@@ -135,8 +130,8 @@ class GymAdapter:
             pause = _Pause(operation_id, mode, now + lease_ttl_s)
             self._pause, self._last_operation = pause, operation_id
             try:
-                links = self._all_workers(Reason.WORKERS_MISSING)
-                answers = await self._ask(links, "close", _closing(pause, lease_ttl_s), CLOSE_WITHIN_S)
+                links = self._gates.all(Reason.WORKERS_MISSING)
+                answers = await self._gates.ask(links, "close", _closing(pause, lease_ttl_s), CLOSE_WITHIN_S)
                 statuses = [self._closed_status(link, a) for link, a in zip(links, answers, strict=True)]
                 for link, status in zip(links, statuses, strict=True):
                     pause.workers[link.worker_id] = (link.hello.pid, status.generation)
@@ -157,13 +152,13 @@ class GymAdapter:
         loop = asyncio.get_running_loop()
         give_up = None if exclude_after_s is None else loop.time() + exclude_after_s
         if self._is_quiet_when_closed(mode):
-            counts = sum_counts(await self._statuses(0))
+            counts = sum_counts(await self._gates.statuses(0))
             # Under hold a generation that still runs is a response that will be held.
             yield Drain(Counts(0, counts.parked, counts.held + counts.in_flight), quiesced=True)
             return
         while True:
             seen = self._pulse.beats
-            statuses = await self._statuses(0)
+            statuses = await self._gates.statuses(0)
             self._check_whole(pause)
             counts = sum_counts(statuses)
             waiting = sorted((r for s in statuses for r in s.waiting_for), key=lambda r: -r.age_s)
@@ -186,7 +181,7 @@ class GymAdapter:
         if pause is None:
             return Stillness(self._generation, "Admission is open.")
         try:
-            statuses = await self._statuses(0)
+            statuses = await self._gates.statuses(0)
             self._check_whole(pause)
         except SafepointError as error:
             return Stillness(self._generation, error.problem.message, error.reason)
@@ -201,97 +196,30 @@ class GymAdapter:
     # ---- state ----------------------------------------------------------------------------------------------------
 
     async def export(self, directory: Path) -> AsyncIterator[Progress | Exported]:
-        links = self._all_workers(Reason.WORKERS_MISSING)
-        description = await self.describe()
-        tally = Tally()
-        asking = asyncio.gather(
-            *(
-                link.request(
-                    "export", {"directory": str(directory), "prefix": f"{link.worker_id}."},
-                    progress=partial(_pass_on, tally, link.worker_id),
-                )
-                for link in links
-            )
-        )  # fmt: skip
-        async for step in tally.until(asking):
-            yield step
-        answers = asking.result()
-        for link, answer in zip(links, answers, strict=True):
-            tally.tell(link.worker_id, _all_of(answer))
-        yield tally.now()
-        written = [read_file(f) for a in answers for f in a.get("files") or ()]
-        writing = asyncio.ensure_future(
-            asyncio.to_thread(
-                self._files.export, directory, description, lambda size, _: tally.tell_from_thread("calls", size)
-            )
-        )
-        async for step in tally.until(writing):
-            yield step
-        done = writing.result()
-        yield Exported(
-            files=(*written, *done.files),
-            ledger_file=done.ledger_file,
-            totals=done.totals,
-            sessions=sum(int(a.get("sessions") or 0) for a in answers),
-            recorded_calls=done.recorded_calls,
-        )
+        links = self._gates.all(Reason.WORKERS_MISSING)
+        async with aclosing(self._state.export(links, await self.describe(), directory)) as steps:
+            async for step in steps:
+                yield step
 
     async def load(self, directory: Path, files: Sequence[WrittenFile]) -> AsyncIterator[Progress | Loaded]:
-        links = self._all_workers(Reason.WORKERS_MISSING)
-        if not all(s.fresh for s in await self._statuses(0)):
+        links = self._gates.all(Reason.WORKERS_MISSING)
+        if not await self._is_fresh():
             raise refuse(Reason.NOT_FRESH, f"{self._participant_id} has served work since it started.")
-        tally = Tally(sum(f.size_bytes for f in files))
-        # Shielded: a thread cannot be cancelled, and an unload has to come after it.
-        self._loading = asyncio.ensure_future(
-            asyncio.to_thread(
-                self._files.load, directory, [f.path for f in files], self._last_operation,
-                partial(tally.tell_from_thread, "calls"),
-            )
-        )  # fmt: skip
-        loading = self._loading
-        async for step in tally.until(asyncio.shield(loading)):
-            yield step
-        log_load = loading.result()
-        tally.tell("calls", Progress(sum(f.size_bytes for f in files if f.path in self._files.names)))
-        mine = {
-            link.worker_id: [f.path for f in files if f.path.startswith(f"{link.worker_id}.")] for link in links
-        }  # fmt: skip
-        asking = asyncio.gather(
-            *(
-                link.request(
-                    "load", {"directory": str(directory), "files": mine[link.worker_id]},
-                    progress=partial(_pass_on, tally, link.worker_id),
-                )
-                for link in links
-            )
-        )  # fmt: skip
-        async for step in tally.until(asking):
-            yield step
-        answers = asking.result()
-        diverged = [self._files.diverged_line(d) for a in answers for d in a.get("diverged") or ()]
-        yield Loaded(
-            sessions=sum(int(a.get("sessions") or 0) for a in answers),
-            totals=log_load.totals,
-            diverged=(*log_load.restarted, *diverged),
-            generation=self._generation,
-        )
+        async with aclosing(self._state.load(links, directory, files, self._last_operation)) as steps:
+            async for step in steps:
+                yield replace(step, generation=self._generation) if isinstance(step, Loaded) else step
 
     async def unload(self) -> None:
-        # Agents continue what is in their log, whether the servers they call have loaded it or not. Sessions stay in
-        # memory: without the log nobody has their cookies.
-        loading, self._loading = self._loading, None
-        if loading is not None:
-            await asyncio.wait({loading})
-        if not await self.loaded_by():
-            return
-        if all(s.fresh for s in await self._statuses(0)):
-            await asyncio.to_thread(self._files.unload)
+        await self._state.unload(self._is_fresh)
 
     async def loaded_by(self) -> str:
-        return await asyncio.to_thread(self._files.loaded_by)
+        return await self._state.loaded_by()
 
     async def keep(self) -> None:
-        await asyncio.to_thread(self._files.keep)
+        await self._state.keep()
+
+    async def _is_fresh(self) -> bool:
+        return all(s.fresh for s in await self._gates.statuses(0))
 
     # ---- opening --------------------------------------------------------------------------------------------------
 
@@ -322,13 +250,13 @@ class GymAdapter:
                 raise answer
 
     async def retire(self, attempts: Sequence[tuple[str, int]]) -> int:
-        links = self._all_workers(Reason.WORKERS_MISSING)
-        answers = await self._ask(links, "retire", {"attempts": [list(a) for a in attempts]}, None)
+        links = self._gates.all(Reason.WORKERS_MISSING)
+        answers = await self._gates.ask(links, "retire", {"attempts": [list(a) for a in attempts]}, None)
         return max(int(a.get("known") or 0) for a in answers)  # the workers share one call log
 
     async def status(self, max_rollouts: int) -> Snapshot:
         links = list(self._links.values())
-        answered = await self._refresh(links, max_rollouts)
+        answered = await self._gates.refresh(links, max_rollouts)
         statuses = [link.status for link in links]
         rollouts = sorted((r for s in statuses for r in s.rollouts), key=lambda r: -r.age_s)
         configured = links[0].hello.configured_workers if links else 1
@@ -386,9 +314,7 @@ class GymAdapter:
         self._moved()
 
     def _leave(self, link: GateLink) -> None:
-        if self._links.get(link.worker_id) is link:
-            del self._links[link.worker_id]
-            self._left[link.worker_id] = link
+        self._gates.leave(link)
         self._moved()
 
     def _moved(self) -> None:
@@ -397,27 +323,8 @@ class GymAdapter:
 
     # ---- parts ----------------------------------------------------------------------------------------------------
 
-    def _all_workers(self, reason: Reason) -> list[GateLink]:
-        links = [self._links[name] for name in sorted(self._links)]
-        known = [*links, *self._left.values()]
-        configured = known[0].hello.configured_workers if known else 1
-        if len(links) < configured:
-            there = ", ".join(link.worker_id for link in links) or "none"
-            expected = [f"worker-{n}" for n in range(configured)]
-            absent = [
-                f"{n} (pid {self._left[n].hello.pid}: {self._left[n].fate})" if n in self._left else n
-                for n in expected
-                if n not in self._links
-            ] or [f"{configured - len(links)} more"]
-            raise refuse(
-                reason,
-                f"{len(links)} of {configured} workers of {self._participant_id} are connected ({there}); "
-                f"missing: {', '.join(absent)}.",
-            )
-        return links
-
     def _is_quiet_when_closed(self, mode: QuiesceMode) -> bool:
-        kind = next((_kind(link) for link in self._links.values()), "")
+        kind = self._gates.kind
         return kind == "agent" or (kind == "model" and mode is QuiesceMode.HOLD)
 
     def _closed_status(self, link: GateLink, answer: Json) -> GateStatus:
@@ -431,7 +338,7 @@ class GymAdapter:
         for worker_id, (pid, generation) in pause.workers.items():
             link = self._links.get(worker_id)
             if link is None:
-                left = self._left.get(worker_id)
+                left = self._gates.left.get(worker_id)
                 how = f": {left.fate}" if left is not None and left.hello.pid == pid else ""
                 raise refuse(Reason.WORKERS_MISSING, f"Worker {worker_id} (pid {pid}) left after it had closed{how}.")
             if link.hello.pid != pid:
@@ -445,44 +352,16 @@ class GymAdapter:
                 )
 
     async def _exclude(self, pause: _Pause, waiting: Sequence[LiveRollout]) -> tuple[LiveRollout, ...]:
-        answers = await self._ask(self._all_workers(Reason.WORKERS_MISSING), "exclude", {}, EXCLUDE_WITHIN_S)
+        answers = await self._gates.ask(self._gates.all(Reason.WORKERS_MISSING), "exclude", {}, EXCLUDE_WITHIN_S)
         out = [read_rollout(raw) for answer in answers for raw in cast("list[Any]", answer.get("excluded") or [])]
         # Work without identity can't be excluded by name; it is in no snapshot anyway, and it may not veto one.
         out += [r for r in waiting if r.rollout_id == ANONYMOUS]
         pause.excluded |= {r.rollout_id for r in out}
         return tuple(out)
 
-    async def _statuses(self, max_rollouts: int) -> list[GateStatus]:
-        """The status of every worker, asked now. Raises WORKERS_MISSING."""
-        links = self._all_workers(Reason.WORKERS_MISSING)
-        answers = await self._ask(links, "status", {"max_rollouts": max_rollouts}, ANSWER_WITHIN_S)
-        for link, answer in zip(links, answers, strict=True):
-            link.status = read_status(answer)
-        return [link.status for link in links]
-
-    async def _refresh(self, links: Sequence[GateLink], max_rollouts: int) -> list[bool]:
-        async def one(link: GateLink) -> bool:
-            try:
-                link.status = read_status(await link.request("status", {"max_rollouts": max_rollouts}, ANSWER_WITHIN_S))
-            except SafepointError:
-                return False  # its last word stands, and it is named
-            return True
-
-        return list(await asyncio.gather(*(one(link) for link in links)))
-
-    async def _ask(self, links: Sequence[GateLink], what: str, params: Json, timeout_s: float | None) -> list[Json]:
-        """Ask all at once; every answer, or the first refusal after all have ended."""
-        answers = await asyncio.gather(
-            *(link.request(what, params, timeout_s) for link in links), return_exceptions=True
-        )  # fmt: skip
-        for answer in answers:
-            if isinstance(answer, BaseException):
-                raise answer
-        return cast("list[Json]", answers)
-
     async def _open_all(self) -> Opened:
         links = list(self._links.values())
-        answers = await self._ask(links, "open", {}, ANSWER_WITHIN_S)
+        answers = await self._gates.ask(links, "open", {}, ANSWER_WITHIN_S)
         closed_for = [float(a["closed_for_s"]) for a in answers if a.get("closed_for_s") is not None]
         if closed_for:
             self._generation += 1
@@ -511,10 +390,6 @@ class GymAdapter:
         task.add_done_callback(self._tasks.discard)
 
 
-def _kind(link: GateLink) -> str:
-    return link.hello.kind.removeprefix("gym.") or "unknown"
-
-
 def _closing(pause: _Pause, lease_s: float) -> Json:
     return {"operation_id": pause.operation_id, "mode": pause.mode.name.lower(), "lease_s": lease_s}
 
@@ -525,13 +400,3 @@ def _until_orphans_go(statuses: Sequence[GateStatus], after_s: float) -> float:
     if not orphaned or any(s.orphan_count < s.waiting_for_count for s in statuses):
         return math.inf
     return after_s - min(s.orphans_for_s for s in orphaned)
-
-
-def _pass_on(tally: Tally, worker_id: str, raw: Json) -> None:
-    tally.tell(worker_id, read_progress(raw))
-
-
-def _all_of(answer: Json) -> Progress:
-    """The figures of a worker that has exported: all its sessions."""
-    sessions = int(answer.get("sessions") or 0)
-    return Progress(sum(read_file(f).size_bytes for f in answer.get("files") or ()), 0, sessions, sessions)

@@ -1,0 +1,132 @@
+"""The state of a Gym server as files of a snapshot: what its gates write and load, and its call log.
+
+The rule: whoever asks has closed every worker, and gives them all; how far they are together is told while they work. The
+call log is loaded before the sessions and as a whole, and a load that has begun is over before it is forgotten.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
+from functools import partial
+from pathlib import Path
+
+from participant_shims.adapter import Description, Exported, Loaded, Progress, WrittenFile
+from participant_shims.adapters.gate_link import GateLink, Json
+from participant_shims.adapters.gym_files import GymFiles
+from participant_shims.adapters.gym_terms import Tally, read_file, read_progress
+from participant_shims.gate.calllog_files import LogLoad
+
+
+class GymState:
+    """The state of one life, whose call log is `database`."""
+
+    def __init__(self, database: Path, participant_id: str) -> None:
+        self._files = GymFiles(database, participant_id)
+        self._loading: asyncio.Future[LogLoad] | None = None  # the load of this life's call log, done or not
+
+    async def export(
+        self, links: Sequence[GateLink], description: Description, directory: Path
+    ) -> AsyncGenerator[Progress | Exported]:
+        """Sessions by the gates, then the call log by us. `links`: every worker, closed."""
+        tally = Tally()
+        asking = asyncio.gather(
+            *(
+                link.request(
+                    "export", {"directory": str(directory), "prefix": f"{link.worker_id}."},
+                    progress=partial(_pass_on, tally, link.worker_id),
+                )
+                for link in links
+            )
+        )  # fmt: skip
+        async for step in tally.until(asking):
+            yield step
+        answers = asking.result()
+        for link, answer in zip(links, answers, strict=True):
+            tally.tell(link.worker_id, _all_of(answer))
+        yield tally.now()
+        written = [read_file(f) for a in answers for f in a.get("files") or ()]
+        writing = asyncio.ensure_future(
+            asyncio.to_thread(
+                self._files.export, directory, description, lambda size, _: tally.tell_from_thread("calls", size)
+            )
+        )
+        async for step in tally.until(writing):
+            yield step
+        done = writing.result()
+        yield Exported(
+            files=(*written, *done.files),
+            ledger_file=done.ledger_file,
+            totals=done.totals,
+            sessions=sum(int(a.get("sessions") or 0) for a in answers),
+            recorded_calls=done.recorded_calls,
+        )
+
+    async def load(
+        self, links: Sequence[GateLink], directory: Path, files: Sequence[WrittenFile], operation_id: str
+    ) -> AsyncGenerator[Progress | Loaded]:
+        """The call log by us, then sessions by the gates. `links`: every worker, closed and fresh."""
+        tally = Tally(sum(f.size_bytes for f in files))
+        # Shielded: a thread cannot be cancelled, and an unload has to come after it.
+        self._loading = asyncio.ensure_future(
+            asyncio.to_thread(
+                self._files.load, directory, [f.path for f in files], operation_id,
+                partial(tally.tell_from_thread, "calls"),
+            )
+        )  # fmt: skip
+        loading = self._loading
+        async for step in tally.until(asyncio.shield(loading)):
+            yield step
+        log_load = loading.result()
+        tally.tell("calls", Progress(sum(f.size_bytes for f in files if f.path in self._files.names)))
+        mine = {
+            link.worker_id: [f.path for f in files if f.path.startswith(f"{link.worker_id}.")] for link in links
+        }  # fmt: skip
+        asking = asyncio.gather(
+            *(
+                link.request(
+                    "load", {"directory": str(directory), "files": mine[link.worker_id]},
+                    progress=partial(_pass_on, tally, link.worker_id),
+                )
+                for link in links
+            )
+        )  # fmt: skip
+        async for step in tally.until(asking):
+            yield step
+        answers = asking.result()
+        diverged = [self._files.diverged_line(d) for a in answers for d in a.get("diverged") or ()]
+        yield Loaded(
+            sessions=sum(int(a.get("sessions") or 0) for a in answers),
+            totals=log_load.totals,
+            diverged=(*log_load.restarted, *diverged),
+        )
+
+    async def unload(self, is_fresh: Callable[[], Awaitable[bool]]) -> None:
+        """Forget what was loaded, unless work was served since."""
+        # Agents continue what is in their log, whether the servers they call have loaded it or not. Sessions stay in
+        # memory: without the log nobody has their cookies.
+        loading, self._loading = self._loading, None
+        if loading is not None:
+            await asyncio.wait({loading})
+        if not await self.loaded_by():
+            return
+        if await is_fresh():
+            await asyncio.to_thread(self._files.unload)
+
+    async def loaded_by(self) -> str:
+        """The restore whose load is neither kept nor forgotten; empty when there is none."""
+        return await asyncio.to_thread(self._files.loaded_by)
+
+    async def keep(self) -> None:
+        """What was loaded is the server's own from now on."""
+        await asyncio.to_thread(self._files.keep)
+
+
+def _pass_on(tally: Tally, worker_id: str, raw: Json) -> None:
+    tally.tell(worker_id, read_progress(raw))
+
+
+def _all_of(answer: Json) -> Progress:
+    """The figures of a worker that has exported: all its sessions."""
+    sessions = int(answer.get("sessions") or 0)
+    return Progress(sum(read_file(f).size_bytes for f in answer.get("files") or ()), 0, sessions, sessions)
