@@ -66,6 +66,12 @@ def coordinator(
         str,
         typer.Option("--ray-address", envvar="RAY_ADDRESS", metavar="ADDRESS", help="With --ray: a cluster that runs."),
     ] = "auto",
+    ray_resource: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--ray-resource", metavar="NAME", help="With --ray: only on nodes that have this custom resource."
+        ),
+    ] = None,
 ) -> None:
     """Run the coordinator until SIGTERM, or with --ray as an actor that is restarted on any node.
 
@@ -92,7 +98,7 @@ def coordinator(
             insecure=insecure or None,
         )
         if ray:
-            _on_ray(settings, name, namespace, ray_address)
+            _on_ray(settings, name, namespace, ray_address, ray_resource or [])
             return
         from coordinator.server import run
 
@@ -117,14 +123,15 @@ def serve(ctx: typer.Context) -> None:
     _forward("serve", ctx.args)
 
 
-def _on_ray(settings: Settings, name: str, namespace: str, address: str) -> None:
+def _on_ray(settings: Settings, name: str, namespace: str, address: str, resources: list[str]) -> None:
     try:
         from coordinator import ray_host
     except ImportError as error:
         missing(f"Ray is not installed here ({error.name}).", "pip install 'safepoint[ray]'", as_json=False)
     ray_host.connect(address)
     try:
-        emit({"address": ray_host.start(settings, name, namespace), "actor": name, "namespace": namespace})
+        started = ray_host.start(settings, name, namespace, dict.fromkeys(resources, 0.001))
+        emit({"address": started, "actor": name, "namespace": namespace})
     finally:
         ray_host.disconnect()
 

@@ -60,7 +60,7 @@ def require_log(root: str, epoch: int) -> None:
         Reason.STORAGE_FAILED,
         f"The log of epoch {epoch} is not in {directory}: {why}. A coordinator does not act without it; participants open "
         "by their lease.",
-        next_step="Give every node that may host it the same snapshot root, or pin it to nodes that have it (`resources`).",
+        next_step="Give every node that may host it the same snapshot root, or keep it to nodes that have it (--ray-resource).",
     )
 
 

@@ -11,7 +11,9 @@ import time
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
 
+from coordinator.cli import app
 from coordinator.client import Budgets, Client
 from tests.docs.render_tables import ROOT
 
@@ -129,3 +131,23 @@ def test_version_names_the_contract() -> None:
     assert code == 0
     assert json.loads(out)["contract"] == "safepoint.v1"
     assert json.loads(out)["grpcio"]
+
+
+def test_an_actor_is_kept_to_the_nodes_that_are_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    from coordinator import ray_host
+
+    asked: list[object] = []
+
+    def begin(*arguments: object) -> str:
+        asked.extend(arguments[1:])
+        return "10.0.0.3:7"
+
+    monkeypatch.setattr(ray_host, "connect", asked.append)
+    monkeypatch.setattr(ray_host, "start", begin)
+    monkeypatch.setattr(ray_host, "disconnect", lambda: None)
+    ran = CliRunner().invoke(
+        app, ["coordinator", "--root", str(tmp_path), "--ray", "--ray-address", "head:1", "--ray-resource", "has_root"]
+    )
+    assert ran.exit_code == 0, ran.output
+    assert asked == ["head:1", "safepoint", "safepoint", {"has_root": 0.001}]
+    assert json.loads(ran.stdout)["address"] == "10.0.0.3:7"
