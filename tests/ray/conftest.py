@@ -86,7 +86,7 @@ class Nodes:
         self._cluster.shutdown()
 
 
-@pytest.fixture(scope="package")
+@pytest.fixture(scope="module")
 def nodes() -> Iterator[Nodes]:
     os.environ["RAY_AUTH_MODE"] = os.environ.get("RAY_AUTH_MODE", "disabled")
     folder = Path(tempfile.mkdtemp(prefix="sp-ray-"))  # short: Ray's sockets lie deep below it
