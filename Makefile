@@ -97,6 +97,10 @@ test-vllm: setup setup-vllm ## the engine's tests, against a real vLLM on CPUs
 # Seeds are integers: `make soak SEEDS=100000 FIRST=1`. A failing one: python -m tests.simulation.run --seed N --trace
 SEEDS ?= 20000
 FIRST ?= 2001
+.PHONY: faults
+faults: setup setup-gym ## kill, stop, hang and starve real processes at every failpoint; a table, and build/faults.json
+	PYTHONPATH=.:gen $(PY) -m tests.faults.run --out build/faults.json
+
 .PHONY: sim soak mutants
 sim: setup ## 2,000 seeds of the deterministic simulation, within 5 minutes on 2 cores; writes build/sim.json
 	PYTHONPATH=.:gen $(PY) -m tests.simulation.run --seeds 2000 --out build/sim.json
