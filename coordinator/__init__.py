@@ -7,6 +7,7 @@ protocol/       PURE  phases, topology, transaction, ledger: events in, ordered 
 convert         protobuf <-> the core's types
 snapshot_reading, snapshots           the snapshots of a root: listed, verified; reserved, published last, given up
 retention, pruning                    PURE which of them stay; pins, and what is deleted
+objects, archive                      object stores, and copies of snapshots in them
 journal         epoch, records of operations, outcomes: durable before the calls they cover
 registry, registration, preflight     who is there, and whether they can be checkpointed together
 participants    the coordinator's end of the Participant service

@@ -17,7 +17,8 @@ import re
 import secrets
 import shutil
 import stat
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -229,6 +230,15 @@ class Directory:
                     yield whole + newline
         if rest:
             yield rest
+
+    @contextmanager
+    def opened(self, path: str) -> Generator[int]:
+        """A plain file, open for reading. Raises FileNotFoundError when it is not there."""
+        fd = self._open_file(path)
+        try:
+            yield fd
+        finally:
+            os.close(fd)
 
     def size(self, path: str) -> int:
         """Bytes of a plain file. Raises FileNotFoundError when it is not there."""

@@ -1,0 +1,203 @@
+"""Copies of whole snapshots in an object store: pushed from a root, pulled into another one.
+
+The rule is that of a root, and needs neither rename nor lock: a copy exists if and only if its manifest.json is there. It is
+written last, when every other object is complete, and nothing is ever replaced, so a push that is cut short leaves no copy,
+and a repeat goes on from where it was. The bytes are those of the root: a pull compares every digest on the way, and links
+the manifest last as a save does.
+
+    <url>/<snapshot_id>/...          as below <root>/snapshots/<snapshot_id>/
+
+The root stays where a save is decided: journal, epochs and the commit point are on a file system that all machines see.
+A copy is made afterwards, while rollouts run. Everything here blocks: callers on an event loop use a thread.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import chain
+from pathlib import Path
+
+from safepoint.v1 import manifest_pb2
+
+from coordinator.objects import Objects
+from coordinator.snapshot_reading import LEDGER_NAME, SnapshotReader
+from coordinator.snapshots import SnapshotStore
+from coordinator.wire.beneath import Directory, FileDigest
+from coordinator.wire.errors import Reason, SafepointError, refuse
+from coordinator.wire.ids import SnapshotId, is_wire_id
+from coordinator.wire.manifest_file import (
+    MANIFEST_NAME,
+    MAX_MANIFEST_BYTES,
+    PARTICIPANT_KIND,
+    SNAPSHOT_KIND,
+    decode,
+    read_participant_manifest,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Copied:
+    """What was copied: objects, their bytes, and how many of them were there already."""
+
+    snapshot_id: str
+    files: int
+    size_bytes: int
+    found: int = 0
+
+
+def push(reader: SnapshotReader, snapshot_id: str, objects: Objects) -> Copied:
+    """Copy a snapshot into a store. Every byte is verified first; the manifest goes last.
+
+    Raises what `verify` raises, SNAPSHOT_EXISTS when the store has another snapshot of that name, STORAGE_FULL,
+    STORAGE_FAILED: then the store has no copy, or the one it had.
+    """
+    manifest = reader.verify(snapshot_id).manifest
+    size = found = files = 0
+    with reader.open(snapshot_id) as directory:
+        for path, expected in [*_listed(directory, manifest), (MANIFEST_NAME, directory.digest(MANIFEST_NAME))]:
+            found += not _put(directory, path, expected, objects, f"{snapshot_id}/{path}")
+            size += expected.size_bytes
+            files += 1
+    return Copied(snapshot_id, files, size, found)
+
+
+def pull(objects: Objects, snapshot_id: str, root: Path) -> Copied:
+    """Copy a snapshot out of a store into a root, which is made and claimed for its job when it is new.
+
+    No coordinator may run on the root. Raises SNAPSHOT_NOT_FOUND, SNAPSHOT_EXISTS (the root has it), SNAPSHOT_FOREIGN (the
+    root is another job's), SNAPSHOT_CORRUPT, SNAPSHOT_UNSAFE, SNAPSHOT_TOO_NEW, STORAGE_*: then the root is as it was.
+    """
+    raw, manifest = _manifest(objects, snapshot_id)
+    store = SnapshotStore(root, manifest.job_id)
+    name = SnapshotId(snapshot_id)
+    store.begin(name)
+    try:
+        with store.open(name) as directory:
+            copied = _fetch(objects, manifest, directory)
+            directory.write_new(MANIFEST_NAME, raw)
+        store.verify(name)
+    except BaseException:
+        store.remove(name)
+        raise
+    return Copied(snapshot_id, copied.files + 1, copied.size_bytes + len(raw))
+
+
+def copies(objects: Objects) -> list[manifest_pb2.SnapshotManifest]:
+    """Manifests of all copies in a store, newest first; what has none, or a damaged one, is passed over."""
+    found: list[manifest_pb2.SnapshotManifest] = []
+    for name in objects.names():
+        if is_wire_id(name):
+            try:
+                found.append(_manifest(objects, name)[1])
+            except SafepointError as error:
+                if error.reason in (Reason.STORAGE_FAILED, Reason.STORAGE_FULL):
+                    raise
+    return sorted(
+        found, key=lambda one: (one.coordinator_epoch, one.create_time.ToNanoseconds(), one.snapshot_id), reverse=True
+    )
+
+
+def _listed(directory: Directory, manifest: manifest_pb2.SnapshotManifest) -> Iterator[tuple[str, FileDigest]]:
+    """All files of a snapshot but its manifest, those that vouch for others after them."""
+    for reference in manifest.participants:
+        if reference.manifest_sha256:
+            with directory.child(reference.participant_id) as part:
+                found, stored = read_participant_manifest(part, reference.manifest_sha256)
+            for file in found.files:
+                yield f"{reference.participant_id}/{file.path}", FileDigest(file.size_bytes, file.sha256)
+            yield f"{reference.participant_id}/{MANIFEST_NAME}", stored
+    yield LEDGER_NAME, FileDigest(manifest.ledger_size_bytes, manifest.ledger_sha256)
+
+
+def _put(directory: Directory, path: str, expected: FileDigest, objects: Objects, key: str) -> bool:
+    """False when the object was there, with the same bytes."""
+    try:
+        with directory.opened(path) as file:
+            objects.put_new(key, file)
+    except FileExistsError:
+        if _digest(objects.chunks(key)) != expected:
+            raise refuse(Reason.SNAPSHOT_EXISTS, f"{objects.url} has another {key}.") from None
+        return False
+    return True
+
+
+def _fetch(objects: Objects, manifest: manifest_pb2.SnapshotManifest, directory: Directory) -> Copied:
+    name, size, files = manifest.snapshot_id, 0, 0
+    for reference in manifest.participants:
+        if not reference.manifest_sha256:
+            continue
+        key = f"{name}/{reference.participant_id}"
+        raw = _whole(objects, f"{key}/{MANIFEST_NAME}")
+        where = f"{objects.url}/{key}/{MANIFEST_NAME}"
+        if hashlib.sha256(raw).hexdigest() != reference.manifest_sha256:
+            raise refuse(Reason.SNAPSHOT_CORRUPT, f"{where} is not the one that the snapshot names.")
+        part = decode(PARTICIPANT_KIND, raw, manifest_pb2.ParticipantManifest, where)  # checks every path
+        with directory.make_child(reference.participant_id) as folder:
+            for file in part.files:
+                _get(objects, f"{key}/{file.path}", folder, file.path, FileDigest(file.size_bytes, file.sha256))
+                size += file.size_bytes
+            folder.write_new(MANIFEST_NAME, raw)
+        size += len(raw)
+        files += len(part.files) + 1
+    ledger = FileDigest(manifest.ledger_size_bytes, manifest.ledger_sha256)
+    _get(objects, f"{name}/{LEDGER_NAME}", directory, LEDGER_NAME, ledger)
+    return Copied(name, files + 1, size + ledger.size_bytes)
+
+
+def _get(objects: Objects, key: str, directory: Directory, path: str, expected: FileDigest) -> None:
+    folder, slash, rest = path.partition("/")
+    if slash:
+        with directory.ensure_child(folder) as below:
+            _get(objects, key, below, rest, expected)
+        return
+    chunks = _at_most(objects.chunks(key), expected.size_bytes)
+    try:
+        first = next(chunks, b"")  # apart: for a writer, what is missing would be a failure of the disk
+    except FileNotFoundError:
+        raise refuse(Reason.SNAPSHOT_CORRUPT, f"{objects.url}/{key} is missing.") from None
+    written = directory.write_new(path, chain((first,), chunks))
+    if written != expected:
+        raise refuse(
+            Reason.SNAPSHOT_CORRUPT, f"{objects.url}/{key} is damaged: its bytes are not those that were saved."
+        )
+
+
+def _at_most(chunks: Iterator[bytes], size: int) -> Iterator[bytes]:
+    """No more than one chunk beyond what is expected: a stranger's object must not fill the disk."""
+    for chunk in chunks:
+        yield chunk
+        size -= len(chunk)
+        if size < 0:
+            return
+
+
+def _whole(objects: Objects, key: str) -> bytes:
+    try:
+        raw = b"".join(_at_most(objects.chunks(key), MAX_MANIFEST_BYTES))
+    except FileNotFoundError:
+        raise refuse(Reason.SNAPSHOT_CORRUPT, f"{objects.url}/{key} is missing.") from None
+    return raw
+
+
+def _manifest(objects: Objects, snapshot_id: str) -> tuple[bytes, manifest_pb2.SnapshotManifest]:
+    if not is_wire_id(snapshot_id):
+        raise refuse(Reason.MALFORMED_ID, f"{snapshot_id[:130]!r} is no snapshot_id.")
+    where = f"{objects.url}/{snapshot_id}/{MANIFEST_NAME}"
+    try:
+        raw = b"".join(_at_most(objects.chunks(f"{snapshot_id}/{MANIFEST_NAME}"), MAX_MANIFEST_BYTES))
+    except FileNotFoundError:
+        raise refuse(Reason.SNAPSHOT_NOT_FOUND, f"There is no copy of {snapshot_id} at {objects.url}.") from None
+    manifest = decode(SNAPSHOT_KIND, raw, manifest_pb2.SnapshotManifest, where)
+    if manifest.snapshot_id != snapshot_id:
+        raise refuse(Reason.SNAPSHOT_FOREIGN, f"{where} is that of the snapshot {manifest.snapshot_id}.")
+    return raw, manifest
+
+
+def _digest(chunks: Iterator[bytes]) -> FileDigest:
+    hasher, size = hashlib.sha256(), 0
+    for chunk in chunks:
+        hasher.update(chunk)
+        size += len(chunk)
+    return FileDigest(size, hasher.hexdigest())

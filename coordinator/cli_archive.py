@@ -1,0 +1,87 @@
+"""Commands that copy snapshots to an object store and back: push, pull.
+
+The rule: a root is written only while no coordinator runs on it; a copy is made beside one, since it only reads.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from coordinator.cli_options import AsJson, Root, TokenFile, folder
+from coordinator.cli_output import emit, reporting, say
+from coordinator.cli_retention import refuse_beside_a_coordinator
+from coordinator.cli_snapshots import SnapshotName, newest, open_store
+from coordinator.wire.errors import Reason, refuse
+
+Url = Annotated[
+    str, typer.Argument(help="s3://bucket/prefix, another URL that fsspec knows, or an absolute path.", metavar="URL")
+]
+
+
+def push(snapshot: SnapshotName, url: Url, root: Root = "", as_json: AsJson = False) -> None:
+    """Copy a snapshot to an object store. Every byte is verified first, and nothing there is ever replaced.
+
+    A push that was cut short leaves no copy; repeat it. Rollouts may run meanwhile.
+
+    Example: safepoint snapshots push latest s3://bucket/run-7 --root /data/safepoint
+    """
+    from coordinator import archive
+    from coordinator.client_results import size_text
+    from coordinator.objects import objects_at
+
+    with reporting(as_json):
+        store = open_store(_given(root), as_json)
+        name = newest(store) if snapshot == "latest" else snapshot
+        done = archive.push(store, name, objects_at(url))
+        if as_json:
+            emit(
+                {
+                    "snapshot_id": name,
+                    "url": url,
+                    "files": done.files,
+                    "size_bytes": done.size_bytes,
+                    "found": done.found,
+                }
+            )
+        else:
+            there = f", {done.found} were there" if done.found else ""
+            say(f"{name} is at {url}: {done.files} files, {size_text(done.size_bytes)}{there}")
+
+
+def pull(
+    snapshot: SnapshotName, url: Url, root: Root = "", token_file: TokenFile = "", as_json: AsJson = False
+) -> None:
+    """Copy a snapshot from an object store into a snapshot root on which no coordinator runs. Every digest is compared.
+
+    Example: safepoint snapshots pull latest s3://bucket/run-7 --root /data/safepoint
+    """
+    from coordinator import archive
+    from coordinator.client_results import size_text
+    from coordinator.objects import objects_at
+
+    with reporting(as_json):
+        into = Path(folder(_given(root)))
+        refuse_beside_a_coordinator(str(into), token_file)
+        objects = objects_at(url)
+        name = snapshot
+        if snapshot == "latest":
+            found = archive.copies(objects)
+            if not found:
+                raise refuse(Reason.SNAPSHOT_NOT_FOUND, f"There is no copy of a snapshot at {url}.")
+            name = found[0].snapshot_id
+        done = archive.pull(objects, name, into)
+        if as_json:
+            emit({"snapshot_id": name, "url": url, "files": done.files, "size_bytes": done.size_bytes})
+        else:
+            say(f"{name} is in {into}: {done.files} files, {size_text(done.size_bytes)}")
+
+
+def _given(root: str) -> str:
+    if not root:
+        raise refuse(
+            Reason.INVALID_ARGUMENT, "No snapshot root is given.", next_step="Give --root, or set SAFEPOINT_ROOT."
+        )
+    return root

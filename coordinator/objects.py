@@ -1,0 +1,159 @@
+"""Objects below a URL, as copies of snapshots need them: put when absent, read, list. No rename, no append, no lock.
+
+The rule: an object is there whole or not at all, and never replaced. How each store keeps it:
+
+    S3 and what speaks it   one PUT (or the completion of a multipart upload) with `If-None-Match: *`: the store itself
+                            refuses the second writer, and readers see the object only when it is complete
+    a local directory       `open` with O_EXCL below a temporary name, then a hard link, as everywhere in this project
+    other fsspec stores     the object is looked for, then written: two writers at the same moment may both succeed, so what
+                            must be there once is written last and has the same bytes whoever writes it
+
+`archive` is what is built on this. Everything here blocks: callers on an event loop use a thread.
+"""
+
+from __future__ import annotations
+
+import errno
+import importlib
+import os
+from collections.abc import Generator, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Final, Protocol
+
+from coordinator.wire.beneath import Directory
+from coordinator.wire.errors import Reason, SafepointError, refuse
+
+_CHUNK: Final = 4 << 20
+
+
+class Objects(Protocol):
+    """Objects by key; a key is a path of plain segments. `url` is for messages.
+
+    Methods raise FileExistsError and FileNotFoundError, for the caller to explain, STORAGE_FULL, and STORAGE_FAILED for
+    everything else that the store says.
+    """
+
+    url: str
+
+    def put_new(self, key: str, file: int) -> None:
+        """Make an object of what an open regular file holds, from its beginning. Raises FileExistsError."""
+        ...
+
+    def chunks(self, key: str) -> Iterator[bytes]:
+        """The bytes of an object, as they are needed. Raises FileNotFoundError."""
+        ...
+
+    def names(self) -> list[str]:
+        """First segments of all keys, sorted."""
+        ...
+
+
+class LocalObjects:
+    """A directory, such as a mounted disk. The directory must be there: a disk that is not mounted is no empty store."""
+
+    def __init__(self, path: Path) -> None:
+        self.url = str(path)
+        self._path = path
+
+    def put_new(self, key: str, file: int) -> None:
+        *folders, name = key.split("/")
+        with self._top() as top:
+            at = top
+            for folder in folders:
+                below = at.ensure_child(folder)
+                if at is not top:
+                    at.close()
+                at = below
+            with at:
+                at.write_new(name, _read(file))
+
+    def chunks(self, key: str) -> Iterator[bytes]:
+        with self._top() as top, top.opened(key) as file:
+            yield from _read(file)
+
+    def names(self) -> list[str]:
+        with self._top() as top:
+            return top.names()
+
+    def _top(self) -> Directory:
+        try:
+            return Directory.open(self._path)
+        except FileNotFoundError:
+            raise refuse(Reason.STORAGE_FAILED, f"{self._path} is not there.") from None
+
+
+class FsspecObjects:
+    """A store that fsspec knows, by URL. Credentials and endpoints come from its environment, never from the URL."""
+
+    def __init__(self, url: str) -> None:
+        """Raises INVALID_ARGUMENT for a URL that is none, or whose store needs a package that is not installed."""
+        self.url = url.rstrip("/")
+        try:
+            core: Any = importlib.import_module("fsspec.core")
+            self._fs, self._path = core.url_to_fs(self.url, use_listings_cache=False)
+        except (ImportError, ValueError) as error:
+            raise refuse(
+                Reason.INVALID_ARGUMENT, f"{url} cannot be used: {error}.", next_step="pip install 'safepoint[s3]' for s3."
+            ) from error  # fmt: skip
+
+    def put_new(self, key: str, file: int) -> None:
+        # By the open file's own name, not by its path: what was checked is what is sent.
+        path = f"{self._path}/{key}"
+        with self._told(f"writing {self.url}/{key}"):
+            if not self._conditional and self._fs.exists(path):
+                raise FileExistsError(key)
+            try:
+                self._fs.put_file(f"/proc/self/fd/{file}", path, **({"mode": "create"} if self._conditional else {}))
+            except OSError as error:
+                # A store that refuses the second writer without saying which condition failed.
+                if error.errno == errno.EINVAL and self._fs.exists(path):
+                    raise FileExistsError(key) from error
+                raise
+
+    def chunks(self, key: str) -> Iterator[bytes]:
+        with self._told(f"reading {self.url}/{key}"), self._fs.open(f"{self._path}/{key}", "rb") as file:
+            while chunk := file.read(_CHUNK):
+                yield chunk
+
+    def names(self) -> list[str]:
+        with self._told(f"listing {self.url}"):
+            try:
+                found: list[str] = self._fs.ls(self._path, detail=False)
+            except FileNotFoundError:
+                return []  # prefixes are not made, they are there when something has them
+            return sorted(each.rstrip("/").rpartition("/")[2] for each in found)
+
+    @property
+    def _conditional(self) -> bool:
+        return "s3" in self._fs.protocol or self._fs.protocol == "s3"
+
+    @contextmanager
+    def _told(self, doing: str) -> Generator[None]:
+        try:
+            yield
+        except (SafepointError, FileExistsError, FileNotFoundError):
+            raise
+        except Exception as error:  # every store has exceptions of its own
+            full = isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
+            reason = Reason.STORAGE_FULL if full else Reason.STORAGE_FAILED
+            raise refuse(
+                reason, f"The object store failed at {doing}: {type(error).__name__}: {error}"[:900]
+            ) from error
+
+
+def objects_at(url: str) -> Objects:
+    """The objects below a URL, or below an absolute path. Raises INVALID_ARGUMENT for anything else."""
+    if url.startswith("/"):
+        return LocalObjects(Path(url))
+    if "://" not in url or "::" in url or "@" in url:
+        raise refuse(
+            Reason.INVALID_ARGUMENT, "An object store is an absolute path or a URL such as s3://bucket/prefix, without credentials."
+        )  # fmt: skip
+    return FsspecObjects(url)
+
+
+def _read(file: int) -> Iterator[bytes]:
+    os.lseek(file, 0, os.SEEK_SET)
+    while chunk := os.read(file, _CHUNK):
+        yield chunk

@@ -1,0 +1,35 @@
+"""`safepoint snapshots push` and `pull`: a copy beside a running fleet, and back into a root that nobody uses."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from coordinator.publication import Publisher
+from coordinator.snapshots import SnapshotStore
+from tests.cli.conftest import Safepoint
+from tests.coordinator.test_snapshots import make
+
+
+async def test_a_snapshot_goes_to_a_store_and_back(safepoint: Safepoint, tmp_path: Path) -> None:
+    store = SnapshotStore(tmp_path / "root", "job-1")
+    publisher = Publisher(store, 1)
+    for name in ("step-1", "step-2"):
+        make(store, name, publisher)
+    objects = tmp_path / "objects"
+    objects.mkdir()
+    pushed = await safepoint("snapshots", "push", "latest", str(objects), "--root", str(store.root), "--json")
+    assert pushed.json() | {"size_bytes": 0} == {
+        "snapshot_id": "step-2", "url": str(objects), "files": 5, "size_bytes": 0, "found": 0,
+    }  # fmt: skip
+    assert (
+        "step-1 is at" in (await safepoint("snapshots", "push", "step-1", str(objects), "--root", str(store.root))).out
+    )
+    other = tmp_path / "other"
+    pulled = await safepoint("snapshots", "pull", "latest", str(objects), "--root", str(other), "--json")
+    assert pulled.json()["snapshot_id"] == "step-2"
+    assert (await safepoint("snapshots", "verify", "step-2", "--root", str(other))).out.startswith("step-2 is whole")
+    again = await safepoint("snapshots", "pull", "latest", str(objects), "--root", str(other))
+    assert again.code == 4, "it is there already"
+    assert (await safepoint("snapshots", "pull", "step-9", str(objects), "--root", str(other))).code == 12
+    assert (await safepoint("snapshots", "push", "step-1", "s3:/typo", "--root", str(store.root))).code == 2
+    assert (await safepoint("snapshots", "push", "step-1", str(objects))).code == 2, "no root is given"

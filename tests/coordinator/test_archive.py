@@ -1,0 +1,209 @@
+"""Copies in object stores: on a disk, in fsspec's memory and on a real S3 server; whole or not there, and never replaced."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import subprocess
+import sys
+import uuid
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from coordinator import archive
+from coordinator.objects import FsspecObjects, LocalObjects, Objects, objects_at
+from coordinator.publication import Publisher
+from coordinator.snapshots import SnapshotStore
+from coordinator.wire.beneath import Directory
+from coordinator.wire.errors import Reason, SafepointError
+from coordinator.wire.ids import SnapshotId
+from tests.coordinator.test_snapshots import contents, make, refused
+
+SERVER = """
+import sys
+from moto.server import ThreadedMotoServer
+server = ThreadedMotoServer("127.0.0.1", 0)
+server.start()
+print("listens", *server.get_host_and_port(), flush=True)
+sys.stdin.read()
+"""
+
+
+@pytest.fixture(scope="module")
+def s3() -> Iterator[str]:
+    """A bucket of an S3 server that is a process of its own."""
+    pytest.importorskip("s3fs")
+    before = dict(os.environ)
+    os.environ |= {
+        "AWS_ACCESS_KEY_ID": "test", "AWS_SECRET_ACCESS_KEY": "test", "AWS_DEFAULT_REGION": "us-east-1",
+        "NO_PROXY": "127.0.0.1", "no_proxy": "127.0.0.1",
+    }  # fmt: skip
+    process = subprocess.Popen([sys.executable, "-c", SERVER], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    try:
+        assert process.stdout is not None
+        line = next(line for line in process.stdout if line.startswith("listens "))  # it has more to say
+        _, host, port = line.split()
+        os.environ["AWS_ENDPOINT_URL"] = f"http://{host}:{port}"
+        fs: Any = importlib.import_module("fsspec").filesystem("s3", use_listings_cache=False)
+        fs.mkdir("bucket")
+        yield "s3://bucket"
+    finally:
+        process.kill()
+        process.communicate()
+        os.environ.clear()
+        os.environ |= before
+
+
+@pytest.fixture(params=["disk", "memory", "s3"])
+def objects(request: pytest.FixtureRequest, tmp_path: Path) -> Objects:
+    if request.param == "disk":
+        (tmp_path / "objects").mkdir()
+        return objects_at(str(tmp_path / "objects"))
+    if request.param == "memory":
+        return objects_at(f"memory://{uuid.uuid4().hex}")
+    return objects_at(f"{request.getfixturevalue('s3')}/{uuid.uuid4().hex}")
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> SnapshotStore:
+    return SnapshotStore(tmp_path / "root", "job-1")
+
+
+def put(objects: Objects, key: str, data: bytes, tmp_path: Path) -> None:
+    (tmp_path / "put").write_bytes(data)
+    with Directory.open(tmp_path) as directory, directory.opened("put") as file:
+        objects.put_new(key, file)
+
+
+class Broken:
+    """A store that fails at one of its writes."""
+
+    def __init__(self, objects: Objects, at: int) -> None:
+        self._objects, self._left, self.url = objects, at, objects.url
+        self.chunks, self.names = objects.chunks, objects.names
+
+    def put_new(self, key: str, file: int) -> None:
+        if self._left == 0:
+            raise ConnectionError("the line is cut")
+        self._left -= 1
+        self._objects.put_new(key, file)
+
+
+def test_a_snapshot_comes_back_as_it_was(store: SnapshotStore, objects: Objects, tmp_path: Path) -> None:
+    publisher = Publisher(store, 1)
+    for name in ("step-1", "step-2"):
+        make(store, name, publisher)
+        archive.push(store, name, objects)
+    assert [one.snapshot_id for one in archive.copies(objects)] == ["step-2", "step-1"]
+    other = tmp_path / "other"
+    copied = archive.pull(objects, "step-1", other)
+    again = SnapshotStore(other, "job-1")
+    assert again.verify("step-1") == store.verify("step-1")
+    assert copied.files == 5
+    assert contents(other / "snapshots" / "step-1") == contents(tmp_path / "root" / "snapshots" / "step-1")
+    assert refused(archive.pull, objects, "step-1", other).reason is Reason.SNAPSHOT_EXISTS
+    assert refused(archive.pull, objects, "step-9", other).reason is Reason.SNAPSHOT_NOT_FOUND
+    assert [m.snapshot_id for m in again.list().snapshots] == ["step-1"]
+
+
+def test_nothing_in_a_store_is_ever_replaced(store: SnapshotStore, objects: Objects, tmp_path: Path) -> None:
+    put(objects, "a/b", b"first", tmp_path)
+    with pytest.raises(FileExistsError):
+        put(objects, "a/b", b"second", tmp_path)
+    assert b"".join(objects.chunks("a/b")) == b"first"
+    with pytest.raises(FileNotFoundError):
+        list(objects.chunks("a/c"))
+    make(store, "step-1")
+    assert archive.push(store, "step-1", objects).found == 0
+    assert archive.push(store, "step-1", objects).found == 5, "a repeat finds what is there"
+    foreign = SnapshotStore(tmp_path / "foreign", "job-2")
+    make(foreign, "step-1", Publisher(foreign, 2))
+    error = refused(archive.push, foreign, "step-1", objects)
+    assert error.reason is Reason.SNAPSHOT_EXISTS
+    archive.pull(objects, "step-1", tmp_path / "other")
+    SnapshotStore(tmp_path / "other", "job-1").verify("step-1")
+
+
+def test_a_push_that_is_cut_short_is_no_copy_and_a_repeat_completes_it(
+    store: SnapshotStore, objects: Objects, tmp_path: Path
+) -> None:
+    make(store, "step-1")
+    for at in range(5):
+        with pytest.raises(ConnectionError):
+            archive.push(store, "step-1", Broken(objects, at))
+        assert archive.copies(objects) == []
+        assert refused(archive.pull, objects, "step-1", tmp_path / "other").reason is Reason.SNAPSHOT_NOT_FOUND
+        assert not (tmp_path / "other").exists()
+    assert archive.push(store, "step-1", objects).found == 4
+    archive.pull(objects, "step-1", tmp_path / "other")
+
+
+@pytest.mark.parametrize("damaged", ["agent/state.bin", "agent/manifest.json", "ledger.jsonl", "manifest.json"])
+@pytest.mark.parametrize("how", ["flip", "cut", "longer", "gone"])
+def test_a_copy_that_is_damaged_is_refused_and_the_root_stays_as_it_was(
+    store: SnapshotStore, tmp_path: Path, damaged: str, how: str
+) -> None:
+    make(store, "step-1")
+    (tmp_path / "objects").mkdir()
+    objects = LocalObjects(tmp_path / "objects")
+    archive.push(store, "step-1", objects)
+    victim = tmp_path / "objects" / "step-1" / damaged
+    raw = victim.read_bytes()
+    change: dict[str, Callable[[], Any]] = {
+        "flip": lambda: victim.write_bytes(raw[:-5] + bytes([raw[-5] ^ 1]) + raw[-4:]),
+        "cut": lambda: victim.write_bytes(raw[:-1]),
+        "longer": lambda: victim.write_bytes(raw + b"x" * 10_000),
+        "gone": victim.unlink,
+    }
+    change[how]()
+    other = SnapshotStore(tmp_path / "other", "job-1")
+    before = contents(tmp_path / "other")
+    error = refused(archive.pull, objects, "step-1", tmp_path / "other")
+    gone = how == "gone" and damaged == "manifest.json"
+    assert error.reason is (Reason.SNAPSHOT_NOT_FOUND if gone else Reason.SNAPSHOT_CORRUPT)
+    assert contents(tmp_path / "other") == before
+    assert other.list().snapshots == ()
+    other.begin(SnapshotId("step-1"))  # the name is free
+
+
+def test_a_root_of_another_job_takes_no_copy(store: SnapshotStore, tmp_path: Path) -> None:
+    make(store, "step-1")
+    (tmp_path / "objects").mkdir()
+    objects = LocalObjects(tmp_path / "objects")
+    archive.push(store, "step-1", objects)
+    SnapshotStore(tmp_path / "other", "job-2")
+    assert refused(archive.pull, objects, "step-1", tmp_path / "other").reason is Reason.SNAPSHOT_FOREIGN
+
+
+def test_a_damaged_snapshot_is_not_pushed(store: SnapshotStore, tmp_path: Path) -> None:
+    make(store, "step-1")
+    (tmp_path / "root" / "snapshots" / "step-1" / "agent" / "state.bin").write_bytes(b"?")
+    (tmp_path / "objects").mkdir()
+    assert refused(archive.push, store, "step-1", LocalObjects(tmp_path / "objects")).reason is Reason.SNAPSHOT_CORRUPT
+    assert list((tmp_path / "objects").iterdir()) == []
+
+
+@pytest.mark.parametrize("url", ["", "relative", "no-such-store://x", "simplecache::s3://b", "s3://key:secret@b/x"])
+def test_a_url_that_names_no_store_is_refused_without_its_secrets(url: str) -> None:
+    error = refused(objects_at, url)
+    assert error.reason is Reason.INVALID_ARGUMENT
+    assert "secret" not in str(error)
+
+
+def test_a_disk_that_is_not_mounted_is_no_empty_store(tmp_path: Path) -> None:
+    assert refused(archive.copies, objects_at(str(tmp_path / "mnt"))).reason is Reason.STORAGE_FAILED
+
+
+def test_a_store_that_does_not_answer_is_a_failure_of_the_storage(monkeypatch: pytest.MonkeyPatch) -> None:
+    memory: Any = importlib.import_module("fsspec.implementations.memory")
+
+    def broken(*_: Any, **__: Any) -> None:
+        raise RuntimeError("no credentials")
+
+    monkeypatch.setattr(memory.MemoryFileSystem, "ls", broken)
+    with pytest.raises(SafepointError, match="no credentials") as caught:
+        FsspecObjects("memory://somewhere").names()
+    assert caught.value.reason is Reason.STORAGE_FAILED
