@@ -30,12 +30,13 @@ def vllm_python() -> Path:
     return Path(os.environ.get("SAFEPOINT_VLLM_PYTHON") or REPOSITORY / ".venv-vllm" / "bin" / "python")
 
 
-def tiny_model() -> Path:
+def tiny_model(layers: int = 8, width: int = 512) -> Path:
     """The model's folder; made when it is not there. The same for all runs, as its seed is."""
-    folder = REPOSITORY / "build" / "vllm-tiny"
+    folder = REPOSITORY / "build" / f"vllm-tiny-{layers}x{width}"
     if not (folder / "model.safetensors").exists():
         subprocess.run(
-            [str(vllm_python()), str(REPOSITORY / "coordinator/demo/tiny_model.py"), str(folder)],
+            [str(vllm_python()), str(REPOSITORY / "coordinator/demo/tiny_model.py"), str(folder),
+             "--layers", str(layers), "--width", str(width)],
             check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
         )  # fmt: skip
     return folder
@@ -50,7 +51,7 @@ def free_port() -> int:
 class RealEngine:
     """Start it, wait for `ready()`, and end it with `kill()`, which takes the group."""
 
-    def __init__(self, log: Path, *flags: str, dev_mode: bool = True, port: int = 0) -> None:
+    def __init__(self, log: Path, *flags: str, dev_mode: bool = True, port: int = 0, model: Path | None = None) -> None:
         self.port = port or free_port()
         self.target = f"127.0.0.1:{self.port}"
         self.log = log
@@ -59,7 +60,7 @@ class RealEngine:
             "VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1", "VLLM_SERVER_DEV_MODE": "1" if dev_mode else "0",
         }  # fmt: skip
         command = [
-            str(vllm_python().parent / "vllm"), "serve", str(tiny_model()), "--host", "127.0.0.1",
+            str(vllm_python().parent / "vllm"), "serve", str(model or tiny_model()), "--host", "127.0.0.1",
             "--port", str(self.port), "--served-model-name", "tiny", "--dtype", "float32", "--enforce-eager",
             "--max-model-len", "8192", "--max-num-seqs", str(SLOTS), "--enable-scale-out",
             "--enable-auto-tool-choice", "--tool-call-parser", "hermes", *flags,

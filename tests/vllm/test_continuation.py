@@ -21,7 +21,7 @@ from tests.vllm.real_engine import Caller, RealEngine, Said, chat, completion
 from tests.vllm.test_freeze import figure, freeze, until
 from tests.vllm.test_transparency import TOOLS, bare, joined
 
-pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.timeout(900)]
 
 TOKENS = 120
 GREEDY: dict[str, tuple[dict[str, Any], bool]] = {  # what is asked, and whether it streams

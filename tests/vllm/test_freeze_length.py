@@ -1,31 +1,52 @@
-"""How long a freeze takes does not depend on how much has been generated."""
+"""How long a freeze takes does not depend on how much has been generated, and the proxy does not slow streams down."""
 
 from __future__ import annotations
 
 import asyncio
+import os
 import statistics
 import time
+from collections.abc import AsyncIterator
 from pathlib import Path
 
+import aiohttp
+import psutil
 import pytest
 
 from participant_shims.adapter import Exported
-from participant_shims.adapters.vllm import VllmAdapter
-from tests.vllm.real_engine import Caller, Said, completion
-from tests.vllm.test_freeze import figure, freeze, until
+from participant_shims.adapters.vllm import VllmAdapter, VllmOptions
+from tests.vllm.real_engine import SLOTS, Caller, RealEngine, Said, completion, tiny_model
+from tests.vllm.test_freeze import MEASURES, figure, freeze, until
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.timeout(1500)]
 LONG = 4000
-STREAMS = 4  # as many as the cache of the test engine holds at this length: more would be preempted
-ROUNDS = 20
+TIMES = 20
+PASSES = 3
+
+
+@pytest.fixture
+async def small(workshop: Path, tmp_path: Path) -> AsyncIterator[VllmAdapter]:
+    """An engine whose cache holds sixteen streams of that length."""
+    model = await asyncio.to_thread(tiny_model, 4, 256)
+    engine = RealEngine(workshop / "small.log", model=model)
+    try:
+        await engine.ready()
+        adapter = VllmAdapter(VllmOptions("engine", "127.0.0.1:0", engine.target, tmp_path))
+        await adapter.start(lambda: None)
+        await adapter.describe()
+        yield adapter
+        await adapter.stop()
+    finally:
+        engine.kill()
 
 
 async def test_four_thousand_tokens_freeze_as_fast_as_a_hundred(
-    adapter: VllmAdapter, caller: Caller, tmp_path: Path
+    small: VllmAdapter, http: aiohttp.ClientSession, tmp_path: Path
 ) -> None:
-    told = [Said() for _ in range(STREAMS)]
+    caller = Caller(http, small.proxy.address)
+    told = [Said() for _ in range(SLOTS)]
     streams = [
-        asyncio.create_task(caller.stream(completion(f"long {n}:", tokens=LONG + 2000), said))
+        asyncio.create_task(caller.stream(completion(f"long {n}:", tokens=LONG + 2500), said))
         for n, said in enumerate(told)
     ]  # fmt: skip
     try:
@@ -33,25 +54,54 @@ async def test_four_thousand_tokens_freeze_as_fast_as_a_hundred(
         for length in (100, LONG):
             await until(lambda length=length: all(len(said.ids) >= length for said in told), 1200)
             times: list[float] = []
-            for number in range(ROUNDS):
+            for number in range(TIMES):
                 begun = time.monotonic()
-                await freeze(adapter, f"op-{length}-{number}")
+                await freeze(small, f"op-{length}-{number}")
                 times.append(time.monotonic() - begun)
-                await adapter.open()
+                await small.open()
                 await asyncio.sleep(0.2)
             medians[length] = statistics.median(times)
-            figure(f"freeze_s_at_{length}_tokens", {"median": medians[length], "max": max(times), "n": len(times)})
+            figure(f"freeze_s_16_streams_at_{length}_tokens",
+                   {"median": round(medians[length], 4), "max": round(max(times), 4), "n": len(times)})  # fmt: skip
         directory = tmp_path / "cut"
         directory.mkdir()
-        await freeze(adapter, "op-export")
+        await freeze(small, "op-export")
         begun = time.monotonic()
-        exported = [step async for step in adapter.export(directory)][-1]
+        exported = [step async for step in small.export(directory)][-1]
         assert isinstance(exported, Exported)
         figure("export_s_at_4000_tokens", {"s": time.monotonic() - begun, "bytes": exported.files[0].size_bytes,
                                             "tokens": sum(len(said.ids) for said in told)})  # fmt: skip
-        assert max(medians.values()) < 0.3, medians
-        assert max(medians.values()) < 1.5 * min(medians.values()), medians
+        await small.open()
+        if MEASURES:
+            assert max(medians.values()) < 0.3, medians
+            assert max(medians.values()) < 1.5 * min(medians.values()), medians
+        # Also on a machine that is busy: nothing in it grows with what was generated.
+        assert max(medians.values()) < 3 * min(medians.values()) + 0.5, medians
     finally:
         for task in streams:
             task.cancel()
         await asyncio.gather(*streams, return_exceptions=True)
+
+
+async def test_streams_are_as_fast_with_the_proxy_as_without(small: VllmAdapter, http: aiohttp.ClientSession) -> None:
+    """The proxy is in this process, the engine has the other core: what is measured besides tokens is CPU."""
+    ways = {"direct": Caller(http, small.target), "proxy": Caller(http, small.proxy.address)}
+    tokens = 300
+    rates: dict[str, list[float]] = {name: [] for name in ways}
+    cpu: dict[str, list[float]] = {name: [] for name in ways}
+    me = psutil.Process(os.getpid())
+    for number in range(PASSES):
+        for name, caller in ways.items():
+            asked = [completion(f"pass {number} {n}", tokens=tokens) for n in range(SLOTS)]
+            before, begun = sum(me.cpu_times()[:2]), time.monotonic()
+            got = await asyncio.gather(*(caller.stream(a) for a in asked))
+            took = time.monotonic() - begun
+            assert all(len(said.ids) == tokens for said in got)
+            rates[name].append(SLOTS * tokens / took)
+            cpu[name].append((sum(me.cpu_times()[:2]) - before) / SLOTS / tokens * 1e6)
+    best = {name: max(found) for name, found in rates.items()}
+    figure("streaming, tokens a second, best of three", {name: round(rate, 1) for name, rate in best.items()})
+    figure("streaming, share that the proxy costs", round(1 - best["proxy"] / best["direct"], 4))
+    # The caller is in this process, too, both times.
+    figure("streaming, us CPU a token of the proxy, real engine", round(min(cpu["proxy"]) - min(cpu["direct"]), 1))
+    assert not MEASURES or best["proxy"] > 0.9 * best["direct"]

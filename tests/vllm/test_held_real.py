@@ -14,7 +14,7 @@ import pytest
 from tests.vllm.real_engine import REPOSITORY, tiny_model, vllm_python
 from tests.vllm.test_freeze import figure
 
-pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.timeout(900)]
 
 
 async def test_an_engine_in_process_goes_on_exactly_and_so_does_the_next_one(workshop: Path, tmp_path: Path) -> None:
