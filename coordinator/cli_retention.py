@@ -36,7 +36,7 @@ def prune(
             "--keep-every",
             min=0,
             metavar="STEPS",
-            help="Keep also the oldest of each so many steps (--meta step=N). [default: as the coordinator is set]",
+            help="Keep also the oldest of each so many steps (--meta step=N). [default: as the coordinator is set; with --root: 0]",
         ),
     ] = None,
     keep_interval: Annotated[
@@ -45,7 +45,7 @@ def prune(
             "--keep-interval",
             min=0,
             metavar="S",
-            help="Keep also the oldest of each so many seconds. [default: as the coordinator is set]",
+            help="Keep also the oldest of each so many seconds. [default: as the coordinator is set; with --root: 0]",
         ),
     ] = None,
     dry_run: Annotated[
