@@ -287,11 +287,20 @@ def _entry(line: bytes) -> Entry | None:
         if len(checksum) != 8 or int(checksum, 16) != zlib.crc32(raw):
             return None
         loaded = cast("dict[str, Any]", json.loads(raw))
+        if loaded["kind"] == MEMBERS and not _names_members(loaded["data"]):
+            return None
         return Entry(
             OperationId(str(loaded["operation_id"])), str(loaded["kind"]), cast("dict[str, Any]", loaded["data"])
         )
     except (ValueError, KeyError, TypeError, RecursionError):
         return None
+
+
+def _names_members(data: Any) -> bool:
+    members: Any = data["members"]
+    return isinstance(members, dict) and all(
+        value is None or isinstance(value, dict) for value in cast("dict[str, Any]", members).values()
+    )
 
 
 def _damaged(directory: Directory, name: str, line: int) -> SafepointError:

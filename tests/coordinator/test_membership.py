@@ -5,12 +5,14 @@ from __future__ import annotations
 import asyncio
 from pathlib import Path
 
-from coordinator.journal import MEMBERS, Entry, Journal
+import pytest
+
+from coordinator.journal import MEMBERS, Entry, Journal, _line
 from coordinator.membership import Membership
 from coordinator.protocol.topology import Participant, ShimProcess
 from coordinator.registry import Registry
 from coordinator.wire.beneath import Directory
-from coordinator.wire.errors import Reason, refuse
+from coordinator.wire.errors import Reason, SafepointError, refuse
 from coordinator.wire.ids import IncarnationId, OperationId, ParticipantId
 from coordinator.wire.terms import CheckpointMode, Role
 
@@ -117,3 +119,16 @@ async def test_a_member_that_cannot_be_read_prevents_no_start(tmp_path: Path) ->
     bench = Bench(tmp_path / "j")
     assert bench.missing() == []
     bench.journal.close()
+
+
+@pytest.mark.parametrize("data", [{}, {"members": None}, {"members": ["agent"]}, {"members": {"agent": "here"}}])
+def test_an_entry_that_names_no_members_is_damage_and_not_a_crash(tmp_path: Path, data: dict[str, object]) -> None:
+    made = journal(tmp_path / "j")
+    made.append(Entry(OperationId("op"), "request", {}))
+    made.close()
+    (path,) = (tmp_path / "j").glob("journal-*.log")
+    bad = _line(Entry(OperationId(""), MEMBERS, data))
+    path.write_bytes(bad + path.read_bytes())
+    with pytest.raises(SafepointError) as caught:
+        journal(tmp_path / "j")
+    assert caught.value.reason is Reason.SNAPSHOT_CORRUPT
