@@ -144,8 +144,9 @@ class FsspecObjects:
 
 def objects_at(url: str) -> Objects:
     """The objects below a URL, or below an absolute path. Raises INVALID_ARGUMENT for anything else."""
-    if url.startswith("/"):
-        return LocalObjects(Path(url))
+    path = url.removeprefix("file://")  # fsspec's own writes in place: what is cut short would be there
+    if path.startswith("/"):
+        return LocalObjects(Path(path))
     if "://" not in url or "::" in url or "@" in url:
         raise refuse(
             Reason.INVALID_ARGUMENT, "An object store is an absolute path or a URL such as s3://bucket/prefix, without credentials."

@@ -61,7 +61,7 @@ def s3() -> Iterator[str]:
 def objects(request: pytest.FixtureRequest, tmp_path: Path) -> Objects:
     if request.param == "disk":
         (tmp_path / "objects").mkdir()
-        return objects_at(str(tmp_path / "objects"))
+        return objects_at(f"file://{tmp_path / 'objects'}")
     if request.param == "memory":
         return objects_at(f"memory://{uuid.uuid4().hex}")
     return objects_at(f"{request.getfixturevalue('s3')}/{uuid.uuid4().hex}")
