@@ -162,8 +162,9 @@ def refuse_beside_a_coordinator(root: str, token_file: str) -> None:
     with Client(f"file:{address}", token_file=token_file or None, budgets=Budgets(0, 0, 0)) as client:
         try:
             client.status(timeout=2.0)
-        except Unanswered:
-            return
+        except Unanswered as silence:
+            if "handshake" not in silence.problem.metadata:
+                return  # else somebody is there, and does not like our certificate
         except SafepointError:
             pass  # it lives, and does not like our token
     raise refuse(

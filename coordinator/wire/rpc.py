@@ -14,6 +14,7 @@ from contextlib import AbstractContextManager
 from typing import Any, Final, cast
 
 import grpc
+from google.protobuf.message import DecodeError
 from grpc import aio
 from safepoint.v1 import errors_pb2
 
@@ -138,19 +139,24 @@ def error_from_rpc(error: aio.AioRpcError | grpc.RpcError, participant_id: str =
     for key, value in trailers or ():
         if key == ERROR_TRAILER and isinstance(value, bytes):
             detail = errors_pb2.ErrorDetail()
-            detail.ParseFromString(value)
+            try:
+                detail.ParseFromString(value)
+            except DecodeError:
+                break  # whoever wrote that, it was no peer of ours: the effect is unknown
             return Refused(problem_from_detail(detail))
     text: str = (raised.details() if hasattr(error, "details") else "") or ""
     if code == grpc.StatusCode.UNIMPLEMENTED:
         return Refused(
             Problem(Reason.UNSUPPORTED, f"The peer does not know this call: {text}", participant_id=participant_id)
         )
+    broken = any(sign in text for sign in _BROKEN_HANDSHAKE)
     return Unanswered(
         Problem(
             Reason.UNREACHABLE,
             f"No answer ({code.name}): {text}".rstrip(": "),
-            _HANDSHAKE if any(sign in text for sign in _BROKEN_HANDSHAKE) else "",
+            _HANDSHAKE if broken else "",
             participant_id=participant_id,
+            metadata={"handshake": "broken"} if broken else {},
         )
     )
 

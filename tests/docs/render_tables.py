@@ -14,12 +14,13 @@ from typing import Final
 
 from coordinator.cli_exit import BY_REASON, MEANINGS, ExitCode
 from coordinator.protocol.phases import PHASES
+from coordinator.wire.access import EVERYTHING, METHODS, Access
 from coordinator.wire.errors import CATALOG, Reason
 from coordinator.wire.terms import CheckpointMode, Role
 from participant_shims.fence import LEGAL, Rpc
 
 ROOT: Final = Path(__file__).resolve().parents[2]
-DOCUMENTS: Final = (ROOT / "README.md", ROOT / "proto" / "README.md")
+DOCUMENTS: Final = (ROOT / "README.md", ROOT / "proto" / "README.md", ROOT / "docs" / "security.md")
 _BLOCK: Final = re.compile(r"<!-- table: ([a-z ]+) -->\n(.*?)<!-- end -->", re.DOTALL)
 _PLURAL: Final = {
     Role.POLICY_MODEL: "policy models", Role.ENGINE: "engines", Role.AGENT: "agents", Role.RESOURCES: "resources",
@@ -94,8 +95,20 @@ def exit_codes() -> str:
     return table(*rows)
 
 
+def access() -> str:
+    rows = [("access", "may call")]
+    for one in Access:
+        named = [n for n, method in METHODS.items() if one in method.access and method.access != EVERYTHING]
+        services: dict[str, list[str]] = {}
+        for name in named:
+            service, method_name = name.strip("/").split("/")
+            services.setdefault(service.rpartition(".")[2], []).append(f"`{method_name}`")
+        rows.append((one.value, "; ".join(f"{service}: {', '.join(names)}" for service, names in services.items())))
+    return table(*rows, ("all of them", "Health: `Check`, `List`, `Watch`"))
+
+
 TABLES: Final[dict[str, Callable[[], str]]] = {
-    "phases": phases, "legality": legality, "reasons": reasons, "exit codes": exit_codes,
+    "phases": phases, "legality": legality, "reasons": reasons, "exit codes": exit_codes, "access": access,
 }  # fmt: skip
 
 
