@@ -35,6 +35,8 @@ _OF_A_SERVER: Final = re.compile(
     rf'^{_BEFORE}(?:{_FINE})"(?:,"reason":{_TEXT})?(?:,"participant_id":"[A-Za-z0-9][A-Za-z0-9._-]{{0,127}}+")?{_AFTER}$',
     re.MULTILINE,
 )
+# What an agent says that leaves its own name out, which it may: the parts before and after where that belongs.
+_UNNAMED: Final = re.compile(rf'^({_BEFORE}({_FINE})")({_AFTER})$', re.MULTILINE)
 _AT_ONCE: Final = 10_000
 _Found = tuple[str, str, str]  # the line, rollout_id, state
 
@@ -73,10 +75,14 @@ def read(participant: Participant, blocks: Iterable[bytes], where: str) -> Repor
     pattern = _of_agent(participant.participant_id) if report.is_agent else _OF_A_SERVER
     for block in blocks:
         text = block.decode("latin-1")  # one character a byte: what is not ASCII matches nothing
-        count = take(report, pattern.findall(text))
-        if count != text.count("\n") + (not text.endswith("\n")):
+        lines = text.count("\n") + (not text.endswith("\n"))
+        lines -= take(report, pattern.findall(text))
+        if lines and report.is_agent:
+            lines -= _take_agents(report, _named(participant.participant_id, _UNNAMED.findall(text)))
+        if lines:
             for raw in block.removesuffix(b"\n").split(b"\n"):
-                if pattern.fullmatch(raw.decode("latin-1")) is None:
+                told = raw.decode("latin-1")
+                if pattern.fullmatch(told) is None and not (report.is_agent and _UNNAMED.fullmatch(told)):
                     report.lines.append(ledger_lines.decode(raw, where, participant.participant_id))
     return report
 
@@ -124,6 +130,11 @@ def _take_agents(report: Report, found: list[_Found]) -> int:
         _twice(report, report.plain, [line[1] for line in found])
     report.plain |= fresh
     return len(found)
+
+
+def _named(participant_id: str, found: list[tuple[str, str, str, str]]) -> list[_Found]:
+    name = f',"participant_id":"{participant_id}"'
+    return [(f"{before}{name}{after}", rollout_id, state) for before, rollout_id, state, after in found]
 
 
 def _take_servers(report: Report, found: list[str]) -> int:

@@ -123,7 +123,7 @@ def test_a_line_in_our_own_form_is_never_decoded(monkeypatch: pytest.MonkeyPatch
     ]
     file = b"".join(map(ledger_lines.encode, lines))
     monkeypatch.setattr(ledger_lines, "decode", None)
-    out, totals, orphans = fast([(agent, file), (box, file)], 7)
+    out, totals, orphans = fast([(agent, file.replace(b',"participant_id":"agent-0"', b"", 5)), (box, file)], 7)
     assert out.splitlines() == sorted(file.splitlines(), key=lambda raw: json.loads(raw)["rollout_id"])
     assert totals == {STATES[0]: 10, STATES[1]: 10, STATES[2]: 10, RolloutState.EXCLUDED: 0}
     assert orphans == ()
