@@ -19,7 +19,8 @@ import signal
 import socket
 import subprocess
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any, Final
@@ -115,12 +116,14 @@ def free_ports(count: int) -> list[int]:
             each.close()
 
 
-def marked(mark: str) -> list[psutil.Process]:
-    """Every process that carries `mark` in its environment."""
+def marked(mark: str, sessions: Collection[int] = ()) -> list[psutil.Process]:
+    """Every living process that carries `mark` in its environment, or belongs to one of `sessions`."""
     found: list[psutil.Process] = []
     for process in psutil.process_iter():
         try:
-            if process.environ().get(MARK) == mark:
+            if process.status() == psutil.STATUS_ZOMBIE:
+                continue
+            if process.environ().get(MARK) == mark or os.getsid(process.pid) in sessions:
                 found.append(process)
         except (psutil.Error, OSError):
             continue
@@ -128,12 +131,21 @@ def marked(mark: str) -> list[psutil.Process]:
 
 
 def kill_marked(mark: str, within_s: float = 20.0) -> int:
-    """SIGKILL every process that carries `mark`, until none is left; how many there were. Raises INTERNAL after `within_s`."""
+    """SIGKILL every process that carries `mark` and all of its session, until none is left; how many there were.
+
+    The session, since a process that gives itself a title writes over its environment, and an engine's core, which does,
+    outlives its API server. Raises INTERNAL after `within_s`.
+    """
     killed: set[int] = set()
+    sessions: set[int] = set()
     until = time.monotonic() + within_s
-    while processes := [p for p in marked(mark) if p.status() != psutil.STATUS_ZOMBIE]:
+    while processes := marked(mark, sessions):
         if time.monotonic() > until:
             raise refuse(Reason.INTERNAL, f"processes outlive SIGKILL: {[p.pid for p in processes]}")
+        for process in processes:
+            with suppress(OSError):
+                sessions.add(os.getsid(process.pid))
+        sessions.discard(os.getsid(0))
         for process in processes:
             try:
                 process.send_signal(signal.SIGKILL)
