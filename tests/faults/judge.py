@@ -75,6 +75,8 @@ async def _next_save(lane: Lane) -> None:
         result.happened("published" if published else "not published")
         if lane.case.published not in (None, published):
             result.blame("it is on the wrong side of the commit point")
+        if lane.told not in (None, published):
+            result.blame("the caller was told otherwise")
     lane.last, lane.tried = saved.snapshot_id, ""
 
 

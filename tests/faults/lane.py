@@ -20,7 +20,7 @@ from pathlib import Path
 import psutil
 
 from coordinator.client import AsyncClient
-from coordinator.wire.errors import SafepointError
+from coordinator.wire.errors import Reason, Refused, SafepointError
 from tests.faults.cases import Case
 from tests.faults.fleet import COORDINATOR, LEASE_S, SERVERS, Fleet
 from tests.faults.result import Result, say
@@ -45,6 +45,7 @@ class Lane:
         self.last = ""  # the newest snapshot that was published
         self.known_leaks: set[str] = set()
         self.tried = ""  # the snapshot that the case's own save was to make
+        self.told: bool | None = None  # what the caller was told of it: done, refused, or nothing for sure
         self.case: Case
         self.result: Result
         self.before: list[Live] = []  # in flight when the case began
@@ -189,12 +190,16 @@ class Lane:
         await self.call("save", self.client.save(self.tried, timeout=timeout))
 
     async def call(self, what: str, call: Awaitable[object]) -> None:
+        self.told = None
         try:
             await call
         except SafepointError as error:
             self.result.happened(f"{what}: {say(error)}")
+            if isinstance(error, Refused) and error.reason is not Reason.UNAVAILABLE:
+                self.told = False
         else:
             self.result.happened(f"{what}: succeeded")
+            self.told = True
 
     # ---- and after it
 
