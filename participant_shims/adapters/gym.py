@@ -80,6 +80,7 @@ class GymAdapter:
         self._links = self._gates.here
         self._changed: Callable[[], None] = lambda: None
         self._pulse = Pulse()
+        self._described: Description | None = None
         self._pause: _Pause | None = None
         self._last_operation = ""
         self._generation = 0
@@ -108,7 +109,7 @@ class GymAdapter:
         for other in told[1:]:  # one worker that can't export makes the whole server lose its rollouts
             if mode_named(str(other.get("checkpoint_mode", ""))) is CheckpointMode.RESTART_ONLY:
                 mode, reason = CheckpointMode.RESTART_ONLY, str(other.get("mode_reason") or reason)
-        return Description(
+        self._described = Description(
             participant_id=self._participant_id,
             role=role,
             kind=f"gym.{kind}",
@@ -121,6 +122,7 @@ class GymAdapter:
             config_digest=str(first.get("config_digest") or ""),
             features=tuple(f"{k}={v}" for k, v in sorted(dict(first.get("versions") or {}).items())),
         )
+        return self._described
 
     # ---- closing --------------------------------------------------------------------------------------------------
 
@@ -197,7 +199,9 @@ class GymAdapter:
 
     async def export(self, directory: Path) -> AsyncIterator[Progress | Exported]:
         links = self._gates.all(Reason.WORKERS_MISSING)
-        async with aclosing(self._state.export(links, await self.describe(), directory)) as steps:
+        # It is the same for the whole life: a worker that is too busy to say it again must not fail a save.
+        described = self._described or await self.describe()
+        async with aclosing(self._state.export(links, described, directory)) as steps:
             async for step in steps:
                 yield step
 

@@ -23,7 +23,7 @@ from coordinator.wire.manifest_file import write_snapshot_manifest
 from coordinator.wire.terms import QuiesceMode, Role
 from participant_shims import messages
 from participant_shims.adapter import Loaded, Progress, WrittenFile
-from participant_shims.adapters.gate_link import read_status
+from participant_shims.adapters.gate_link import GateLink, read_status
 from participant_shims.adapters.gym import GymAdapter
 from participant_shims.adapters.gym_files import excluded_in
 from participant_shims.adapters.gym_terms import role_named
@@ -469,3 +469,21 @@ async def test_a_large_call_log_tells_how_far_it_is(bench: GymBench, short_path:
     sizes = [s.bytes_done for s in seen if isinstance(s, Progress)]
     written = sum(f.size_bytes for f in seen[-1].files)
     assert any(0 < size < written for size in sizes)
+
+
+async def test_a_worker_that_is_too_busy_to_describe_itself_again_fails_no_save(
+    bench: GymBench, short_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    described = await bench.adapter.describe()
+    out = short_path / "out"
+    out.mkdir()
+    await close(bench)
+    ask = GateLink.request
+
+    async def busy(self: GateLink, what: str, *args: Any, **kwargs: Any) -> Any:
+        assert what != "describe", "it is the same for the whole life"
+        return await ask(self, what, *args, **kwargs)
+
+    monkeypatch.setattr(GateLink, "request", busy)
+    assert [s async for s in bench.adapter.export(out)]
+    assert described.participant_id == "counter"
