@@ -134,11 +134,11 @@ async def test_every_command_teaches_with_an_example(safepoint: Safepoint) -> No
     from coordinator.cli import app
 
     root = get_command(app)
-    names = [(name,) for name in root.commands] + [("snapshots", name) for name in root.commands["snapshots"].commands]
+    groups = {name: group.commands for name, group in root.commands.items() if hasattr(group, "commands")}
+    names = [(name,) for name in root.commands if name not in groups]
+    names += [(group, name) for group, commands in groups.items() for name in commands]
     for path in names:
-        command = root.commands[path[0]] if len(path) == 1 else root.commands[path[0]].commands[path[1]]
-        if path == ("snapshots",):
-            continue
+        command = root.commands[path[0]] if len(path) == 1 else groups[path[0]][path[1]]
         assert f"Example: safepoint {' '.join(path)}" in (command.help or ""), path
         for parameter in command.params:
             assert getattr(parameter, "help", None) or parameter.name == "ctx", (path, parameter.name)

@@ -6,7 +6,7 @@ import importlib
 from collections.abc import AsyncGenerator, Iterator
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from cryptography import x509
@@ -91,8 +91,8 @@ async def answering(
 
 
 def _unimplemented(module: Any) -> Any:
-    names: list[str] = [name for name in vars(module) if name.endswith("Servicer")]
-    return getattr(module, names[0])()
+    members = cast("dict[str, Any]", vars(module))
+    return next(made for name, made in members.items() if name.endswith("Servicer"))()
 
 
 @pytest.fixture

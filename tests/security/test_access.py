@@ -115,11 +115,13 @@ async def test_a_stranger_is_refused_before_a_byte_of_the_request_came(
 
 
 async def test_a_method_that_is_served_and_not_in_the_table_is_called_by_nobody(short_path: Path) -> None:
+    unary: Any = grpc.unary_unary_rpc_method_handler
+
     async def handle(_request: bytes, _context: Any) -> bytes:
         raise AssertionError("it was reached")
 
     server = aio.server(interceptors=[ErrorInterceptor()], options=SERVER_OPTIONS)
-    handler: Any = grpc.unary_unary_rpc_method_handler(handle)
+    handler = unary(handle)
     server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler("x.Debug", {"Kill": handler}),))
     server.add_insecure_port(f"unix:{short_path}/s.sock")
     await server.start()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
+from typing import Any
 
 import pytest
 from grpc import aio
@@ -37,7 +38,7 @@ async def quick(tmp_path: Path) -> Bench:
 async def test_what_it_does_voids_the_cut_and_frees_the_others(what: str, quick: Bench) -> None:
     try:
         await quick.start(resources=2, resources_1=BAD[what])
-        options = {"quiesce_mode": 2, "straggler_policy": 2} if what == "never drains" else {}
+        options: dict[str, Any] = {"quiesce_mode": 2, "straggler_policy": 2} if what == "never drains" else {}
         with pytest.raises(SafepointError):
             await quick.save(timeout=8, **options)
         assert not (await unary(quick.stub().ListSnapshots(pb.ListSnapshotsRequest(), timeout=5))).snapshots

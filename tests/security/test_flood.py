@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 from grpc import aio
+from safepoint.v1 import capabilities_pb2, coordinator_service_pb2_grpc
 from safepoint.v1 import coordinator_service_pb2 as pb
-from safepoint.v1 import coordinator_service_pb2_grpc
 
 from coordinator.feed import QUEUE_LENGTH, Feed
 from coordinator.wire.access import Lane
@@ -45,7 +45,7 @@ async def flood(bench: Bench) -> AsyncGenerator[None]:
     links = [channel(bench.running.address) for _ in range(CONNECTIONS)]
     stubs: list[Any] = [coordinator_service_pb2_grpc.CoordinatorStub(link) for link in links]
     prepare = pb.PrepareOperationRequest(operation_id="save-1", snapshot_id="s-1")
-    prepare.options.quiesce_mode = 2  # drain: it waits for what never ends
+    prepare.options.quiesce_mode = capabilities_pb2.QUIESCE_MODE_DRAIN  # it waits for what never ends
     calls = [stubs[n % CONNECTIONS].Prepare(prepare, timeout=60) for n in range(2 * LIMITS[Lane.WORK].total)]
     calls += [
         stubs[n % CONNECTIONS].Watch(pb.WatchRequest()) for n in range(2 * LIMITS[Lane.WATCH].total)
@@ -94,7 +94,7 @@ async def refusals(calls: list[Any]) -> None:
 
 async def quickest(ask: Callable[[], Awaitable[Any]], tries: int = 5) -> tuple[float, Any]:
     """The best of a few: what is measured is the server, and this machine is busy with other things, too."""
-    took = []
+    took: list[float] = []
     answer: Any = None
     for _ in range(tries):
         began = time.monotonic()
@@ -108,7 +108,8 @@ async def quickest(ask: Callable[[], Awaitable[Any]], tries: int = 5) -> tuple[f
 async def test_status_health_and_abort_answer_within_a_second_under_a_flood(flooded: Bench) -> None:
     async with channel(flooded.running.address) as link:
         stub: Any = coordinator_service_pb2_grpc.CoordinatorStub(link)
-        check: Any = link.unary_unary("/grpc.health.v1.Health/Check")
+        dialled: Any = link
+        check = dialled.unary_unary("/grpc.health.v1.Health/Check")
 
         took_s, status = await quickest(lambda: stub.GetStatus(pb.GetCoordinatorStatusRequest(), timeout=5))
         assert took_s < WITHIN_S
@@ -148,7 +149,7 @@ def test_a_follower_that_does_not_read_costs_a_bounded_queue_and_is_told_what_it
         for number in range(3 * QUEUE_LENGTH):
             feed.publish(pb.OperationEvent(operation_id="save-1", sequence=number))
         assert slow.resync()
-        got = []
+        got: list[int] = []
         while (event := slow.take()) is not None:
             got.append(event.sequence)
         assert got == list(range(2 * QUEUE_LENGTH, 3 * QUEUE_LENGTH))  # the newest

@@ -112,7 +112,8 @@ async def test_a_socket_in_use_is_not_taken_and_a_dead_ones_is(short_path: Path)
             listen(second, bind, Security())
         assert raised.value.reason is Reason.UNAVAILABLE
         async with channel(address) as link:  # and the first one still has it
-            check: Any = link.unary_unary("/grpc.health.v1.Health/Check")
+            dialled: Any = link
+            check = dialled.unary_unary("/grpc.health.v1.Health/Check")
             assert await check(b"", timeout=5)
         await second.start()
         await second.stop(None)
