@@ -18,12 +18,13 @@ if TYPE_CHECKING:
     from coordinator.server import Coordinator
     from participant_shims.shim import Shim
     from tests.simulation.loop import Process
-    from tests.simulation.network import ServerCall
+    from tests.simulation.network import ClientCall, ServerCall
     from tests.simulation.world import World
 
 GRANTING = ("Prepare", "Restore")
 RENEWING = ("Commit", "Confirm", "RenewLease")
 ENDING = ("Resume", "Abort")
+CHANGING = (*GRANTING, *RENEWING, *ENDING)
 AT_ONCE_S = 1.1  # within which an end must be answered, on a network without delay
 LATE_S = 0.6
 START_WITHIN_S = 3.0
@@ -158,6 +159,12 @@ class Behaviour:
         reason = reason_of(trailers)
         if code is not grpc.StatusCode.OK and reason not in MAY_REFUSE_ENDS:
             self.world.violation(f"I15: {name} refuses {call.name} of {operation} with {reason.name}")
+
+    def too_late(self, call: ClientCall, served: ServerCall) -> None:
+        """L5: whoever waits for a participant is told who is waited for, before its own deadline."""
+        process = served.process
+        if call.name in CHANGING and process.alive and call.process.away_s == 0.0 and process.away_s == 0.0:
+            self.world.violation(f"L5: {process.name} lets the deadline of {call.name} pass without a word")
 
     # ---- now and then ---------------------------------------------------------------------------------------------------
 

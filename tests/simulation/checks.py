@@ -130,6 +130,8 @@ class Checks:
         key, now = (operation, name), self.world.loop.now
         if kind == "prepared":
             self._same(incarnation, "Prepare", operation, f"generation {reply.prepared.admission_generation}")
+            if (hit := self.world.when_prepared.pop(name, None)) is not None:
+                self.world.loop.after(self.world.random.uniform(0.0, 0.01), hit)
             self.prepared.setdefault((operation, incarnation), (now, incarnation, self.world.http.servers[name]))
         elif kind == "committed":
             self._same(incarnation, "Commit", operation, reply.committed.manifest_sha256)
@@ -294,7 +296,8 @@ class Checks:
         except SafepointError as error:
             newer = [s for s in self.linked_by if self._exists(s) and s != snapshot]
             if not (error.reason is Reason.SNAPSHOT_NOT_FOUND and self.pruned and newer):
-                self.world.violation(f"I10: {snapshot} was told published, and now: {error.problem.message}")
+                number = "I10" if error.reason is Reason.SNAPSHOT_NOT_FOUND else "I12"
+                self.world.violation(f"{number}: {snapshot} was told published, and now: {error.problem.message}")
         finally:
             disk.fail_read = before
 

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from tests.simulation.world import World
 
+STRAGGLER = "its request did not end before the cut"
 LIVE = ("ROLLOUT_STATE_PARKED", "ROLLOUT_STATE_PENDING")
 
 
@@ -33,17 +34,30 @@ def finished_calls(world: World, snapshot: str) -> set[tuple[str, str]]:
     }
 
 
+def next_attempts(world: World, snapshot: str) -> dict[str, int]:
+    """The attempt that each rollout goes on with after a restore of `snapshot`: the one in it is over (I16)."""
+    ledger = _lines(world, f"/root/snapshots/{snapshot}/ledger.jsonl")
+    return {line["rollout_id"]: int(line.get("attempt", 0)) + 1 for line in ledger if line["state"] in LIVE}
+
+
 def check_cut(world: World, snapshot: str) -> None:
     """Report what is lost or doubled in a snapshot that has just been published."""
     top = f"/root/snapshots/{snapshot}"
     ledger = {line["rollout_id"]: line for line in _lines(world, f"{top}/ledger.jsonl")}
     live = {name for name, line in ledger.items() if line["state"] in LIVE}
+    if not world.plan.straggles and not any(server.process.away_s for server in world.checks.servers):
+        for name, line in ledger.items():
+            if STRAGGLER in line.get("reason", ""):
+                world.violation(f"I4: {snapshot}: {name} is given up, and its call would have ended: {line['reason']}")
     saved = world.disk.listing(top)
     tools = [name for name, (kind, _) in world.plan.servers.items() if kind == "gym.resources" and name in saved]
     history: dict[tuple[str, str], tuple[str, str]] = {}  # (rollout, call) -> (server, session)
     remembered: set[tuple[str, str, str]] = set()  # and the session that the answer names
     for name in tools:
         for session in _lines(world, f"{top}/{name}/worker-0.sessions.jsonl"):
+            whose = {rollout for rollout, _, _ in session["history"]}
+            if whose & live and session["count"] != session["whole"]:
+                world.violation(f"I4: {snapshot}: {name} was saved in the middle of a call of {sorted(whose)}")
             for rollout, call, _ in session["history"]:
                 history[rollout, call] = (name, session["session_id"])
         for line in _lines(world, f"{top}/{name}/calls.jsonl"):

@@ -13,8 +13,10 @@ FAULTS = (
     "crash coordinator", "crash shim", "crash server", "pause coordinator", "pause shim", "pause server", "partition",
     "weather", "disk full", "disk slow", "fsync fails", "dies in disk", "second coordinator", "power loss",
     "pause trainer", "leave and come back", "race at publish", "one message", "clock jumps", "abort at once",
+    "when prepared",
 )  # fmt: skip
 AIMED = ("Prepare", "Prepare", "Commit", "Confirm", "Abort", "Abort", "Resume", "RenewLease", "Restore")
+HITS = ("pause server", "pause server", "pause shim", "pause shim", "pause coordinator", "crash server", "crash shim")
 FINISHED_IDS = 6  # of a fence with little memory
 
 
@@ -64,9 +66,12 @@ class Plan:
         return [event for event in self.events if event.is_fault]
 
 
-def make(seed: int) -> Plan:
-    """The plan of a seed: a few kinds of faults, at rates of their own, so that runs differ in character."""
-    random = Random(f"plan {seed}")
+def make(seed: int, only: tuple[str, ...] = ()) -> Plan:
+    """The plan of a seed: a few kinds of faults, at rates of their own, so that runs differ in character.
+
+    `only`: a short run in which nothing but these kinds goes wrong; "one message Commit" is about Commit alone.
+    """
+    random = Random(f"plan {seed} {' '.join(only)}".rstrip())
     servers: dict[str, tuple[str, str]] = {}
     for name, kind, role, most in (
         ("agent", "gym.agent", "agent", 2), ("model", "gym.model", "policy_model", 1),
@@ -74,7 +79,7 @@ def make(seed: int) -> Plan:
     ):  # fmt: skip
         for number in range(random.choice([1, 1, most])):
             servers[f"{name}-{number}"] = (kind, role)
-    duration = random.uniform(8.0, 22.0)
+    duration = random.uniform(5.0, 9.0) if only else random.uniform(8.0, 22.0)
     events: list[Event] = []
     at = random.uniform(1.0, 4.0)
     number = 0
@@ -87,8 +92,8 @@ def make(seed: int) -> Plan:
         if random.random() < 0.1:
             events.append(Event(at + random.uniform(0.0, 6.0), "prune", value=random.choice([1, 2])))
         at += random.uniform(1.5, 7.0)
-    if random.random() < 0.93:
-        events += _faults(random, duration, list(servers))
+    if only or random.random() < 0.93:
+        events += _faults(random, duration, list(servers), only)
     return Plan(
         seed=seed,
         servers=servers,
@@ -96,11 +101,11 @@ def make(seed: int) -> Plan:
         duration_s=duration,
         rows=random.randint(2, 7),
         concurrency=random.randint(1, 4),
-        straggles=random.choice([0.0, 0.0, 0.03, 0.15]),
+        straggles=random.choice([0.0, 0.2] if only else [0.0, 0.0, 0.03, 0.15]),
         coordinator_leaves=random.random() < 0.2,
         power_loss_at_end=random.random() < 0.6,
         faults_in_restore=random.random() < 0.35,
-        little_memory=random.random() < 0.12,
+        little_memory=random.random() < (0.3 if only else 0.12),
         same_ports=random.random() < 0.5,
         quick_restarts=random.random() < 0.3,
         wall_skew_s=random.choice([0.0, 3600.0, -3600.0]),
@@ -108,12 +113,12 @@ def make(seed: int) -> Plan:
     )
 
 
-def _faults(random: Random, duration: float, servers: list[str]) -> list[Event]:
-    kinds = random.sample(FAULTS, random.randint(1, 5))
+def _faults(random: Random, duration: float, servers: list[str], only: tuple[str, ...]) -> list[Event]:
+    kinds = list(only) or random.sample(FAULTS, random.randint(1, 5))
     saves_near = random.random() < 0.5  # many at few moments, or spread
     centres = [random.uniform(2.0, duration) for _ in range(3)]
     out: list[Event] = []
-    for _ in range(random.randint(1, 7)):
+    for _ in range(random.randint(3, 7) if only else random.randint(1, 7)):
         kind = random.choice(kinds)
         at = random.choice(centres) + random.uniform(-1.0, 2.0) if saves_near else random.uniform(0.5, duration)
         whom = random.choice(servers)
@@ -132,12 +137,15 @@ def _faults(random: Random, duration: float, servers: list[str]) -> list[Event]:
             length = 10 ** random.uniform(-3.0, 0.6)
         elif kind == "fsync fails":
             length, extra = random.randint(1, 3), random.choice(["", "coordinator"])
-        elif kind == "one message":
-            method = random.choice(AIMED)
+        elif kind.startswith("one message"):
+            method = kind.removeprefix("one message").strip() or random.choice(AIMED)
             how = random.choice(["late", "twice", "reply lost"])
-            extra, length = f"{method} {how}", random.uniform(0.01, 5.0)
+            kind, extra, length = "one message", f"{method} {how}", 10 ** random.uniform(-2.5, 0.7)
             if method == "Prepare" and random.random() < 0.6:  # and somebody aborts meanwhile
                 out.append(Event(max(0.1, at) + random.uniform(0.01, 1.5), "abort"))
+        elif kind.startswith("when prepared"):
+            extra = kind.removeprefix("when prepared").strip() or random.choice(HITS)
+            kind, at = "when prepared", random.uniform(0.5, duration)
         elif kind == "clock jumps":
             length = random.choice([-7200.0, -30.0, 30.0, 7200.0])
         elif kind == "abort at once":

@@ -51,8 +51,10 @@ class Network:
         self.on_reply: Callable[[ServerCall, Any], None] = lambda call, reply: None
         self.on_send: Callable[[Process, str, Any], None] = lambda process, name, request: None
         self.on_end: Callable[[ServerCall, Any, Any], None] = lambda call, code, trailers: None
+        self.on_too_late: Callable[[ClientCall, ServerCall], None] = lambda call, served: None
         self.names: dict[str, Callable[[], str]] = {}
         self.aimed: dict[tuple[str, str], tuple[str, float]] = {}  # the next (method, to host): what happens to it
+        self.bad_until = 0.0  # until when a message is lost or late
         self.settled_at = 0.0  # by then all that was sent has arrived, or its loss was noticed
 
     def port(self) -> int:
@@ -71,6 +73,8 @@ class Network:
         until = weather.blocked.get((source.host, target.host), 0.0)
         when, lost_s = self._fate(until, last)
         self.settled_at = max(self.settled_at, now + lost_s if when is None else when)
+        if when is None or when > max(last, now + weather.delay_s[1]):
+            self.bad_until = max(self.bad_until, self.settled_at)
         if when is None:
             self.loop.after(lost_s, call_lost)
         return when
@@ -325,7 +329,7 @@ class ClientCall:
     def __init__(self, channel: SimChannel, method: str, request: Any, timeout: float | None, write: Any, read: Any):
         self.channel, self.method, self.process = channel, method, channel.process
         self.network, self._write, self._parse = channel.network, write, read
-        self.name = method.rpartition("/")[2]
+        self.name, self.began_at = method.rpartition("/")[2], channel.network.loop.now
         self._inbox: deque[Any] = deque()
         self._news = asyncio.Event()
         self._status: Any = None  # code, details, trailers
@@ -351,6 +355,8 @@ class ClientCall:
             self.network.trace(self.process, f"{self.name} to {self.peer.name} is lost")
             return
         what, seconds = self.network.aimed.pop((self.name, self.peer.host), ("", 0.0))
+        if what:
+            self.network.bad_until = max(self.network.bad_until, when + max(seconds, 2.0))
         when += seconds if what == "late" else 0.0
         self._last = when
         self.network.settled_at = max(self.network.settled_at, when)
@@ -418,6 +424,8 @@ class ClientCall:
 
     def _too_late(self) -> None:
         if self._status is None and self.process.alive:
+            if self._server is not None and self.network.bad_until < self.began_at:
+                self.network.on_too_late(self, self._server)
             self.process.soon(self._broken, grpc.StatusCode.DEADLINE_EXCEEDED, "Deadline Exceeded")
 
     def _broken(self, code: Any, details: str) -> None:

@@ -27,11 +27,12 @@ from tests.simulation.shrink import kind_of, shrink
 from tests.simulation.story import Result, play
 
 OTHER_CLOCK_EVERY = 20
+SHRUNK = 3  # failing seeds of a batch, at some 20 s each
 
 
-def checked(seed: int) -> Result:
+def checked(seed: int, only: tuple[str, ...] = ()) -> Result:
     """A seed as every run judges it: some are run again on another wall clock, and must decide the same (I20)."""
-    plan = make(seed)
+    plan = make(seed, only)
     result = play(plan)
     if seed % OTHER_CLOCK_EVERY == 0 and not result.violations:
         other = play(replace(plan, wall_skew_s=plan.wall_skew_s + 86_400.0))
@@ -45,10 +46,15 @@ def _difference(result: Result, other: Result) -> str:
     return next((f"{a.strip()} | {b.strip()}" for a, b in pairs if a != b), "none in the story")
 
 
+def _begin() -> None:
+    warnings.simplefilter("ignore")
+    gc.disable()  # a run collects for itself
+    gc.collect()
+    gc.freeze()  # what was imported is not looked through each time
+
+
 def one(seed: int) -> dict[str, Any]:
     """Run a seed: what is counted of it."""
-    warnings.simplefilter("ignore")
-    gc.disable()
     plan = make(seed)
     result = checked(seed)
     return {
@@ -63,7 +69,7 @@ def many(first: int, count: int, jobs: int, within_s: float = 0.0) -> dict[str, 
     began, done = time.monotonic(), list[dict[str, Any]]()
     faults: Counter[str] = Counter()
     context = multiprocessing.get_context("spawn")
-    with context.Pool(jobs, maxtasksperchild=200) as pool:
+    with context.Pool(jobs, _begin, maxtasksperchild=400) as pool:
         for found in pool.imap_unordered(one, range(first, first + count), chunksize=4):
             done.append(found)
             faults.update(found["faults"])
@@ -105,12 +111,13 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--within", type=float, default=0.0, help="stop after so many seconds")
     parser.add_argument("--out", type=Path)
     parser.add_argument("--seed", type=int)
+    parser.add_argument("--only", default="", help="kinds of faults with commas, as mutants ask for")
     parser.add_argument("--trace", action="store_true")
     parser.add_argument("--shrink", action="store_true")
     asked = parser.parse_args(arguments)
     warnings.simplefilter("ignore")
     if asked.seed is not None:
-        plan = make(asked.seed)
+        plan = make(asked.seed, tuple(asked.only.split(",")) if asked.only else ())
         result = play(plan)
         if asked.shrink:
             plan, result = shrink(plan, print)
@@ -121,10 +128,12 @@ def main(arguments: list[str] | None = None) -> int:
     if asked.out is not None:
         asked.out.parent.mkdir(parents=True, exist_ok=True)
         asked.out.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
-    for failing in report["failing"][:3]:
-        print(
-            f"\nThe story of seed {failing['seed']}:  python -m tests.simulation.run --seed {failing['seed']} --trace"
-        )
+    for failing in report["failing"][:SHRUNK]:
+        seed = failing["seed"]
+        print(f"\nSeed {seed}:  PYTHONPATH=.:gen python -m tests.simulation.run --seed {seed} --shrink --trace")
+        plan, result = shrink(make(seed))
+        print("  enough for it:", *plan.events, sep="\n    ")
+        print(*(f"  {text}" for text in result.violations or failing["violations"]), sep="\n")
     print(
         f"{report['seeds']} seeds, {report['steps']} steps, {report['virtual_seconds']} simulated seconds in "
         f"{report['seconds']} s: {report['violations']} violations"

@@ -317,6 +317,7 @@ class GymServer:
         self.line = Line(self.gate, str(directory / "gate.sock"))
         self.violation: Callable[[str], None] = lambda text: None
         self.finished: set[tuple[str, str]] = set()  # calls that a restored snapshot has the answers to
+        self.attempts: dict[str, int] = {}  # the first attempt of each rollout that a restore has brought
         self.acted_on: dict[tuple[str, str], int] = {}  # (rollout, call) whose answer the agent has, in which attempt
         self._numbers = itertools.count()
         self.routes: dict[str, Any] = {
@@ -401,6 +402,8 @@ class GymServer:
         return [headers.get(ROLLOUT_HEADER, ""), headers.get(CALL_HEADER, ""), int(headers.get(ATTEMPT_HEADER, 0))]
 
     def _not_again(self, call: list[Any]) -> None:
+        if call[2] < self.attempts.get(call[0], 0):
+            self.violation(f"I16: {self.name} serves attempt {call[2]} of {call[0]}, which a restore has replaced")
         if (call[0], call[1]) in self.finished:
             self.violation(f"{self.name} is asked for {call[1]} of {call[0]} again, although its answer was saved")
 
@@ -419,7 +422,7 @@ class GymServer:
         assert self.sessions is not None
         await asyncio.sleep(self.work.tool_time())
         session_id = f"{self.name}.{self.life}.{next(self._numbers)}"
-        self.sessions.state[session_id] = {"count": body["start"], "history": []}
+        self.sessions.state[session_id] = {"count": body["start"], "whole": body["start"], "history": []}
         self.sessions.ever.add(session_id)
         self._did(scope, session_id, self._call(headers))
         return 200, {}, [("set-cookie", f"s={session_id}; path=/")]
@@ -434,6 +437,7 @@ class GymServer:
         if self.sessions.state.get(session_id) is not before:
             raise KeyError(session_id)
         before["count"] += body["n"] - half
+        before["whole"] = before["count"]
         self._did(scope, session_id, self._call(headers))
         return 200, {"count": before["count"]}, [("set-cookie", f"s={session_id}; path=/")]
 

@@ -8,11 +8,11 @@ that it would have had.
 from __future__ import annotations
 
 import asyncio
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from coordinator.wire.errors import Reason
-from tests.simulation.cut import finished_calls
+from tests.simulation.cut import finished_calls, next_attempts
 from tests.simulation.faults import LEASE_S, Event, Plan
 from tests.simulation.loop import Process
 from tests.simulation.trainer import Trainer
@@ -168,6 +168,8 @@ class Story:
             case "one message":
                 method, _, how = event.extra.partition(" ")
                 world.network.aimed[method, whom] = (how, value)
+            case "when prepared":
+                world.when_prepared[whom] = lambda: self._happen(replace(event, kind=event.extra))
             case "clock jumps":
                 world.wall_jumped_s += value
             case "abort at once":
@@ -349,6 +351,7 @@ class Story:
         if not self.plan.faults_in_restore:  # else a server may have died again, and what it had with it
             for server in world.http.servers.values():
                 server.finished = finished_calls(world, self.snapshot)
+                server.attempts = next_attempts(world, self.snapshot)
         rolling = trainer.process.spawn(trainer.roll(rows, 4))
         done, _ = await asyncio.wait({rolling}, timeout=FINISH_S)
         if not done:

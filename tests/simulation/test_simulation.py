@@ -10,10 +10,13 @@ from pathlib import Path
 import pytest
 
 from tests.simulation.faults import FAULTS, make
+from tests.simulation.invariants import INVARIANTS
+from tests.simulation.mutants import MUTANTS
 from tests.simulation.story import play
 
-SEEDS = range(10_001, 10_061)
-GROUPS = 6
+SEEDS = range(10_001, 10_025)  # `make sim` runs 2,000
+GROUPS = 4
+ASKING = ("behaviour", "checks", "cut", "run", "servers", "story", "trainer")
 pytestmark = pytest.mark.filterwarnings("ignore")
 
 
@@ -21,7 +24,7 @@ pytestmark = pytest.mark.filterwarnings("ignore")
 def test_no_invariant_is_violated(group: int) -> None:
     for seed in SEEDS[group::GROUPS]:
         result = play(make(seed))
-        assert result.violations == [], f"python -m tests.simulation.run --seed {seed} --trace"
+        assert result.violations == [], f"python -m tests.simulation.run --seed {seed} --shrink --trace"
 
 
 def test_one_seed_reproduces_a_run_exactly() -> None:
@@ -58,3 +61,22 @@ def test_no_decision_depends_on_the_wall_clock() -> None:  # I20
 def test_every_kind_of_fault_is_drawn() -> None:
     drawn = {event.kind for seed in range(1, 400) for event in make(seed).faults}
     assert drawn == set(FAULTS)
+
+
+def test_every_invariant_is_asked_for_and_proved_by_a_mutant() -> None:
+    here = Path(__file__).parent
+    asked = "".join((here / f"{name}.py").read_text(encoding="utf-8") for name in ASKING)
+    for number in INVARIANTS:
+        assert f'"{number}: ' in asked or f"({number})" in asked or f'"{number}"' in asked, number
+        assert [each for each in MUTANTS if each.proves == number], number
+
+
+def test_the_text_of_every_mutant_is_where_it_was() -> None:
+    top = Path(__file__).parents[2]
+    for mutant in MUTANTS:
+        for module, before, after in mutant.changes:
+            text = (top / f"{module.replace('.', '/')}.py").read_text(encoding="utf-8")
+            assert text.count(before) == 1, (mutant.name, before)
+            compile(text.replace(before, after), module, "exec")
+        assert mutant.faults == () or not mutant.test
+        assert all(kind.startswith(FAULTS) for kind in mutant.faults), mutant.name

@@ -76,6 +76,7 @@ class World:
         self.coordinators = 0
         self.supervised = True  # what dies is started again
         self.wall_jumped_s = 0.0
+        self.when_prepared: dict[str, Callable[[], None]] = {}  # what happens once that one has answered Prepare
         self.network.names["coordinator"] = self.coordinator_address
         if plan.same_ports:
             self.network.ports = {f"shim of {name}": 30_000 + n for n, name in enumerate(plan.servers)}
@@ -84,6 +85,7 @@ class World:
         self.disk.trace = lambda text: self.trace("disk", text)
         self.disk.on_link = self.checks.linked
         self.disk.violation = self.violation
+        self.network.on_too_late = self.checks.behaviour.too_late
         self.network.on_send, self.network.on_end = self.checks.sent, self.checks.call_ended
 
     # ---- the story --------------------------------------------------------------------------------------------------------
@@ -247,6 +249,7 @@ class World:
         self.trace("world", "no more faults")
         self.network.weather = Weather()
         self.network.aimed.clear()
+        self.when_prepared.clear()
         self.disk.full_until = self.disk.slow_until = 0.0
         self.disk.fail_fsync = self.disk.fail_read = 0
         self.disk.before_publish = None
