@@ -36,7 +36,11 @@ async def judge(lane: Lane) -> None:
     await _next_save(lane)
     restored = case.trigger in (Trigger.RESTORE, Trigger.RESUME)
     result.restarted = 0 if restored else sum(each.dispatches > 1 for each in lane.before)
-    result.repeated = lane.engine.repeated(each.rollout_id for each in lane.before)
+    # A restore brings back what was finished at the cut; what was made after it is made again, and that is right.
+    among = lane.finished if case.trigger is Trigger.RESTORE else None
+    result.repeated = lane.engine.repeated((each.rollout_id for each in lane.before), among)
+    if case.trigger is Trigger.RESTORE and result.repeated:
+        result.blame(f"{result.repeated} generations that were finished before the save were made again")
     if not case.of_server and not restored and case.fault not in (c.DROP_REPLIES, c.DROP_REQUESTS):
         if result.restarted:
             result.blame(f"{result.restarted} rollouts were cut off although their servers lived")

@@ -50,6 +50,9 @@ class Lane:
         self.result: Result
         self.before: list[Live] = []  # in flight when the case began
         self.t0 = 0.0  # when the fault came
+        self.finished: set[tuple[str, int]] = (
+            set()
+        )  # turns that were generated before the snapshot to restore was begun
         self._stopped_pid = 0
         self.hit: set[str] = set()  # failpoints that did something
         self.mounts: list[Path] = []

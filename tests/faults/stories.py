@@ -102,6 +102,7 @@ async def _resume(lane: Lane) -> None:
 
 async def _fresh(lane: Lane) -> list[Live]:
     """Save while rollouts run, kill every server, and start fresh ones: as after a crash of everything."""
+    lane.finished = set(lane.engine.generated)
     lane.last = (await lane.client.save(lane.name("to-restore"), timeout=SAVE_S)).snapshot_id
     left = await lane.trainer.stop()
     lane.before = left
