@@ -9,7 +9,8 @@ snapshot_reading, snapshots           the snapshots of a root: listed, verified;
 retention, pruning                    PURE which of them stay; pins, and what is deleted
 objects, archive                      object stores, and copies of snapshots in them
 journal         epoch, records of operations, outcomes: durable before the calls they cover
-registry, registration, preflight     who is there, and whether they can be checkpointed together
+registry, registration, membership, preflight
+                who is there, who is missed, and whether they can be checkpointed together
 participants    the coordinator's end of the Participant service
 driver          one operation: performs the core's effects in order and feeds back what happens
 publication, ledger_lines, ledger_merge, pause, reporting, feed, answers, outcomes, following

@@ -10,7 +10,7 @@ adapter            what the service asks of the code that knows one kind of serv
 adapters/          one file per kind of server
 proxy              the gate as a raw reverse proxy, for servers that it can't be loaded into
 service            the Participant service: RPC -> fence -> adapter; no decisions
-shim               one process: serves, registers, renews, ends
+shim, ends         one process: serves, registers, renews, ends; how processes end, told to those who miss them
 cli                `safepoint shim`, `safepoint serve`, `safepoint inspect`
 
 The shim and the gate run in other people's environments: they import `coordinator.wire` and `safepoint.v1` of ours, and
