@@ -156,7 +156,9 @@ class Patience:
     def _kind_of(self, error: BaseException) -> str:
         if isinstance(error, Unanswered):
             return "lost_reply" if self._heard else "unreachable"
-        if isinstance(error, Refused) and (error.reason is Reason.UNAVAILABLE or error.problem.retry_after_s is not None):
+        if not isinstance(error, Refused) or error.problem.participant_id or error.problem.phase:
+            return ""  # how an operation failed, which is recorded: asked again it would say the same
+        if error.reason is Reason.UNAVAILABLE or error.problem.retry_after_s is not None:
             return "not_ready"
         return ""
 

@@ -12,6 +12,7 @@ import pytest
 from coordinator.client import AsyncClient, Budgets, Client, Misanswered, Reason, Refused, Unanswered
 from coordinator.client_patience import Patience
 from coordinator.wire.errors import Problem, refuse
+from coordinator.wire.terms import Phase
 from tests.client.driver import QUICK, Driver
 from tests.client.fake_coordinator import LOST, FakeCoordinator, Fault
 
@@ -169,6 +170,15 @@ def test_budgets_are_counted_for_each_kind_of_failure_in_a_row() -> None:
     assert patience.again(refuse(Reason.UNAVAILABLE, "starting"))
     clock.now += 2
     assert not patience.again(refuse(Reason.UNAVAILABLE, "starting"))
+
+
+def test_an_operation_that_failed_because_a_participant_was_not_ready_is_not_asked_for_again() -> None:
+    """Its end is recorded under its id: each repeat would get the same answer, for as long as the budget lasts."""
+    patience = Patience("Save", "Save s", None, Budgets(10, 20, 30), Clock())
+    patience.next_try_s()
+    assert not patience.again(refuse(Reason.UNAVAILABLE, "It did not say.", participant_id="m", phase=Phase.CONFIRM))
+    assert not patience.again(refuse(Reason.UNAVAILABLE, "The disk hung.", phase=Phase.PUBLISH))
+    assert patience.again(refuse(Reason.UNAVAILABLE, "starting"))
 
 
 def test_a_peer_that_always_breaks_off_after_its_first_word_is_given_up() -> None:
