@@ -53,6 +53,7 @@ class Nodes:
             address=self._cluster.address, namespace="safepoint", log_to_driver=False, configure_logging=False
         )
         self.host: Any = None  # the node where a coordinator may run
+        self.spare: Any = None  # the next one
 
     def add(self) -> Any:
         """Another node for coordinators."""

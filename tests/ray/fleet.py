@@ -27,7 +27,7 @@ HOST = "safepoint_host"  # the custom resource of nodes that may host a coordina
 T = TypeVar("T")
 
 
-def soon(look: Callable[[], T], within_s: float = 30.0, what: str = "it") -> T:
+def soon(look: Callable[[], T], within_s: float = 60.0, what: str = "it") -> T:
     """What `look` returns once that is true; exceptions count as not yet."""
     end = time.monotonic() + within_s
     last: object = None

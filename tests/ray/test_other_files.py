@@ -33,7 +33,7 @@ def test_a_coordinator_refuses_to_act_on_a_node_with(nodes: Nodes, shims: Shims,
             (shims.root / "coordinator" / "epoch-0").touch()
         shims.release()
 
-        soon(shims.all_open, 30, "the opening of everybody")  # by their lease: nobody tells them
+        soon(shims.all_open, 60, "the opening of everybody")  # by their lease: nobody tells them
         assert time.monotonic() < killed_at + LEASE_S + SLACK_S
 
         def refusal() -> SafepointError | None:
