@@ -1,0 +1,260 @@
+"""Explores the small model: every state that the real core can be led into within the bounds, none left out.
+
+The rule: breadth first, each distinct state once, all steps of it. So a counterexample is as short as any, and a run that
+ends without one has seen everything within the bounds that it prints. What is checked, by the name in the list of
+invariants: I1 agreement, I2 what a publish needs, I3 unbroken freeze, I5 no half restore, I6 fencing, I7 one writer, I8
+tombstones, I9 repeats, I14 one at a time, I15 abort before publish, I17 membership, I18 order, L5 blame; and L1 and L2:
+from every state the world comes to rest, with everybody open and every operation decided, without a further fault
+(and without a lease, unless somebody crashed or every repeat was lost).
+
+    python -m tests.explorer.explore                                 the bounds of `make explore`
+    python -m tests.explorer.explore --program save,save --losses 2  one program, larger bounds
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import sys
+import time
+from array import array
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+from tests.explorer.model import BEGIN, LAPSE, Budget, Model, State, Step
+from tests.explorer.tell import tell
+from tests.explorer.violation import Violation
+
+UNKNOWN = -1
+TOLD = 3  # how often a participant is told to open within its lease, with the times of `core`
+
+
+@dataclass
+class Bounds:
+    """What is explored: the operations one after the other, and what may go wrong."""
+
+    program: tuple[str, ...]
+    losses: int = 1
+    crashes: int = 1
+    aborts: int = 0
+    lapses: int = 1
+    split: bool = False
+
+    def __str__(self) -> str:
+        faults = (
+            f"{self.losses} losses or repeats, {self.crashes} crash, {self.lapses} renewed leases that lapse, "
+            f"{self.aborts} abort by a person"
+        )
+        return f"{' then '.join(self.program)}; {faults}{'; two coordinators at once' if self.split else ''}"
+
+
+DEFAULT = (
+    Bounds(("save",), losses=3, crashes=0, lapses=0),
+    Bounds(("save",), losses=1, crashes=0, aborts=1),
+    Bounds(("driven",), losses=1, crashes=0, aborts=1, lapses=0),
+    Bounds(("save",), losses=0, crashes=1, lapses=0, split=True),
+    Bounds(("save", "save"), losses=0, crashes=1, lapses=0),
+    Bounds(("restore", "save"), losses=0, crashes=1, lapses=0),
+)
+
+
+@dataclass
+class Result:
+    """What an exploration saw. `violation` is empty when every rule held; then `trace` is too."""
+
+    bounds: Bounds
+    states: int = 0
+    transitions: int = 0
+    depth: int = 0
+    seconds: float = 0.0
+    whole: bool = False  # whether everything within the bounds was seen
+    by_lease: int = (
+        0  # states whose calm way out needs a lease to lapse: only a crash may lead there, or as many losses as repeats
+    )
+    violation: str = ""
+    trace: list[str] = field(default_factory=list[str])
+
+
+class Explorer:
+    """One exploration."""
+
+    def __init__(self, bounds: Bounds, *, plain: bool = False) -> None:
+        """`plain`: without what is left out of the core's keys while everybody is told to open."""
+        self.bounds = bounds
+        budget = Budget(bounds.losses, bounds.crashes, bounds.aborts, bounds.lapses)
+        self.model = Model(bounds.program, budget, split=bounds.split, plain=plain)
+        self.states: list[State] = [self.model.first]
+        self._numbers: dict[State, int] = {self.model.first: 0}
+        self._parents = array("l", [UNKNOWN])
+        self._left_to_lease = UNKNOWN  # the first state that needs one
+        self._calm = array("l", [UNKNOWN])  # the next state of a world without further faults; itself when at rest
+
+    def run(self, within_s: float = float("inf"), most: int = sys.maxsize) -> Result:
+        """Explore, then see that every state leads to rest. Stops early at a violation and at the limits."""
+        began, result = time.process_time(), Result(self.bounds)
+        place, until = 0, 1  # the end of this depth
+        try:
+            while place < len(self.states):
+                if place == until:
+                    result.depth, until = result.depth + 1, len(self.states)
+                    if time.process_time() - began > within_s:
+                        break
+                if len(self.states) > most:
+                    break
+                result.transitions += self._expand(place)
+                place += 1
+            result.whole = place == len(self.states)
+            if result.whole:
+                result.by_lease = self._lead_to_rest()
+                if result.by_lease and not self.bounds.crashes and self.bounds.losses < TOLD:
+                    raise Violation(
+                        "L1", f"{result.by_lease} states lead to rest by a lease, though nobody had crashed"
+                    )
+        except Violation as violation:
+            result.violation = str(violation)
+            at = self._left_to_lease if result.by_lease else place
+            result.trace = [*self._trace(at), f"!! {violation}"]
+        except Stuck as stuck:
+            result.violation = str(stuck)
+            result.trace = [*self._trace(stuck.place), f"!! {stuck}"]
+        result.states, result.seconds = len(self.states), round(time.process_time() - began, 1)
+        return result
+
+    def ends(self) -> set[tuple[object, ...]]:
+        """How the world can stand at rest: what is published, what was told, and how operations ended."""
+        calm = [self.states[place] for place, following in enumerate(self._calm) if place == following]
+        return {
+            (s.manifests, s.decided, s.budget, *(self.model.op(s, 0, n) for n in range(len(self.bounds.program))))
+            for s in calm
+            if s.coordinators[0]
+        }
+
+    def _expand(self, place: int) -> int:
+        model, state = self.model, self.states[place]
+        if model.calm(state):
+            self._calm[place] = place
+        count, best, to = 0, BEGIN + 10, UNKNOWN
+        for step in model.steps(state):
+            count += 1
+            number = self._numbers.get(step.state)
+            if number is None:
+                number = self._numbers[step.state] = len(self.states)
+                self.states.append(step.state)
+                self._parents.append(place)
+                self._calm.append(UNKNOWN)
+            if not step.cost and step.rank < best and number != place:
+                best, to = step.rank, number
+        if self._calm[place] == UNKNOWN:
+            self._calm[place] = to
+        return count
+
+    def _lead_to_rest(self) -> int:
+        """Follow the calm steps of every state until one is at rest. How many need a lease to lapse on the way."""
+        known = bytearray(len(self.states))  # 1: leads to rest, 2: by a lapse
+        for start in range(len(self.states)):
+            path: list[int] = []
+            place = start
+            on_it: set[int] = set()
+            while not known[place]:
+                path.append(place)
+                on_it.add(place)
+                following = self._calm[place]
+                if following == place:
+                    known[place] = 1
+                    path.pop()
+                    break
+                if following == UNKNOWN or following in on_it:
+                    raise Stuck(start, self.model)
+                place = following
+            for before in reversed(path):
+                known[before] = max(known[place], 1 + self._lapses(before))
+                place = before
+        self._left_to_lease = known.find(2)
+        return known.count(2)
+
+    def _lapses(self, place: int) -> bool:
+        return any(
+            step.rank == LAPSE and not step.cost and self._numbers[step.state] == self._calm[place]
+            for step in self.model.steps(self.states[place])
+        ) and not any(
+            not step.cost and step.rank < LAPSE and self._numbers[step.state] != place
+            for step in self.model.steps(self.states[place])
+        )
+
+    def _trace(self, place: int) -> list[str]:
+        """How the state came about, a line a step."""
+        numbers = [place]
+        while self._parents[numbers[-1]] != UNKNOWN:
+            numbers.append(self._parents[numbers[-1]])
+        numbers.reverse()
+        out: list[str] = []
+        for before, after in itertools.pairwise(numbers):
+            step = next(s for s in self._safely(self.states[before]) if self._numbers.get(s.state) == after)
+            out.append(tell(step, self.model))
+        return out
+
+    def _safely(self, state: State) -> list[Step]:
+        out: list[Step] = []
+        try:
+            out.extend(self.model.steps(state))
+        except Violation:
+            pass
+        return out
+
+
+class Stuck(Exception):
+    """A state from which the world does not come to rest."""
+
+    def __init__(self, place: int, model: Model) -> None:
+        super().__init__(
+            "L1/L2: from here nobody gets everybody open and every operation decided without a further fault"
+        )
+        self.place = place
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """The command. 1 when a rule was broken, or when not everything within the bounds was seen."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--program", help="operations, with commas: save, driven (by the trainer), restore")
+    parser.add_argument("--losses", type=int)
+    parser.add_argument("--crashes", type=int)
+    parser.add_argument("--aborts", type=int)
+    parser.add_argument("--lapses", type=int)
+    parser.add_argument("--split", action="store_true", help="the first coordinator may live on beside the second")
+    parser.add_argument("--within", type=float, default=float("inf"), help="seconds for each exploration")
+    parser.add_argument("--out", type=Path)
+    asked = parser.parse_args(arguments)
+    chosen = [Bounds(tuple(asked.program.split(",")), split=asked.split)] if asked.program else list(DEFAULT)
+    results: list[Result] = []
+    print(
+        "| explored | states | transitions | depth | CPU s | left to a lease | found |\n| --- | --- | --- | --- | --- | --- | --- |",
+        flush=True,
+    )
+    for bounds in chosen:
+        for name in ("losses", "crashes", "aborts", "lapses"):
+            if getattr(asked, name) is not None:
+                setattr(bounds, name, getattr(asked, name))
+        result = Explorer(bounds).run(asked.within)
+        results.append(result)
+        found = result.violation or ("nothing" if result.whole else "nothing yet: it was stopped")
+        print(
+            f"| {bounds} | {result.states:,} | {result.transitions:,} | {result.depth} | {result.seconds} "
+            f"| {result.by_lease:,} | {found} |",
+            flush=True,
+        )
+        for line in result.trace:
+            print("   ", line)
+    if asked.out is not None:
+        asked.out.parent.mkdir(parents=True, exist_ok=True)
+        report = {
+            "states": sum(r.states for r in results), "transitions": sum(r.transitions for r in results),
+            "violations": sum(bool(r.violation) for r in results), "seconds": round(sum(r.seconds for r in results), 1),
+            "explored": [asdict(r) for r in results],
+        }  # fmt: skip
+        asked.out.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+    return 0 if all(r.whole and not r.violation for r in results) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,51 @@
+"""The small model is explored without a finding, and would not be if a guard were gone."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.explorer.explore import Bounds, Explorer
+from tests.explorer.mutants import MUTANTS, Mutant, apart
+
+SMALL = (
+    Bounds(("save",), losses=0, crashes=0, aborts=1),
+    Bounds(("driven",), losses=0, crashes=0, aborts=1),
+    Bounds(("save", "save"), losses=0, crashes=0),
+    Bounds(("restore", "save"), losses=0, crashes=0, aborts=1),
+)
+# The others need minutes on a busy machine: `make explore` has them.
+QUICK = [mutant for mutant in MUTANTS if mutant.bounds["crashes"] == 0 or mutant.rule in ("I6", "I14")]
+
+
+@pytest.mark.parametrize("bounds", SMALL, ids=str)
+def test_every_state_within_small_bounds_keeps_the_rules(bounds: Bounds) -> None:
+    result = Explorer(bounds).run()
+    assert not result.violation, "\n".join(result.trace)
+    assert result.whole
+    assert result.states > 100
+
+
+@pytest.mark.parametrize("bounds", SMALL[:2], ids=str)
+def test_what_is_left_out_of_keys_hides_no_outcome(bounds: Bounds) -> None:
+    reduced, plain = Explorer(bounds), Explorer(bounds, plain=True)
+    assert not reduced.run().violation
+    assert not plain.run().violation
+    assert reduced.ends() == plain.ends()
+    assert len(reduced.states) < len(plain.states)
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("mutant", QUICK, ids=lambda mutant: mutant.name)
+def test_a_guard_that_is_gone_gives_a_counterexample(mutant: Mutant) -> None:
+    found = apart(mutant)
+    assert found["violation"].startswith(mutant.rule), found["violation"]
+    assert found["trace"][-1] == f"!! {found['violation']}"
+    assert len(found["trace"]) > 1 or found["states"] <= 2
+
+
+def test_the_guards_that_matter_most_are_among_the_mutants() -> None:
+    names = {mutant.name for mutant in MUTANTS}
+    assert names >= {
+        "no epoch check", "no incarnation check", "no tombstone", "publish without confirm", "reply not recorded",
+        "resume in the order of prepare",
+    }  # fmt: skip
