@@ -184,7 +184,8 @@ class Stream:
                         self._direct = None  # what comes next comes after this one
                         self._waiting.append((chunk, piece))
         finally:
-            if direct is not None and told:
+            # Nothing is not written: a chunk of no bytes would be the end of the response.
+            if direct is not None and any(told):
                 direct[1](b"".join(told))
         if self._waiting:
             self._wake()

@@ -30,6 +30,7 @@ class Scripted:
     deaf: bool = False  # is_paused does not answer
     leaks: bool = False  # goes on generating while it is paused
     rejects: int = 0  # status for requests
+    mute: bool = False  # tokens of a chat have no text, as in the middle of a character
     ends_bare: bool = False  # a stream is a bare [DONE]
     paused: bool = False
     calls: list[str] = field(default_factory=list)
@@ -114,7 +115,8 @@ class Scripted:
                 words.append(100 + len(prompt) + len(words))
                 if body.get("stream"):
                     last = len(words) == limit
-                    await response.write(event(head, chunk(words[-1:], chat, len(words) == 1, prompt, last)))
+                    said = chunk(words[-1:], chat, len(words) == 1, prompt, last)
+                    await response.write(event(head, {**said, "delta": {}} if self.mute and not last else said))
             if body.get("stream"):
                 if finish == "abort":
                     await response.write(event(head, chunk([], chat, False, prompt, True, finish)))

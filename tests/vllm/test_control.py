@@ -310,6 +310,19 @@ async def test_nothing_is_told_while_closed_and_the_record_goes_on_to_the_last_t
         assert said.ids == [103 + n for n in range(8)]
 
 
+async def test_a_token_without_text_ends_no_stream_of_a_caller_that_asked_for_text(tmp_path: Path) -> None:
+    async with scripted(mute=True) as engine, covered(engine, tmp_path) as (_, caller):
+        said = Said()
+        ask = {"model": "tiny", "messages": [{"role": "user", "content": "x"}], "max_tokens": 4}
+        stream = asyncio.create_task(caller.stream(ask, said))
+        await until(lambda: bool(engine.running))
+        for _ in range(4):
+            engine.step()
+            await asyncio.sleep(0.02)
+        await asyncio.wait_for(stream, 5)
+        assert (said.text, said.finish) == ("w106", "length")
+
+
 async def test_an_answer_that_ends_while_closed_is_in_the_cut_and_is_told_later(tmp_path: Path) -> None:
     directory = tmp_path / "cut"
     directory.mkdir()
