@@ -111,6 +111,16 @@ soak: setup ## more seeds: SEEDS=20000 FIRST=2001; writes build/soak.json
 mutants: setup ## take guards away one by one: the simulation must notice each; writes build/mutants.json
 	PYTHONPATH=.:gen $(PY) -m tests.simulation.mutants --out build/mutants.json
 
+.PHONY: explore
+explore: setup ## every state of the small model, through the real core, and its mutants; writes build/explore.json
+	PYTHONPATH=.:gen $(PY) -m tests.explorer.explore --out build/explore.json
+	PYTHONPATH=.:gen $(PY) -m tests.explorer.mutants
+
+FUZZ_SECONDS ?= 60
+.PHONY: fuzz
+fuzz: setup ## every reader of foreign bytes, for a minute in all: FUZZ_SECONDS=600 for longer; writes build/fuzz.json
+	PYTHONPATH=.:gen $(PY) -m tests.fuzz.fuzzing --seconds $(FUZZ_SECONDS) --out build/fuzz.json
+
 demo: setup setup-gym ## save, kill and restore 32 live rollouts on real NeMo Gym servers
 	$(PY) -m coordinator.cli demo
 

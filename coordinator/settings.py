@@ -34,6 +34,13 @@ Seconds = Annotated[float, Field(gt=0, le=86_400, allow_inf_nan=False)]
 Lease = Annotated[float, Field(ge=1, le=3600, allow_inf_nan=False)]
 
 
+MAX_FILE_BYTES: Final = 64 << 10
+# What the YAML library raises for values that are none, such as the 99th of a month, `!!int ""`, or what is too deep.
+_UNREADABLE: Final = (
+    yaml.YAMLError, ValueError, ArithmeticError, LookupError, TypeError, AttributeError, RecursionError,
+)  # fmt: skip
+
+
 class Settings(BaseModel):
     """What a coordinator is started with. Durations are seconds."""
 
@@ -122,8 +129,12 @@ def load_settings(
 
 def _from_file(path: str | os.PathLike[str]) -> dict[str, Any]:
     try:
-        loaded: object = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        with Path(path).open("rb") as file:
+            text = file.read(MAX_FILE_BYTES + 1)
+        if len(text) > MAX_FILE_BYTES:
+            raise ValueError(f"it is larger than {MAX_FILE_BYTES} bytes")
+        loaded: object = yaml.safe_load(text.decode("utf-8"))
+    except (OSError, *_UNREADABLE) as error:
         raise refuse(Reason.INVALID_ARGUMENT, f"The settings file {path} cannot be read: {error}.") from error
     if loaded is None:
         return {}

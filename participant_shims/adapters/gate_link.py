@@ -27,6 +27,8 @@ log = logging.getLogger(__name__)
 MAX_LINE_BYTES: Final = 16 << 20
 HELLO_WITHIN_S: Final = 10.0
 END_SEEN_WITHIN_S: Final = 0.1  # the kernel closes a dead process's sockets a moment before it shows it as dead
+# What reading a line that is none can raise: numbers may be infinite, objects lists, and anything too deep.
+BAD_LINE: Final = (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError)
 Json = Mapping[str, Any]
 
 
@@ -93,7 +95,7 @@ def read_status(raw: object) -> GateStatus:
             replayed_calls=int(status.get("replayed_calls") or 0),
             diverged_rollouts=int(status.get("diverged") or 0),
         )
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
+    except BAD_LINE as error:
         raise refuse(Reason.PROTOCOL_VIOLATION, f"A gate sent a status that can't be read: {error!r}.") from error
 
 
@@ -249,7 +251,7 @@ class GateHub:
         link: GateLink | None = None
         try:
             async with asyncio.timeout(HELLO_WITHIN_S):
-                link = GateLink(_read_hello(await reader.readline()), writer)
+                link = GateLink(read_hello(await reader.readline()), writer)
             self._links.add(link)
             self._on_join(link)
             while line := await reader.readline():
@@ -261,7 +263,7 @@ class GateHub:
                     self._on_event(link, received)
                 else:
                     link.receive(received)
-        except (TimeoutError, ValueError, KeyError, TypeError, SafepointError) as error:
+        except (TimeoutError, *BAD_LINE, SafepointError) as error:
             log.warning("a gate is hung up on: %s", error)
         except (ConnectionError, asyncio.IncompleteReadError):
             pass
@@ -277,7 +279,8 @@ class GateHub:
                 self._on_leave(link)
 
 
-def _read_hello(line: bytes) -> GateHello:
+def read_hello(line: bytes) -> GateHello:
+    """The first line of a gate. Raises one of BAD_LINE for anything else."""
     hello = cast("dict[str, Any]", json.loads(line)["hello"])
     return GateHello(
         worker_id=str(hello["worker_id"]),

@@ -41,7 +41,7 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, cast
 
 from coordinator.wire import failpoints
 from coordinator.wire.errors import Reason, SafepointError, refuse
@@ -168,7 +168,7 @@ class Control:
                     raise ValueError("a line of the shim is over the limit")
                 for line in lines:
                     if line.strip():
-                        self._handle(json.loads(line))
+                        self._receive(line)
 
     def _status(self, max_rollouts: int) -> dict[str, Any]:
         for _ in range(5):
@@ -186,11 +186,24 @@ class Control:
         except (BlockingIOError, OSError):
             pass
 
-    def _handle(self, message: dict[str, Any]) -> None:
-        number, op = message.get("id"), str(message.get("op"))
-        params: dict[str, Any] = message.get("params") or {}
+    def _receive(self, line: bytes) -> None:
+        """One request of the shim. Raises ValueError for what is none: the line is dialled again then."""
+        try:
+            message: Any = json.loads(line, parse_constant=_no_constant)
+        except RecursionError:
+            raise ValueError("a line of the shim is nested too deep") from None
+        if not isinstance(message, dict):
+            raise ValueError("a line of the shim is no object")
+        request = cast("dict[str, Any]", message)
+        params = request.get("params") or {}
+        if not isinstance(params, dict):
+            raise ValueError("the parameters of a request are no object")
+        self._handle(request.get("id"), str(request.get("op")), cast("dict[str, Any]", params))
+
+    def _handle(self, number: Any, op: str, params: dict[str, Any]) -> None:
         if op == "status":
-            self._push({"id": number, "ok": self._status(int(params.get("max_rollouts", 0)))})
+            asked = params.get("max_rollouts", 0)
+            self._push({"id": number, "ok": self._status(asked if type(asked) is int else 0)})
             return
         if op == "describe":
             self._push({"id": number, "ok": self._gate.describe()})
@@ -254,6 +267,10 @@ class Control:
         if op not in operations:
             raise refuse(Reason.UNSUPPORTED, f"The gate does not know the operation {op[:64]!r}.")
         return operations[op]
+
+
+def _no_constant(name: str) -> Any:
+    raise ValueError(f"{name} is no number")  # a lease of NaN seconds would never be over
 
 
 def _mode(text: str) -> QuiesceMode:
