@@ -41,6 +41,7 @@ class Behaviour:
         self.shims: dict[str, tuple[str, Shim]] = {}
         self.lease_until: dict[tuple[str, str], float] = {}  # (incarnation, operation): at the latest
         self._ttl: dict[tuple[str, str], float] = {}
+        self._first: dict[tuple[str, str], float] = {}  # when it was first asked for
         self._granted: set[tuple[str, str]] = set()
         self._arrived: dict[int, tuple[float, float, bool]] = {}  # call: when, how long away till then, lapsed
         self._epoch_of: dict[str, int] = {}
@@ -108,6 +109,8 @@ class Behaviour:
         now, operation = self.world.loop.now, request.context.operation_id
         self._epoch_of.setdefault(operation, request.context.coordinator_epoch)
         key = (incarnation, operation)
+        if call.name in GRANTING:
+            self._first.setdefault(key, now)
         lapsed = key in self._granted and now > self.lease_until[key] + 0.001
         self._arrived[id(call)] = (now, call.process.away_s, lapsed)
         if call.name in GRANTING or call.name == "RenewLease":
@@ -148,6 +151,10 @@ class Behaviour:
         """I15: an end is served in every state, at once, without a disk."""
         arrived, away, _ = self._arrived.pop(id(call), (0.0, 0.0, False))
         name = self.shims[incarnation][0]
+        if call.request is not None and reason_of(trailers) is Reason.LEASE_LAPSED:
+            key = (incarnation, call.request.context.operation_id)
+            if self.world.loop.now < self._first.get(key, 0.0) + self._ttl.get(key, 0.0) - 0.01:
+                self.world.violation(f"I20: the lease of {key[1]} at {name} has lapsed before its time")
         if call.request is None or call.name not in ENDING or code is grpc.StatusCode.CANCELLED:
             if code is not grpc.StatusCode.OK and call.name == "Prepare" and call.request is not None:
                 self._over.add((incarnation, call.request.context.operation_id))

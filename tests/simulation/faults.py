@@ -17,7 +17,7 @@ FAULTS = (
 )  # fmt: skip
 AIMED = ("Prepare", "Prepare", "Commit", "Confirm", "Abort", "Abort", "Resume", "RenewLease", "Restore")
 HITS = ("pause server", "pause server", "pause shim", "pause shim", "pause coordinator", "crash server", "crash shim")
-FINISHED_IDS = 6  # of a fence with little memory
+FINISHED_IDS = 3  # of a fence with little memory
 
 
 @dataclass(frozen=True)
@@ -105,7 +105,7 @@ def make(seed: int, only: tuple[str, ...] = ()) -> Plan:
         coordinator_leaves=random.random() < 0.2,
         power_loss_at_end=random.random() < 0.6,
         faults_in_restore=random.random() < 0.35,
-        little_memory=random.random() < (0.3 if only else 0.12),
+        little_memory=random.random() < (0.5 if only else 0.12),
         same_ports=random.random() < 0.5,
         quick_restarts=random.random() < 0.3,
         wall_skew_s=random.choice([0.0, 3600.0, -3600.0]),
