@@ -21,6 +21,7 @@ settings, server, ray_host            a running coordinator: as a process, as an
 
 client          the trainer's end, sync and async; client_* are its parts
 cli             the `safepoint` command; cli_* are its parts
+certs           certificates for a cluster that has nothing that makes them
 demo/           save, kill and restore live rollouts on real Gym servers
 
 `import coordinator` imports nothing: a shim in somebody else's environment takes `coordinator.wire` alone.

@@ -4,11 +4,17 @@ ids       pattern of wire ids; the id types
 terms     roles, phases, modes: the proto's enums for code that must not import protobuf
 errors    the catalog of reasons and the SafepointError family
 deadline  how much of a caller's time a server may use
-auth      the bearer token: where it is read, how it is compared
+access    who may call what: one table, pure
+lanes     how many calls at once, and how fast one caller; pure
+auth      bearer tokens: where they are read, how they are compared
+tls       certificates: read from one directory, taken again when they are replaced
+links     how we dial: in TLS or not, and whether the token may go along
+listening where a server listens, and that it is open to others only in TLS
+guard     what is asked of every call before its handler sees it
 rpc       errors <-> status, interceptors, channel and server options
 record    where the coordinator listens, and that a call has reached that one
 beneath   files below a directory, opened so that nobody can lead us out of it; standard library only
 manifest_file  envelope, strict reading and durable writing of manifests; imports the generated messages
 
-`ids`, `terms`, `errors`, `deadline` are pure and may be imported by the protocol core.
+`ids`, `terms`, `errors`, `deadline`, `access`, `lanes` are pure and may be imported by the protocol core.
 """
