@@ -20,7 +20,6 @@ import socket
 import subprocess
 import time
 from collections.abc import Collection, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any, Final
@@ -131,29 +130,45 @@ def marked(mark: str, sessions: Collection[int] = ()) -> list[psutil.Process]:
 
 
 def kill_marked(mark: str, within_s: float = 20.0) -> int:
-    """SIGKILL every process that carries `mark` and all of its session, until none is left; how many there were.
+    """SIGKILL every process that carries `mark`, and all of their sessions, until none is left; how many there were.
 
-    The session, since a process that gives itself a title writes over its environment, and an engine's core, which does,
-    outlives its API server. Raises INTERNAL after `within_s`.
+    A process that gives itself a title, as vLLM's engine does, writes it over its environment and with it over the mark;
+    it is still in the session of one that has it. Raises INTERNAL after `within_s` seconds.
     """
     killed: set[int] = set()
     sessions: set[int] = set()
     until = time.monotonic() + within_s
-    while processes := marked(mark, sessions):
+    while True:
+        found = marked(mark)
+        sessions |= {session for p in found if (session := _session_of(p.pid)) not in (0, os.getsid(0))}
+        processes = {p.pid: p for p in (*found, *(p for p in psutil.process_iter() if _session_of(p.pid) in sessions))}
+        alive = [p for p in processes.values() if _lives(p)]
+        if not alive:
+            return len(killed)
         if time.monotonic() > until:
-            raise refuse(Reason.INTERNAL, f"processes outlive SIGKILL: {[p.pid for p in processes]}")
-        for process in processes:
-            with suppress(OSError):
-                sessions.add(os.getsid(process.pid))
-        sessions.discard(os.getsid(0))
-        for process in processes:
+            raise refuse(Reason.INTERNAL, f"processes outlive SIGKILL: {[p.pid for p in alive]}")
+        for process in alive:
             try:
                 process.send_signal(signal.SIGKILL)
                 killed.add(process.pid)
             except psutil.NoSuchProcess:
                 continue
-        psutil.wait_procs(processes, timeout=1.0)
-    return len(killed)
+        psutil.wait_procs(alive, timeout=1.0)
+
+
+def _lives(process: psutil.Process) -> bool:
+    try:
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+def _session_of(pid: int) -> int:
+    """The session; zero of a process that is gone."""
+    try:
+        return os.getsid(pid)
+    except ProcessLookupError:
+        return 0
 
 
 @dataclass

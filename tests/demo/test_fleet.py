@@ -1,8 +1,9 @@
-"""The demo's SIGKILL reaches everything that it started, and nothing else."""
+"""Everything that was started is killed, also what hides its mark."""
 
 from __future__ import annotations
 
 import os
+import secrets
 import subprocess
 import sys
 
@@ -10,24 +11,26 @@ import psutil
 
 from coordinator.demo.fleet import MARK, kill_marked
 
-
-def test_a_process_that_has_lost_its_environment_dies_with_its_session() -> None:
-    script = "import subprocess; print(subprocess.Popen(['sleep', '60'], env={}).pid, flush=True); input()"
-    parent = subprocess.Popen(
-        [sys.executable, "-c", script], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
-        env={**os.environ, MARK: "the-mark"}, start_new_session=True,
-    )  # fmt: skip
-    try:
-        assert parent.stdout is not None
-        child = psutil.Process(int(parent.stdout.readline()))
-        assert kill_marked("the-mark") == 2
-        psutil.wait_procs([child], timeout=10)
-        assert not child.is_running() or child.status() == psutil.STATUS_ZOMBIE
-    finally:
-        parent.kill()
-        parent.communicate()
+# A leader that carries the mark, and an orphan in its session that does not, as vLLM's engine process becomes.
+LEADER = (
+    """
+import os, subprocess, sys, time
+clean = {{k: v for k, v in os.environ.items() if k != {MARK!r}}}
+print(subprocess.Popen(["sleep", "600"], env=clean).pid, flush=True)
+time.sleep(600)
+"""
+    % MARK
+)
 
 
-def test_our_own_session_is_spared() -> None:
-    with subprocess.Popen(["sleep", "60"], env={MARK: "another-mark"}):
-        assert kill_marked("another-mark") == 1
+def test_what_hides_its_mark_is_killed_with_the_session_of_one_that_has_it() -> None:
+    mark = secrets.token_hex(8)
+    leader = subprocess.Popen(
+        [sys.executable, "-c", LEADER], env={**os.environ, MARK: mark}, stdout=subprocess.PIPE, start_new_session=True
+    )
+    assert leader.stdout is not None
+    hidden = int(leader.stdout.readline())
+    assert kill_marked(mark) == 2
+    leader.wait(10)
+    assert not psutil.pid_exists(hidden) or psutil.Process(hidden).status() == psutil.STATUS_ZOMBIE
+    assert kill_marked(mark) == 0
