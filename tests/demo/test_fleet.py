@@ -12,15 +12,12 @@ import psutil
 from coordinator.demo.fleet import MARK, kill_marked
 
 # A leader that carries the mark, and an orphan in its session that does not, as vLLM's engine process becomes.
-LEADER = (
-    """
+LEADER = f"""
 import os, subprocess, sys, time
 clean = {{k: v for k, v in os.environ.items() if k != {MARK!r}}}
 print(subprocess.Popen(["sleep", "600"], env=clean).pid, flush=True)
 time.sleep(600)
 """
-    % MARK
-)
 
 
 def test_what_hides_its_mark_is_killed_with_the_session_of_one_that_has_it() -> None:
