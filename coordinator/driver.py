@@ -35,6 +35,7 @@ from coordinator.wire.terms import Phase
 
 log = logging.getLogger(__name__)
 
+RENEW_SOON_S: Final = 0.5
 RECORD_TIMEOUT_S: Final = 10.0  # a journal that takes longer has failed, as far as an operation is concerned
 DISK_RETRY_S: Final = 1.0
 _PLACES: Final = {  # before and after each call of a wave
@@ -180,7 +181,7 @@ class Drive:
     # ---- the loop ---------------------------------------------------------------------------------------------------
 
     async def _run(self) -> None:
-        renewing = self._spawn(self._renew_leases())
+        renewing = self._spawn(self._renew_leases(soon=self.recorded))
         try:
             while not self._nothing_left():
                 event = await self._inbox.get()
@@ -295,10 +296,12 @@ class Drive:
         if self.done.is_set() and not self._closing:
             self.post(core.Tick(self._around.clock()))  # so that the loop looks whether anything is left
 
-    async def _renew_leases(self) -> None:
+    async def _renew_leases(self, soon: bool) -> None:
+        # Soon: leases have run on while there was no coordinator, and a restore that was found is not resumed before.
         ttl_s = self.operation.options.lease_ttl_s
         while True:
-            await asyncio.sleep(ttl_s / 3)
+            await asyncio.sleep(min(RENEW_SOON_S, ttl_s / 3) if soon else ttl_s / 3)
+            soon = bool(self.transaction.unheard)
             closed = set(self.transaction.leases())
             for participant in self.transaction.topology.participants:
                 if participant.participant_id in closed:

@@ -65,6 +65,10 @@ class Course:
         self.evidence = Evidence()
         self.lost: dict[ParticipantId, Problem] = {}
         self.opened_alone: set[ParticipantId] = set()
+        # Who has not said since this coordinator started that it still holds the restore that waits: the coordinator before
+        # may have begun to abort it, of which no record need be left.
+        self.unheard: set[ParticipantId] = set()
+        self.resume_wanted = False  # the trainer has asked, and is answered once nobody is unheard
         self.calls = CallBook(limits)
         self.run: PhaseRun | None = None
         self.opening: Opening | None = None
@@ -314,12 +318,19 @@ class Course:
     def _waits_for_word(self, now: float) -> bool:
         return now < self._word_at()
 
-    def lease_renewed(self, event: LeaseRenewed) -> None:
-        """Move the time until which a confirmed freeze is known to hold."""
+    def lease_renewed(self, event: LeaseRenewed) -> list[Effect]:
+        """It is closed still. Move the time until which a confirmed freeze is known to hold."""
         lease_until = self.evidence.lease_until
         if event.participant_id in lease_until:
             until = event.sent_at + event.lease_remaining_s
             lease_until[event.participant_id] = max(until, lease_until[event.participant_id])
+        self.unheard.discard(event.participant_id)
+        return self.resume(event.now) if self.resume_wanted and self.stage == Stage.RESTORED else []
+
+    def resume(self, now: float) -> list[Effect]:
+        """The trainer wants it: at once, or when everybody has said that it still holds what was restored."""
+        self.resume_wanted = bool(self.unheard)
+        return [] if self.unheard else self.open(Phase.RESUME, now)
 
     def lease_lost(self, participant_id: ParticipantId, problem: Problem, now: float) -> list[Effect]:
         """A participant has opened by itself."""
@@ -337,13 +348,17 @@ class Course:
 
     # ---- opening -----------------------------------------------------------------------------------------------------
 
-    def open(self, phase: Phase, now: float) -> list[Effect]:
-        """Tell everybody who may have heard of the operation to open: RESUME or ABORT."""
+    def open(self, phase: Phase, now: float, *, decided: bool = False) -> list[Effect]:
+        """Tell everybody who may have heard of the operation to open: RESUME or ABORT.
+
+        `decided`: that it is so is in the journal already.
+        """
         out: list[Effect] = [*self.calls.cancel_all()]
-        # A restore that has begun to open must never be taken for one that waits. A save needs no such record: what its
-        # manifest does not say is presumed aborted. So its record comes after the calls, and keeps nobody waiting.
-        first = phase == Phase.RESUME and self.operation.kind == OperationKind.RESTORE
-        out += [self._decided(phase)] if first else []
+        # A restore that has begun to open must never be taken for one that waits, so that is durable before anybody hears
+        # of it. A save needs no such record: what its manifest does not say is presumed aborted. Its record comes after the
+        # calls, and keeps nobody waiting.
+        first = phase == Phase.RESUME and self.operation.kind == OperationKind.RESTORE and not decided
+        out += [records.resuming(self.operation)] if first else []
         self.stage, self.phase, self.phase_began = STAGES[phase], phase, now
         told = [p for p in self.topology.participants if p.participant_id in self.evidence.attempted]
         self.opening = Opening(
@@ -351,13 +366,18 @@ class Course:
             self.calls, self.lost, self._limits, now,
         )  # fmt: skip
         out += [Announce(PhaseStarted(phase, self.opening.told)), *self.opening.advance(now)]
-        out += [] if first else [self._decided(phase)]
+        out += [] if first or decided else [self._decided(phase)]
         return [*out, *self._advance(now)]
 
     def _decided(self, phase: Phase) -> Record:
         if phase == Phase.ABORT and self.primary is not None:
             return records.failing(RecordKind.ABORTING, self.operation, self.primary)
-        return records.reached(RecordKind.PUBLISHED if self.published else RecordKind.RESUMING, self.operation)
+        return records.reached(RecordKind.PUBLISHED, self.operation)
+
+    def not_opened(self, problem: Problem, now: float) -> list[Effect]:
+        """The record that a restore opens is not durable, so nobody was told: it stays as it is, and loaded."""
+        self.opening = None
+        return self.fail(problem, now)
 
     def _advance(self, now: float) -> list[Effect]:
         opening = self.opening

@@ -46,6 +46,12 @@ def reached(kind: RecordKind, operation: Operation) -> Record:
     return Record(kind, {"operation_id": operation.operation_id}, required=False)
 
 
+def resuming(operation: Operation) -> Record:
+    """The one commit point of a restore. Required: a coordinator that did not know of it would let the trainer abort, and
+    servers that have resumed would go on with what the others forget."""
+    return Record(RecordKind.RESUMING, {"operation_id": operation.operation_id})
+
+
 def failing(kind: RecordKind, operation: Operation, primary: Problem) -> Record:
     """The decision to give up. Not required: without it recovery decides the same, and opening needs no disk."""
     return Record(kind, {"operation_id": operation.operation_id, "primary": problem_to_json(primary)}, required=False)

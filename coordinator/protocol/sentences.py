@@ -63,6 +63,14 @@ def unattended(stage: Stage, waited_s: float) -> str:
     )
 
 
+def unheard(who: Sequence[ParticipantId], waited_s: float) -> str:
+    """Why a restore that a coordinator found in its journal is not resumed yet."""
+    return (
+        f"This coordinator has started after the restore, and has yet to hear from {names(who)} that what was restored is "
+        f"still there ({waited_s:.0f} s)."
+    )
+
+
 def deadline_passed(
     operation: Operation,
     phase: Phase,

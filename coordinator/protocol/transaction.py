@@ -192,6 +192,8 @@ class Transaction:
             return sentences.waiting(course.phase, course.run.wave, course.evidence.progress, waited)
         if course.stage in OPENING_STAGES and self.unconfirmed:
             return sentences.waiting(course.phase, self.unconfirmed, {}, waited)
+        if course.resume_wanted and course.stage == Stage.RESTORED:
+            return sentences.unheard(sorted(course.unheard), waited)
         return sentences.standing(course.stage, course.phase, waited)
 
     def leases(self) -> tuple[ParticipantId, ...]:
@@ -213,6 +215,11 @@ class Transaction:
         else:
             return ()
         return tuple(sorted(closed - course.lost.keys() - course.opened_alone))
+
+    @property
+    def unheard(self) -> frozenset[ParticipantId]:
+        """Who has to renew its lease before a restore that this coordinator has found may be resumed: ask them soon."""
+        return frozenset(self._course.unheard) if self._course is not None else frozenset()
 
     def publish_until(self) -> float:
         """Until when every freeze is known to hold: look at it right before the manifest is linked."""
@@ -253,13 +260,16 @@ class Transaction:
             case IncarnationChanged():
                 return course.restarted(event.participant_id, event.incarnation_id, now)
             case LeaseRenewed():
-                course.lease_renewed(event)
+                return course.lease_renewed(event)
             case LeaseLost():
                 return course.lease_lost(event.participant_id, event.problem, now)
             case RecordFailed():
                 # Nothing after the record was performed, timers included: nobody has heard of what it was to cover.
-                course.evidence.attempted.difference_update(course.calls.forget(self._fresh))
+                unheard = course.calls.forget(self._fresh)
                 self._timer_at = math.nan  # equal to nothing, so that the timer is set again
+                if course.stage == Stage.RESUMING:
+                    return course.not_opened(course.mine(event.problem), now)
+                course.evidence.attempted.difference_update(unheard)
                 before = course.stage in BEFORE_PUBLISH or course.stage == Stage.PUBLISHING
                 return course.fail(course.mine(event.problem), now) if before else []
             case Published():
@@ -315,8 +325,11 @@ class Transaction:
             return course.abort(cause, now)
         loaded = found.last == RecordKind.RESTORED
         if found.last == RecordKind.RESUMING or (loaded and found.operation.resume_when_done):
-            return course.open(Phase.RESUME, now)
-        return course.stand(Stage.RESTORED, now) if loaded else course.fail(cause, now)
+            return course.open(Phase.RESUME, now, decided=True)
+        if not loaded:
+            return course.fail(cause, now)
+        course.unheard = set(course.evidence.attempted)
+        return course.stand(Stage.RESTORED, now)
 
     def _request(self, course: Course, event: Request) -> list[Effect]:
         now = event.now
@@ -328,7 +341,7 @@ class Transaction:
             return []
         match event:
             case ResumeRequested():
-                return course.open(Phase.RESUME, now)
+                return course.resume(now)
             case CommitRequested() | PublishRequested():
                 course.deadline = event.deadline
                 return course.start(Phase.COMMIT if isinstance(event, CommitRequested) else Phase.CONFIRM, now)

@@ -214,6 +214,8 @@ class Cores:
                 return core.IncarnationChanged(now, NAMES[number], _incarnation(int(what[2])))  # type: ignore[call-overload]
             case "lease lost":
                 return core.LeaseLost(now, NAMES[number], Problem(Reason.LEASE_LAPSED, "It has opened."))
+            case "lease renewed":
+                return core.LeaseRenewed(now, NAMES[number], now, TTL_S)
             case "abort":
                 return core.AbortRequested(now, "a person")
             case "commit":

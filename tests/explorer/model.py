@@ -260,6 +260,10 @@ class Model:
                 if shim.up and self.shims.renewal_is_refused(shim, op.operation, op.epoch):
                     after = self._step(state, coordinator, op, ("lease lost", who))
                     yield Step(("is told of a lapse", coordinator, op.operation, who), 0, 7, self._tidy(after))
+                elif shim.up and name in at.transaction.unheard:
+                    renewed = self._served(state, who, self.shims.renews(shim, op.operation, op.epoch))
+                    after = self._step(renewed, coordinator, op, ("lease renewed", who))
+                    yield Step(("hears that it is held", coordinator, op.operation, who), 0, 7, self._tidy(after))
         if highest:
             yield from self._begins(state, coordinator)
             yield from self._settles(state, coordinator)
@@ -374,6 +378,13 @@ class Model:
         served = self.shims.serve(shim, call, ref)
         self._look(state, who, shim, call, served)
         after = self._served(state, who, served)
+        # A restore has no manifest that decides: how it ended is what participants were opened by.
+        if (
+            self.cores.is_restore(request.operation)
+            and self.shims.owner(shim) == request.operation
+            and served.shim.open
+        ):
+            after = self._decided(after, request.operation, call.phase)
         if request.live and served.answer:
             after = self._sent(after, Reply(who, *_ref(ref), served.answer))
         return after
@@ -489,7 +500,8 @@ class Model:
                 assert isinstance(who, int)
                 assert isinstance(phase, int)
                 assert isinstance(about, tuple)
-                state = self._decided(state, op.operation, Phase(phase))
+                if not self.cores.is_restore(op.operation):
+                    state = self._decided(state, op.operation, Phase(phase))
                 state = self._sent(
                     state, Request(who, coordinator, op.operation, cast(Name, number), phase, about, True)
                 )

@@ -86,7 +86,7 @@ class Shims:
     def __init__(self, operations: int) -> None:
         self._fences = Table()
         self._served: dict[tuple[Shim, Call, Ref | None], Served] = {}
-        self._moved: dict[tuple[Shim, str], Served] = {}
+        self._moved: dict[tuple[object, ...], Served] = {}
         self._refuses: dict[tuple[Shim, int, int], bool] = {}
         fence = Fence("p")
         self.first = Shim(fence=self._fences.number(KEYS.of(fence), fence), marks=(Mark(),) * operations)
@@ -185,6 +185,16 @@ class Shims:
             fence: Fence = clone(self.fence(shim), {})
             verdict = fence.call(Rpc.RENEW, operation_id(operation), epoch, "", 0.0, TTL_S)
             known = self._refuses[shim, operation, epoch] = isinstance(verdict, Refuse)
+        return known
+
+    def renews(self, shim: Shim, operation: int, epoch: int) -> Served:
+        """RenewLease of a coordinator that it serves. Time is not counted: whether the lease lapses is a step of its own."""
+        known = self._moved.get((shim, "renews", operation, epoch))
+        if known is None:
+            fence: Fence = clone(self.fence(shim), {})
+            fence.call(Rpc.RENEW, operation_id(operation), epoch, "", 0.0, TTL_S)
+            known = self._done(shim._replace(seen=max(shim.seen, epoch)), fence, (), ())
+            self._moved[shim, "renews", operation, epoch] = known
         return known
 
     # ---- time and death -----------------------------------------------------------------------------------------------
