@@ -94,6 +94,16 @@ test-ray: setup ## nodes of a Ray cluster are killed under the coordinator, in e
 test-vllm: setup setup-vllm ## the engine's tests, against a real vLLM on CPUs
 	$(PY) -m pytest tests/vllm -m "vllm or not vllm"
 
+.PHONY: bench-engine check-vllm
+bench-engine: setup setup-vllm ## what freezing an engine takes and its proxy costs; needs a quiet machine; writes build/vllm-figures.json
+	SAFEPOINT_MEASURES=1 $(PY) -m pytest tests/vllm/test_proxy_cost.py tests/vllm/test_freeze.py tests/vllm/test_freeze_length.py tests/vllm/test_continuation.py -m vllm
+	cat build/vllm-figures.json
+
+# A server that starts and freezes, drains, aborts, and is transparent: the part of test-vllm that takes under 4 minutes.
+check-vllm: setup ## the shorter engine tests against a real vLLM, where one can be installed
+	if $(MAKE) --no-print-directory setup-vllm; then $(PY) -m pytest tests/vllm -m "vllm and not slow"; \
+	else echo "check-vllm: no vLLM can be installed here; nothing was tested"; fi
+
 # Seeds are integers: `make soak SEEDS=100000 FIRST=1`. A failing one: python -m tests.simulation.run --seed N --trace
 SEEDS ?= 20000
 FIRST ?= 2001

@@ -12,7 +12,6 @@ from typing import Final
 
 from safepoint.v1 import capabilities_pb2, manifest_pb2
 from safepoint.v1 import coordinator_service_pb2 as pb
-from safepoint.v1 import manifest_pb2
 
 from coordinator.wire.errors import Blocked, Misanswered, Problem, Reason, SafepointError
 from coordinator.wire.rpc import problem_from_detail
@@ -350,12 +349,12 @@ def seconds(duration: object) -> float:
     return duration.ToMicroseconds() / 1e6  # type: ignore[attr-defined, no-any-return]
 
 
-_UNITS: Final = ((1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1e3, "kB"))
-
-
 def no_client_s(rollout: capabilities_pb2.RolloutActivity) -> float | None:
     """Seconds since the last client that waited for it left; None while somebody waits."""
     return seconds(rollout.no_client_for) if rollout.HasField("no_client_for") else None
+
+
+_UNITS: Final = ((1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1e3, "kB"))
 
 
 def size_text(size_bytes: int) -> str:

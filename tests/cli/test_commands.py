@@ -240,14 +240,18 @@ def test_ray_hosts_the_coordinator_and_the_command_leaves(tmp_path, monkeypatch:
     host.connect = lambda address: did.append(("connect", address))
     host.disconnect = lambda: did.append("disconnect")
 
-    def started(settings, name, namespace):
-        did.append((settings.root, settings.job_id, name, namespace))
+    def started(settings, name, namespace, resources):
+        did.append((settings.root, settings.job_id, name, namespace, resources))
         return "10.0.0.3:4000"
 
     host.start = started
     monkeypatch.setitem(sys.modules, "coordinator.ray_host", host)
     monkeypatch.setattr("coordinator.ray_host", host, raising=False)
-    ran = Safepoint("").run("coordinator", "--root", str(tmp_path), "--ray", "--ray-address", "auto", "--job", "j")
+    ran = Safepoint("").run(
+        "coordinator", "--root", str(tmp_path), "--ray", "--ray-address", "auto", "--job", "j", "--ray-resource", "disk"
+    )  # fmt: skip
     assert ran.code == 0, ran.err
     assert ran.json() == {"address": "10.0.0.3:4000", "actor": "safepoint", "namespace": "safepoint"}
-    assert did == [("connect", "auto"), (str(tmp_path), "j", "safepoint", "safepoint"), "disconnect"]
+    assert did == [
+        ("connect", "auto"), (str(tmp_path), "j", "safepoint", "safepoint", {"disk": 0.001}), "disconnect"
+    ]  # fmt: skip
