@@ -30,7 +30,7 @@ LATE_S = 0.6
 START_WITHIN_S = 3.0
 # What an end may be refused with: it is not served, its owner is another, or the server behind the shim is silent.
 MAY_REFUSE_ENDS = frozenset({Reason.STALE_EPOCH, Reason.FENCED, Reason.UNAVAILABLE, Reason.DEADLINE_TOO_SHORT})
-KEPT_IN_MEMORY, KEPT_OUTCOMES = 4, 12  # for the simulation: both are larger in earnest
+KEPT_IN_MEMORY, KEPT_OUTCOMES = 4, 4  # for the simulation: both are larger in earnest
 
 
 class Behaviour:
@@ -96,7 +96,7 @@ class Behaviour:
 
     def sent(self, process: Process, method: str, request: Any) -> None:
         """I14: a coordinator begins one operation at a time."""
-        if method not in GRANTING or not hasattr(request, "context"):
+        if method not in (*GRANTING, "Commit", "Confirm") or not hasattr(request, "context"):
             return
         running = self.world.checks.coordinators.get(request.context.coordinator_epoch)
         active = running.operations.active if running is not None else None
@@ -167,6 +167,13 @@ class Behaviour:
         if code is not grpc.StatusCode.OK and reason not in MAY_REFUSE_ENDS:
             self.world.violation(f"I15: {name} refuses {call.name} of {operation} with {reason.name}")
 
+    def refused(self, call: ServerCall, trailers: Any) -> None:
+        """I9: whoever asks for the operation that runs follows it."""
+        detail = detail_of(trailers)
+        asked = getattr(call.request, "operation_id", "")
+        if asked and detail.reason == Reason.FENCED and detail.operation_id == asked:
+            self.world.violation(f"I9: {call.name} of {asked} is refused, since {asked} runs")
+
     def too_late(self, call: ClientCall, served: ServerCall) -> None:
         """L5: whoever waits for a participant is told who is waited for, before its own deadline."""
         process = served.process
@@ -213,7 +220,10 @@ class Behaviour:
 
 def reason_of(trailers: Any) -> Reason:
     """The reason that a failed call carries."""
-    for key, value in trailers or ():
-        if key == "safepoint-error-bin":
-            return Reason(errors_pb2.ErrorDetail.FromString(value).reason)
-    return Reason.UNSPECIFIED
+    return Reason(detail_of(trailers).reason)
+
+
+def detail_of(trailers: Any) -> errors_pb2.ErrorDetail:
+    """What a failed call carries; empty when it is nothing."""
+    found = next((value for key, value in trailers or () if key == "safepoint-error-bin"), b"")
+    return errors_pb2.ErrorDetail.FromString(found)

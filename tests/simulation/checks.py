@@ -52,10 +52,11 @@ class Checks:
         self.doors: dict[GymServer, list[tuple[float, bool, int, str]]] = {}
         self.replies: dict[tuple[str, str, str], str] = {}
         self.linked_by: dict[str, str] = {}  # snapshot -> operation
+        self.linked_age: dict[str, tuple[int, int]] = {}  # snapshot -> epoch, and how many were there before
         self.members: dict[str, set[str]] = {}
         self.published: dict[str, str] = {}  # what a client was told: snapshot -> operation
         self.aborted: dict[str, str] = {}  # operation -> snapshot
-        self.pruned = False
+        self.keeps = 0  # the fewest that a prune was asked to keep; zero before the first
         self.decisions: list[str] = []
         self.coordinators: dict[int, Coordinator] = {}
         self.met: dict[str, set[str]] = {}  # operation -> whom its coordinator had met when it began
@@ -109,6 +110,8 @@ class Checks:
         incarnation = self.incarnation_of.get(call.process)
         if incarnation is not None and call.name in CHANGING:
             self.behaviour.call_ended(call, code, trailers, incarnation)
+        elif incarnation is None and trailers:
+            self.behaviour.refused(call, trailers)
 
     def replied(self, call: ServerCall, reply: Any) -> None:
         incarnation = self.incarnation_of.get(call.process)
@@ -217,6 +220,7 @@ class Checks:
         epoch = int(manifest["coordinator_epoch"])
         self.world.trace("disk", f"{snapshot} is published by {operation} of epoch {epoch}")
         self.linked_by[snapshot] = operation
+        self.linked_age[snapshot] = (epoch, len(self.linked_age))
         if operation in self.aborted:
             self.world.violation(f"I1: {operation} is published after it was told aborted")
         newer = self.given_up.get(operation, 0)
@@ -294,9 +298,11 @@ class Checks:
         try:
             self.store().verify(snapshot)
         except SafepointError as error:
-            newer = [s for s in self.linked_by if self._exists(s) and s != snapshot]
-            if not (error.reason is Reason.SNAPSHOT_NOT_FOUND and self.pruned and newer):
-                number = "I10" if error.reason is Reason.SNAPSHOT_NOT_FOUND else "I12"
+            age = self.linked_age.get(snapshot, (0, 0))
+            newer = [s for s in self.linked_by if self._exists(s) and self.linked_age[s] > age]
+            if not (error.reason is Reason.SNAPSHOT_NOT_FOUND and 0 < self.keeps <= len(newer)):
+                gone = "I13" if self.keeps else "I10"
+                number = gone if error.reason is Reason.SNAPSHOT_NOT_FOUND else "I12"
                 self.world.violation(f"{number}: {snapshot} was told published, and now: {error.problem.message}")
         finally:
             disk.fail_read = before

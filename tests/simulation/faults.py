@@ -12,12 +12,15 @@ LEASE_S = 6.0
 FAULTS = (
     "crash coordinator", "crash shim", "crash server", "pause coordinator", "pause shim", "pause server", "partition",
     "weather", "disk full", "disk slow", "fsync fails", "dies in disk", "second coordinator", "power loss",
-    "pause trainer", "leave and come back", "race at publish", "one message", "clock jumps", "abort at once",
+    "pause trainer", "leave and come back", "race at publish", "one message", "clock jumps", "abort at once", "two at once",
     "when prepared",
 )  # fmt: skip
-AIMED = ("Prepare", "Prepare", "Commit", "Confirm", "Abort", "Abort", "Resume", "RenewLease", "Restore")
-HITS = ("pause server", "pause server", "pause shim", "pause shim", "pause coordinator", "crash server", "crash shim")
-FINISHED_IDS = 3  # of a fence with little memory
+AIMED = ("Prepare", "Prepare", "Commit", "Confirm", "Abort", "Abort", "Resume", "RenewLease", "Restore", "Save")
+HITS = (
+    "pause server", "pause server", "pause shim", "pause shim", "pause coordinator", "crash server", "crash shim",
+    "hang and crash coordinator",
+)  # fmt: skip
+FINISHED_IDS = 2  # of a fence with little memory
 
 
 @dataclass(frozen=True)
@@ -79,7 +82,7 @@ def make(seed: int, only: tuple[str, ...] = ()) -> Plan:
     ):  # fmt: skip
         for number in range(random.choice([1, 1, most])):
             servers[f"{name}-{number}"] = (kind, role)
-    duration = random.uniform(5.0, 9.0) if only else random.uniform(8.0, 22.0)
+    duration = random.uniform(5.0, 9.0) if only else random.uniform(6.0, 15.0)
     events: list[Event] = []
     at = random.uniform(1.0, 4.0)
     number = 0
@@ -133,7 +136,7 @@ def _faults(random: Random, duration: float, servers: list[str], only: tuple[str
             whom = random.choice([*servers, "coordinator", "coordinator"])
             length = random.randint(1, 60)
         elif kind == "race at publish":
-            extra = random.choice(["second", "second", "crash", "power", "slow"])
+            extra = random.choice(["second", "second", "crash", "crash after", "crash after", "power", "slow"])
             length = 10 ** random.uniform(-3.0, 0.6)
         elif kind == "fsync fails":
             length, extra = random.randint(1, 3), random.choice(["", "coordinator"])
@@ -141,6 +144,7 @@ def _faults(random: Random, duration: float, servers: list[str], only: tuple[str
             method = kind.removeprefix("one message").strip() or random.choice(AIMED)
             how = random.choice(["late", "twice", "reply lost"])
             kind, extra, length = "one message", f"{method} {how}", 10 ** random.uniform(-2.5, 0.7)
+            whom = "coordinator" if method == "Save" else whom
             if method == "Prepare" and random.random() < 0.6:  # and somebody aborts meanwhile
                 out.append(Event(max(0.1, at) + random.uniform(0.01, 1.5), "abort"))
         elif kind.startswith("when prepared"):
@@ -148,7 +152,7 @@ def _faults(random: Random, duration: float, servers: list[str], only: tuple[str
             kind, at = "when prepared", random.uniform(0.5, duration)
         elif kind == "clock jumps":
             length = random.choice([-7200.0, -30.0, 30.0, 7200.0])
-        elif kind == "abort at once":
+        elif kind in ("abort at once", "two at once"):
             length = random.uniform(0.05, 0.6)
         out.append(Event(max(0.1, at), kind, whom, length, extra))
     return out

@@ -23,6 +23,7 @@ from greenlet import getcurrent, greenlet
 
 PROCESS: contextvars.ContextVar[Process] = contextvars.ContextVar("simulated_process")
 START_S = 10_000.0
+MOST_AT_ONCE = 20_000  # callbacks at one instant: runs that are right have some hundred
 EARLY_S = 1e-9  # asyncio calls a timer up to its clock's resolution before its time: here every other one
 
 
@@ -280,6 +281,7 @@ class SimLoop(asyncio.BaseEventLoop):
     def _run_once(self) -> None:
         # Many steps at a time: this is where the time of a run goes.
         timers, working = self._timers, self._with_work
+        moved_at = self.steps
         while not self._stopping:  # type: ignore[attr-defined]
             candidates = [p for p in working if p.ready and not p.paused]
             if not candidates:
@@ -287,7 +289,8 @@ class SimLoop(asyncio.BaseEventLoop):
                     del working[process]
                 if not timers:
                     raise RuntimeError("the world stands still for ever")
-                self.now = max(self.now, timers[0][0])
+                if timers[0][0] > self.now:
+                    self.now, moved_at = timers[0][0], self.steps
             while timers and timers[0][0] <= self.now:
                 _, _, process, due = heapq.heappop(timers)
                 if not isinstance(due, SimHandle):
@@ -303,6 +306,8 @@ class SimLoop(asyncio.BaseEventLoop):
             if handle._cancelled:
                 continue
             self.steps += 1
+            if self.steps - moved_at > MOST_AT_ONCE:
+                raise RuntimeError(f"{chosen.name} goes round and round, and no time passes")
             self.fingerprint = hash((self.fingerprint, self.now, chosen.number))
             try:
                 handle._context.run(handle._callback, *handle._args)

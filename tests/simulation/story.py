@@ -124,6 +124,12 @@ class Story:
             case "crash coordinator" | "crash shim" | "crash server":
                 if process is not None:
                     process.kill()
+            case "hang and crash coordinator":
+                if world.shim_processes[whom].alive:
+                    world.shim_processes[whom].pause()
+                    world.loop.after(max(value, 2 * LEASE_S), world.shim_processes[whom].go_on)
+                if world.coordinator_process is not None:
+                    world.coordinator_process.kill()
             case "pause coordinator" | "pause shim" | "pause server" | "pause trainer":
                 if process is not None:
                     process.pause()
@@ -167,13 +173,16 @@ class Story:
                 server.process.kill()
             case "one message":
                 method, _, how = event.extra.partition(" ")
-                world.network.aimed[method, whom] = (how, value)
+                for host in (whom, f"{whom}-b"):  # where coordinators take turns
+                    world.network.aimed[method, host] = (how, value)
             case "when prepared":
                 world.when_prepared[whom] = lambda: self._happen(replace(event, kind=event.extra))
             case "clock jumps":
                 world.wall_jumped_s += value
             case "abort at once":
                 self._abort_at_once(value)
+            case "two at once":
+                self._two_at_once(value)
             case other:
                 raise AssertionError(other)
 
@@ -189,6 +198,16 @@ class Story:
         trainer.process.spawn(trainer.save(name, name))
         world.loop.after(0.02, lambda: trainer.process.spawn(trainer.abort(name)) if trainer.process.alive else None)
 
+    def _two_at_once(self, value: float) -> None:
+        """Two saves, as of a timer and of somebody at a terminal."""
+        world, trainer = self.world, self.trainer
+        self.at_once += 1
+        first, second = f"one-{self.at_once}", f"two-{self.at_once}"
+        trainer.process.spawn(trainer.save(first, first))
+        world.loop.after(
+            value, lambda: trainer.process.spawn(trainer.save(second, second)) if trainer.process.alive else None
+        )
+
     def _race(self, event: Event) -> float:
         """The moment between the last look and the link: what may come in between."""
         world, process = self.world, self.world.coordinator_process
@@ -198,6 +217,8 @@ class Story:
             world.start_coordinator()
         elif event.extra == "crash" and process is not None:
             world.loop.after(event.value * 0.7, process.kill)
+        elif event.extra == "crash after" and process is not None:
+            world.loop.after(event.value + world.random.uniform(0.0, 0.05), process.kill)
         elif event.extra == "power":
             world.loop.after(event.value * 0.7, self._lose_power)
         return event.value
@@ -256,8 +277,6 @@ class Story:
     async def _settle(self, rows: Any) -> None:
         """L1, L2, L4: in bounded time nobody is closed, no operation runs, and everybody is here."""
         world = self.world
-        for process in self._extra:
-            process.kill()  # a second coordinator is a fault, too
         self._revive()
         trainer = self.trainer
         # From here on everybody is connected: what was under way has arrived, and what broke was noticed.
@@ -271,11 +290,12 @@ class Story:
             closed = [n for n, s in world.http.servers.items() if s.gate.doors.closed]
             fit = world.coordinator is not None and world.coordinator.unfit is None
             fit = fit and not world.coordinator.operations.journal.broken  # it is about to be started again
-            if here and idle and fit and not closed:
+            replaced = [process.name for process in self._extra if process.alive]  # they leave without being told
+            if here and idle and fit and not closed and not replaced:
                 return
             if here and not idle:
                 await self._as_trainer(trainer.abort())  # a restore that failed stays paused until somebody says so
-            why = f"everybody here: {here}, idle: {idle}, closed: {closed}"
+            why = f"everybody here: {here}, idle: {idle}, closed: {closed}, replaced and alive: {replaced}"
         world.violation(f"L2: {SETTLE_S:.0f} s after the last fault it has not settled: {why}")
 
     async def _as_trainer(self, work: Any) -> Any:

@@ -169,7 +169,8 @@ class Trainer:
 
     async def prune(self, keep: int) -> None:
         """Delete old snapshots."""
-        self.world.checks.pruned = True
+        checks = self.world.checks
+        checks.keeps = min(keep, checks.keeps or keep)
         try:
             await self.ask("PruneSnapshots", pb.PruneSnapshotsRequest(keep_last=keep), 10.0, 4)
         except SafepointError as error:
