@@ -55,7 +55,7 @@ class SnapshotStore(SnapshotReader):
             return top.ensure_child(name)
 
     def begin(self, snapshot_id: SnapshotId) -> None:
-        """Reserve the directory of a snapshot to come. Raises SNAPSHOT_EXISTS; then nothing changed."""
+        """Reserve the directory of a snapshot to come. Raises SNAPSHOT_EXISTS, STALE_EPOCH; then nothing changed."""
         failpoints.reach("snapshots.before_begin")
         with self.snapshots() as snapshots:
             try:
@@ -63,6 +63,10 @@ class SnapshotStore(SnapshotReader):
             except FileExistsError:
                 raise refuse(
                     Reason.SNAPSHOT_EXISTS, f"There is a snapshot {snapshot_id}, or a part of one, already."
+                ) from None
+            except FileNotFoundError:  # `forget_reserved` of one that has just started
+                raise refuse(
+                    Reason.STALE_EPOCH, f"A newer coordinator has removed the directory of {snapshot_id}."
                 ) from None
         failpoints.reach("snapshots.after_begin")
 

@@ -359,3 +359,21 @@ def test_whatever_is_added_is_named_and_changes_nothing_of_what_is_verified(
     assert found.unlisted
     told = where + name
     assert any(each == told or each.startswith(f"{told}/") or told.startswith(f"{each}/") for each in found.unlisted)
+
+
+def test_a_directory_that_a_newer_coordinator_removes_while_it_is_being_reserved_is_refused_as_stale(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    old, newer = SnapshotStore(tmp_path / "root", "default"), SnapshotStore(tmp_path / "root", "default")
+    sync = Directory.sync
+
+    def slow(directory: Directory) -> None:
+        sync(directory)
+        monkeypatch.undo()
+        newer.forget_reserved()
+
+    monkeypatch.setattr(Directory, "sync", slow)
+    with pytest.raises(SafepointError) as caught:
+        old.begin(SnapshotId("step-1"))
+    assert caught.value.reason is Reason.STALE_EPOCH
+    newer.begin(SnapshotId("step-1"))

@@ -405,7 +405,7 @@ class GymServer:
         if call[2] < self.attempts.get(call[0], 0):
             self.violation(f"I16: {self.name} serves attempt {call[2]} of {call[0]}, which a restore has replaced")
         if (call[0], call[1]) in self.finished:
-            self.violation(f"{self.name} is asked for {call[1]} of {call[0]} again, although its answer was saved")
+            self.violation(f"I16: {self.name} is asked for {call[1]} of {call[0]} again, although its answer was saved")
 
     def _did(self, scope: Any, session_id: str, call: list[Any]) -> None:
         assert self.sessions is not None
@@ -413,9 +413,9 @@ class GymServer:
         scope["session"] = {"session_id": session_id}
         state = self.sessions.state[session_id]
         if any(done[:2] == call[:2] for done in state["history"]):
-            self.violation(f"{self.name} executes {call[1]} of {call[0]} a second time in one session")
+            self.violation(f"I9: {self.name} executes {call[1]} of {call[0]} a second time in one session")
         if any(done[0] == call[0] and done[2] > call[2] for done in state["history"]):
-            self.violation(f"{self.name} serves attempt {call[2]} of {call[0]} after a later one (I16)")
+            self.violation(f"I16: {self.name} serves attempt {call[2]} of {call[0]} after a later one")
         state["history"].append(call)
 
     async def _seed(self, scope: Any, body: Json, headers: Any) -> Any:

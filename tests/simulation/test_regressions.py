@@ -26,6 +26,7 @@ FOUND = {
     "a_save_that_the_next_coordinator_gave_up_is_not_published": "the name decides",
     "a_coordinator_that_was_replaced_does_not_publish": "epoch at publish",
     "a_recorded_end_that_is_answered_again_raises_the_epoch": "epoch not raised by a replay",
+    "a_save_whose_directory_a_newer_coordinator_removes_says_so": "a reservation that is gone has a reason",
     "a_coordinator_that_starts_slowly_does_not_hide_the_one_that_replaced_it": "the address is kept",
     "a_coordinator_that_was_replaced_lets_its_shims_go": "replaced coordinators leave",
     "a_coordinator_whose_journal_has_failed_stops": "a failed journal is the end",
