@@ -132,6 +132,8 @@ def _faults(random: Random, duration: float, servers: list[str], only: tuple[str
             whom = random.choice([*servers, "trainer"])
         elif kind == "weather":
             extra = random.choice(["lose", "late", "twice", "cut", "all"])
+        elif kind == "second coordinator":
+            extra = random.choice(["", "", "stopped at its start"])
         elif kind == "dies in disk":
             whom = random.choice([*servers, "coordinator", "coordinator"])
             length = random.randint(1, 60)

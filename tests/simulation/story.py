@@ -163,7 +163,9 @@ class Story:
                     world.loop.after(value, process.go_on)
                 if process is not None:
                     self._extra.append(process)
-                world.start_coordinator()
+                process = world.start_coordinator()
+                if event.extra:
+                    self._stopped_at_its_start(process, value)
             case "race at publish":
                 disk.before_publish = lambda: self._race(event)
             case "power loss":
@@ -197,6 +199,14 @@ class Story:
         name = f"at-once-{self.at_once}"
         trainer.process.spawn(trainer.save(name, name))
         world.loop.after(0.02, lambda: trainer.process.spawn(trainer.abort(name)) if trainer.process.alive else None)
+
+    def _stopped_at_its_start(self, process: Process, value: float) -> None:
+        """One that has its epoch and not yet its address is stopped, and the next one is there before it goes on."""
+        world = self.world
+        self._extra.append(process)
+        world.loop.after(world.random.uniform(0.0, 0.012), process.pause)
+        world.loop.after(max(1.0, value), process.go_on)
+        world.loop.after(0.5, lambda: world.start_coordinator() if world.coordinator_process is process else None)
 
     def _two_at_once(self, value: float) -> None:
         """Two saves, as of a timer and of somebody at a terminal."""
