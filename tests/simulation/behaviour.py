@@ -30,7 +30,8 @@ LATE_S = 0.6
 START_WITHIN_S = 3.0
 # What an end may be refused with: it is not served, its owner is another, or the server behind the shim is silent.
 MAY_REFUSE_ENDS = frozenset({Reason.STALE_EPOCH, Reason.FENCED, Reason.UNAVAILABLE, Reason.DEADLINE_TOO_SHORT})
-KEPT_IN_MEMORY, KEPT_OUTCOMES = 4, 4  # for the simulation: both are larger in earnest
+KEPT_IN_MEMORY = 4  # for the simulation: larger in earnest, as all of these
+KEPT_OUTCOMES = {True: 4, False: 12}  # with little memory, or not
 
 
 class Behaviour:
@@ -202,9 +203,10 @@ class Behaviour:
                     f"L1: {name} is closed for {doors.operation_id} {now - until:.1f} s after its lease"
                 )
             self._remembers(incarnation, name, shim)
+        kept = KEPT_OUTCOMES[self.world.plan.little_memory]
         for running in self.world.checks.coordinators.values():
             operations = running.operations
-            if len(operations._memory) > KEPT_IN_MEMORY or len(operations.journal.contents.outcomes) > KEPT_OUTCOMES:
+            if len(operations._memory) > KEPT_IN_MEMORY or len(operations.journal.contents.outcomes) > kept:
                 self.world.violation(f"I19: the coordinator of epoch {running.epoch} remembers too much")
 
     def _remembers(self, incarnation: str, name: str, shim: Shim) -> None:

@@ -278,6 +278,9 @@ class Checks:
             # Refused before anything was paused: its id is not used up, and a repeat of it may begin.
             self.decisions.append(f"{operation} refused: {reason}")
             return
+        if self.world.plan.little_memory and reason == "SNAPSHOT_EXISTS" and self.linked_by.get(snapshot) == operation:
+            self.decisions.append(f"{operation} forgotten")  # it was asked again after so many others
+            return
         self.aborted[operation] = snapshot
         self.decisions.append(f"{operation} {reason}")
         if operation in self.published.values():

@@ -176,7 +176,7 @@ MUTANTS = (
     m("published is resumed", "I1", "what has a manifest is not aborted", "coordinator.recovery",
       "records, published=manifest is not None,", "records, published=False,",
       faults="race at publish"),
-    m("recovery", "I1", "operations that a crash interrupted are settled", SERVER,
+    m("recovery", "I2", "operations that a crash interrupted are settled", SERVER,
       "        await recover(operations)\n", "",
       faults="race at publish"),
     m("epoch at publish", "I7", "a coordinator that was replaced does not publish", OPERATIONS,

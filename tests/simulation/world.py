@@ -302,8 +302,9 @@ def made(plan: Plan) -> Generator[World]:
     logging.disable(logging.CRITICAL)
     manifest_file._parse = MEMORY.parse
     constants = (
-        (operations, "KEPT_IN_MEMORY", KEPT_IN_MEMORY), (journal, "KEPT_OUTCOMES", KEPT_OUTCOMES),
+        (operations, "KEPT_IN_MEMORY", KEPT_IN_MEMORY), (journal, "KEPT_OUTCOMES", KEPT_OUTCOMES[plan.little_memory]),
         (journal, "ROTATE_BYTES", 6_000), (time, "time_ns", world.wall_ns), (time, "time", lambda: world.wall_ns() / 1e9),
+        (time, "monotonic", world.loop.time),  # how often progress is told
     )  # fmt: skip
     kept = [(module, name, getattr(module, name)) for module, name, _ in constants]
     for module, name, value in constants:
