@@ -117,8 +117,8 @@ def main(arguments: list[str] | None = None) -> int:
     asked = parser.parse_args(arguments)
     warnings.simplefilter("ignore")
     if asked.seed is not None:
-        plan = make(asked.seed, tuple(asked.only.split(",")) if asked.only else ())
-        result = play(plan)
+        only = tuple(asked.only.split(",")) if asked.only else ()
+        plan, result = make(asked.seed, only), checked(asked.seed, only)
         if asked.shrink:
             plan, result = shrink(plan, print)
             print(*plan.events, sep="\n")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,8 +12,10 @@ import pytest
 
 from tests.simulation.faults import FAULTS, make
 from tests.simulation.invariants import INVARIANTS
+from tests.simulation.loop import START_S
 from tests.simulation.mutants import MUTANTS
 from tests.simulation.story import play
+from tests.simulation.world import made
 
 SEEDS = range(10_001, 10_025)  # `make sim` runs 2,000
 GROUPS = 4
@@ -56,6 +59,12 @@ def test_no_decision_depends_on_the_wall_clock() -> None:  # I20
         runs = [play(replace(make(seed), wall_skew_s=skew)) for skew in (0.0, 7200.0, -7200.0)]
         assert runs[0].decisions == runs[1].decisions == runs[2].decisions
         assert len({run.fingerprint for run in runs}) == 1
+
+
+def test_no_clock_of_the_machine_is_looked_at() -> None:
+    with made(make(1)) as world:
+        assert time.monotonic() == world.loop.time() == START_S
+        assert time.time_ns() == world.wall_ns()
 
 
 def test_every_kind_of_fault_is_drawn() -> None:
