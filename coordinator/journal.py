@@ -88,8 +88,10 @@ class Contents:
 class Journal:
     """The log of one coordinator. `epoch` is ours; `contents` is what is known, kept up to date."""
 
-    def __init__(self, directory: Directory) -> None:
+    def __init__(self, directory: Directory, above: int = 0) -> None:
         """Raise the epoch and read what is there. `directory` is <root>/coordinator; it is closed with the journal.
+
+        The epoch is higher than `above`, too: that of a snapshot which another root, or a lost directory, has numbered.
 
         Raises STORAGE_FULL, STORAGE_FAILED, and SNAPSHOT_CORRUPT for a damaged journal; then nobody has heard of us.
         """
@@ -98,7 +100,7 @@ class Journal:
         self._size = 0
         self._number = 0  # of the file in use
         self._broken = ""
-        self.epoch = self._with_reserve(lambda: _raise_epoch(directory))
+        self.epoch = self._with_reserve(lambda: _raise_epoch(directory, above))
         newest = max(_numbers(directory, _JOURNAL), default=0)
         self.contents = _read(directory, f"journal-{newest}.log") if newest else Contents()
         self._with_reserve(lambda: self._start_file(newest + 1))
@@ -182,6 +184,11 @@ class Journal:
         """Whether no coordinator has started after us. Asked right before a snapshot is published."""
         return max(_numbers(self._directory, _EPOCH), default=0) == self.epoch
 
+    def require_epoch(self) -> None:
+        """Raise STALE_EPOCH when a coordinator has started after us: what lies in the root is its to change."""
+        if not self.owns_epoch():
+            raise refuse(Reason.STALE_EPOCH, f"A newer coordinator than epoch {self.epoch} has started in this root.")
+
     def close(self) -> None:
         """Give the handles back. Nothing is lost: every append was durable."""
         if self._file >= 0:
@@ -240,10 +247,10 @@ class Journal:
                 self._directory.remove_file(f"journal-{old}.log")
 
 
-def _raise_epoch(directory: Directory) -> int:
+def _raise_epoch(directory: Directory, above: int) -> int:
     while True:
         known = sorted(_numbers(directory, _EPOCH))
-        epoch = (known[-1] if known else 0) + 1
+        epoch = max([*known, above]) + 1
         failpoints.reach("journal.before_epoch")
         try:
             directory.write_new(f"epoch-{epoch}", b"")

@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import OrderedDict
-from collections.abc import Awaitable, Coroutine
+from collections.abc import Awaitable, Collection, Coroutine
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any, Final
@@ -342,8 +342,12 @@ class Operations:
             log.warning("the outcome of %s is in memory only: %s", ended.operation_id, error)
 
     async def _discard(self, snapshot_id: SnapshotId) -> None:
+        def discard() -> None:
+            self.journal.require_epoch()  # a newer coordinator deletes it, and may have begun a save of that name since
+            self.store.discard(snapshot_id)
+
         try:
-            await self._in_thread(self.store.discard, snapshot_id)
+            await self._in_thread(discard)
         except SafepointError as error:
             log.warning("what %s left is still there, prune deletes it: %s", snapshot_id, error)
 
@@ -352,15 +356,25 @@ class Operations:
         retention = Retention(settings.keep_last, settings.keep_every, settings.keep_interval_s)
         async with self.storage_lock:
             try:
-                await self._in_thread(pruning.prune, self.store, retention, self.in_use())
+                await self.prune(retention)
             except SafepointError as error:
                 log.warning("old snapshots were not deleted: %s", error)
+
+    async def prune(
+        self, retention: Retention, *, dry_run: bool = False, spare: Collection[str] = ()
+    ) -> pruning.Pruned:
+        """As `pruning.prune`; the caller holds the lock. Raises STALE_EPOCH as well, once we are replaced."""
+        await self._in_thread(self.journal.require_epoch)
+        return await asyncio.to_thread(
+            pruning.prune, self.store, retention, self.in_use(), dry_run=dry_run, spare=spare,
+            saved_last=self.latest_snapshot_id, still_ours=self.journal.require_epoch,
+        )  # fmt: skip
 
     async def sweep(self) -> None:
         """Delete what a crash left in the root. Once, when what the journal holds is being settled."""
         async with self.storage_lock:
             try:
-                swept = await self._in_thread(pruning.sweep, self.store, self.in_use())
+                swept = await self._in_thread(pruning.sweep, self.store, self.in_use(), self.journal.require_epoch)
             except SafepointError as error:
                 log.warning("what unfinished saves left is still there, prune deletes it: %s", error)
             else:

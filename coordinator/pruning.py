@@ -12,7 +12,7 @@ Everything here blocks: callers on an event loop use a thread, and hold the lock
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Final
 
@@ -103,13 +103,17 @@ def prune(
     *,
     dry_run: bool = False,
     spare: Collection[str] = (),
+    saved_last: str = "",
+    still_ours: Callable[[], None] = lambda: None,
 ) -> Pruned:
     """Delete what `retention` does not keep, and leavings: unpublished directories that nobody writes.
 
-    `in_use` is what an operation saves or restores now, `spare` what `spared` has said. Raises STORAGE_FAILED and
-    SNAPSHOT_UNSAFE; what was not deleted then is whole, and goes the next time.
+    `in_use` is what an operation saves or restores now, `spare` what `spared` has said, `saved_last` what is never old.
+    `still_ours` is asked before each deletion, after all have been looked for, and raises to forbid it: what a coordinator
+    that has replaced us writes since is not among them. Raises what that raises, STORAGE_FAILED and SNAPSHOT_UNSAFE; what
+    was not deleted then is whole, and goes the next time.
     """
-    planned, _ = _plan(store, retention, in_use, spare)
+    planned, _ = _plan(store, retention, in_use, spare, saved_last)
     doomed = [*planned.doomed, *(name for name in leavings(store) if name not in in_use)]
     size = 0
     for name in doomed:
@@ -119,6 +123,7 @@ def prune(
         except FileNotFoundError:
             continue
         if not dry_run:
+            still_ours()
             store.remove(name)
     if not dry_run:
         _finish_deletions(store)
@@ -140,13 +145,15 @@ def leavings(store: SnapshotReader) -> list[str]:
     return found
 
 
-def sweep(store: SnapshotStore, in_use: Collection[str]) -> list[str]:
+def sweep(store: SnapshotStore, in_use: Collection[str], still_ours: Callable[[], None] = lambda: None) -> list[str]:
     """Delete what a crash left: directories without a snapshot that no operation of ours writes. Their names.
 
     The manifest's name is taken first: a coordinator before us that still runs cannot publish what is being deleted.
+    `still_ours` as in `prune`: nor do we delete what one after us writes.
     """
     swept = [name for name in leavings(store) if name not in in_use]
     for name in swept:
+        still_ours()
         store.give_up(SnapshotId(name))
     _finish_deletions(store)
     return swept
@@ -160,13 +167,13 @@ def _finish_deletions(store: SnapshotReader) -> None:
 
 
 def _plan(
-    store: SnapshotReader, retention: Retention, in_use: Collection[str], spare: Collection[str]
+    store: SnapshotReader, retention: Retention, in_use: Collection[str], spare: Collection[str], saved_last: str = ""
 ) -> tuple[Plan, list[Dated]]:
     dated = [
         Dated(found.snapshot_id, found.create_time.ToMilliseconds() / 1e3, step_of(found.metadata))
         for found in store.list().snapshots
     ]
-    return plan(dated, retention, pins(store), in_use, spare), dated
+    return plan(dated, retention, pins(store), in_use, spare, saved_last), dated
 
 
 def _reason(folder: Directory, name: str) -> str:

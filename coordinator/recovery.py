@@ -90,8 +90,8 @@ async def _tidy(operations: Operations) -> None:
     """
 
     def forget() -> None:
-        operations.store.forget_reserved()
-        if operations.journal.owns_epoch():  # what is half written there is of a coordinator that is over
+        if operations.journal.owns_epoch():  # what is half made is of a coordinator that is over
+            operations.store.forget_reserved()
             with operations.store.directory("coordinator") as own:
                 own.discard_temporaries()
 

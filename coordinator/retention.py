@@ -63,8 +63,12 @@ def plan(
     pins: Mapping[str, str],
     in_use: Collection[str] = (),
     spared: Collection[str] = (),
+    saved_last: str = "",
 ) -> Plan:
-    """What a prune does. `pins`: names to reasons. `spared`: kept since no newer one can be restored."""
+    """What a prune does. `pins`: names to reasons. `spared`: kept since no newer one can be restored.
+
+    `saved_last` stays whatever its age seems to be: somebody may have put snapshots of another root beside it.
+    """
     why: dict[str, list[str]] = {one.snapshot_id: [] for one in newest_first}
     for place, one in enumerate(newest_first[: retention.keep_last]):
         why[one.snapshot_id].append(NEWEST if place == 0 else f"it is one of the newest {retention.keep_last}")
@@ -82,6 +86,8 @@ def plan(
             why[name].append("an operation uses it")
         if name in spared:
             why[name].append("no newer one can be restored")
+        if name == saved_last and not why[name]:
+            why[name].append("it was saved last")
     return Plan(
         {name: "; ".join(reasons) for name, reasons in why.items() if reasons},
         tuple(name for name, reasons in why.items() if not reasons),

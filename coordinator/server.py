@@ -197,7 +197,7 @@ async def serve(
     # Before the journal: one that cannot have its address must not take the epoch from the one that has it.
     listening = listen(server, settings.bind, security, settings.advertise)
     try:
-        journal = await asyncio.to_thread(lambda: Journal(store.directory(_DIRECTORY)))
+        journal = await asyncio.to_thread(lambda: Journal(store.directory(_DIRECTORY), store.newest_epoch()))
     except BaseException:
         listening.close()
         raise

@@ -283,9 +283,7 @@ class CoordinatorService(coordinator_service_pb2_grpc.CoordinatorServicer):
         retention = _retention(request, operations.settings)
         spared = await asyncio.to_thread(pruning.spared, operations.store, retention)  # reads: before the lock
         async with operations.storage_lock:
-            pruned = await asyncio.to_thread(
-                pruning.prune, operations.store, retention, operations.in_use(), dry_run=request.dry_run, spare=spared
-            )
+            pruned = await operations.prune(retention, dry_run=request.dry_run, spare=spared)
         kept = dict(islice(pruned.kept.items(), MAX_INVALID))
         return pb.PruneSnapshotsResponse(deleted=pruned.deleted, size_bytes=pruned.size_bytes, kept=kept)
 
@@ -293,6 +291,7 @@ class CoordinatorService(coordinator_service_pb2_grpc.CoordinatorServicer):
         time_budget(context)
         operations, snapshot_id = self._operations, _snapshot_id(request.snapshot_id)
         async with operations.storage_lock:  # a prune that has looked already would delete it all the same
+            await asyncio.to_thread(operations.journal.require_epoch)
             manifest = await asyncio.to_thread(pruning.pin, operations.store, snapshot_id, request.reason)
         return pb.PinSnapshotResponse(snapshot=snapshot_info(manifest, request.reason))
 
@@ -300,6 +299,7 @@ class CoordinatorService(coordinator_service_pb2_grpc.CoordinatorServicer):
         time_budget(context)
         operations, snapshot_id = self._operations, _snapshot_id(request.snapshot_id)
         async with operations.storage_lock:
+            await asyncio.to_thread(operations.journal.require_epoch)
             reason = await asyncio.to_thread(pruning.unpin, operations.store, snapshot_id)
         return pb.UnpinSnapshotResponse(pin_reason=reason)
 

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Generator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final
@@ -148,6 +148,20 @@ class SnapshotReader:
                     pass  # deleted in between
         valid.sort(key=_age, reverse=True)
         return Listing(tuple(valid), invalid)
+
+    def newest_epoch(self) -> int:
+        """The highest epoch that a published snapshot is of; zero without any. Raises STORAGE_FAILED when the root is gone.
+
+        Whoever publishes after us must have a higher one, or what it saves would count as older than what lies here:
+        `pull` brings snapshots of a root whose coordinators were started more often.
+        """
+        newest = 0
+        with self.snapshots() as snapshots:
+            for name in snapshots.names():
+                if is_wire_id(name):
+                    with suppress(SafepointError, FileNotFoundError), snapshots.child(name) as directory:
+                        newest = max(newest, self._manifest(directory, name).coordinator_epoch)
+        return newest
 
     def snapshots(self) -> Directory:
         """The directory that all snapshots are in. Raises STORAGE_FAILED when it is gone."""

@@ -36,6 +36,7 @@ VOID: Final = b'{"safepoint":"void"}\n'  # in place of a manifest: this snapshot
 MAX_MANIFEST_BYTES: Final = 64 << 20  # some 300,000 files; a reader must bound what a stranger's file may cost
 MAX_FILES: Final = 200_000
 MAX_UNLISTED: Final = 100
+MAX_EPOCH: Final = 10**15
 _MAX_ENVELOPE: Final = 512
 _SHA256: Final = re.compile(r"[0-9a-f]{64}")
 
@@ -228,6 +229,8 @@ def _check_snapshot(message: manifest_pb2.SnapshotManifest, where: str) -> None:
     for name in (message.operation_id, message.snapshot_id, message.job_id):
         if not is_wire_id(name):
             raise _corrupt(where, f"{name[:50]!r} is no id")
+    if message.coordinator_epoch > MAX_EPOCH:  # nothing could be newer
+        raise _corrupt(where, f"{message.coordinator_epoch} is no epoch")
     names = [reference.participant_id for reference in message.participants]
     for reference in message.participants:
         if not is_wire_id(reference.participant_id):

@@ -9,15 +9,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safepoint.v1 import coordinator_service_pb2 as pb
 
-from coordinator import pruning
+from coordinator import archive, pruning
 from coordinator.client import AsyncClient
+from coordinator.journal import Journal
+from coordinator.objects import objects_at
 from coordinator.publication import Publisher
 from coordinator.retention import Dated, Retention, plan, step_of
 from coordinator.snapshots import SnapshotStore
 from coordinator.wire.beneath import Directory, storage_error
-from coordinator.wire.errors import Reason, SafepointError
+from coordinator.wire.errors import Reason, SafepointError, refuse
 from coordinator.wire.ids import SnapshotId
-from tests.coordinator.conftest import Bench, unary
+from tests.coordinator.conftest import Bench, unary, until
 from tests.coordinator.test_snapshots import make, refused
 
 
@@ -259,3 +261,107 @@ async def test_a_start_sweeps_what_a_crash_left(bench: Bench) -> None:
         listed = await unary(bench.stub().ListSnapshots(pb.ListSnapshotsRequest(), timeout=5))
     assert [s.snapshot_id for s in listed.snapshots] == ["step-1"]
     assert dict(listed.invalid) == {}
+
+
+# ---- snapshots of another root, and coordinators that were replaced -----------------------------------------------------
+
+
+async def test_what_was_pulled_is_never_newer_than_what_is_saved_afterwards(bench: Bench, tmp_path: Path) -> None:
+    elsewhere = SnapshotStore(tmp_path / "elsewhere", "default")
+    make(elsewhere, "old", Publisher(elsewhere, 5))  # its coordinator was started more often than ours
+    (tmp_path / "objects").mkdir()
+    objects = objects_at(f"file://{tmp_path / 'objects'}")
+    archive.push(elsewhere, "old", objects)
+    archive.pull(objects, "old", bench.root)
+    bench.settings["keep_last"] = 2
+    await bench.start()
+    assert bench.running.epoch == 6
+    await bench.save("save-0", "new-0", without=["agent"])  # it was part of "old"
+    for n in (1, 2):
+        await bench.save(f"save-{n}", f"new-{n}")
+    store = SnapshotStore(bench.root, "default")
+    await until(lambda: [one.snapshot_id for one in store.list().snapshots] == ["new-2", "new-1"])
+
+
+async def test_what_was_put_beside_a_running_coordinator_does_not_delete_what_was_just_saved(bench: Bench) -> None:
+    await bench.start()
+    store = SnapshotStore(bench.root, "default")
+    make(store, "old", Publisher(store, 50))
+    await bench.save()
+    async with AsyncClient(bench.running.address) as client:
+        answer = await client.prune(1)
+    assert answer.kept == {"old": "it is the newest", "step-1": "it was saved last"}
+    await bench.crash()
+    await bench.restart()
+    assert bench.running.epoch == 51
+    await bench.save("save-2", "step-2")
+    assert store.list().snapshots[0].snapshot_id == "step-2"
+
+
+def test_the_epochs_of_a_root_are_counted_from_its_snapshots_too(store: SnapshotStore, tmp_path: Path) -> None:
+    assert store.newest_epoch() == 0
+    make(store, "step-1", Publisher(store, 7))
+    make(store, "step-2", Publisher(store, 9))
+    store.begin(SnapshotId("step-3"))
+    damaged = tmp_path / "root" / "snapshots" / "step-2" / "manifest.json"
+    assert store.newest_epoch() == 9
+    for number in (8, 9):  # with and without a log of its own
+        journal = Journal(store.directory("coordinator"), store.newest_epoch())
+        assert journal.epoch == number + 2
+        journal.close()
+    damaged.write_bytes(b"")
+    assert store.newest_epoch() == 7
+    with pytest.raises(SafepointError):
+        make(store, "step-4", Publisher(store, 10**18))
+    assert store.newest_epoch() == 7, "nothing could be newer than that"
+    assert "is no epoch" in store.list().invalid["step-4"]
+
+
+async def test_a_coordinator_that_was_replaced_deletes_nothing_and_pins_nothing(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("coordinator.server.FIT_EVERY_S", 60.0)
+    await bench.start()
+    for n in range(2):
+        await bench.save(f"save-{n}", f"step-{n}")
+    await unary(bench.stub().PinSnapshot(pb.PinSnapshotRequest(snapshot_id="step-0", reason="why"), timeout=5))
+    store = SnapshotStore(bench.root, "default")
+    newer = Journal(store.directory("coordinator"))
+    store.begin(SnapshotId("in-progress"))
+    stub = bench.stub()
+    for call in (
+        stub.PruneSnapshots(pb.PruneSnapshotsRequest(keep_last=1), timeout=5),
+        stub.PinSnapshot(pb.PinSnapshotRequest(snapshot_id="step-1", reason="why"), timeout=5),
+        stub.UnpinSnapshot(pb.UnpinSnapshotRequest(snapshot_id="step-0"), timeout=5),
+    ):
+        with pytest.raises(SafepointError) as caught:
+            await unary(call)
+        assert caught.value.reason is Reason.STALE_EPOCH
+    operations = bench.running.operations
+    await operations.sweep()
+    await operations._discard(SnapshotId("in-progress"))  # pyright: ignore[reportPrivateUsage]
+    newer.close()
+    assert sorted(path.name for path in (bench.root / "snapshots").iterdir()) == ["in-progress", "step-0", "step-1"]
+    assert pruning.pins(store) == {"step-0": "why"}
+
+
+def test_one_that_is_replaced_while_it_prunes_deletes_no_more(store: SnapshotStore, tmp_path: Path) -> None:
+    publisher = Publisher(store, 1)
+    for n in range(4):
+        make(store, f"step-{n}", publisher)
+    asked: list[None] = []
+
+    def still_ours() -> None:
+        asked.append(None)
+        if len(asked) == 2:
+            raise refuse(Reason.STALE_EPOCH, "replaced")
+
+    with pytest.raises(SafepointError):
+        pruning.prune(store, Retention(1), still_ours=still_ours)
+    assert names(tmp_path) == ["step-0", "step-1", "step-3"]
+    for name in ("left-1", "left-2"):
+        store.begin(SnapshotId(name))
+    asked.clear()
+    with pytest.raises(SafepointError):
+        pruning.sweep(store, (), still_ours)
+    assert names(tmp_path) == ["left-2", "step-0", "step-1", "step-3"]
