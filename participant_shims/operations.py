@@ -86,6 +86,7 @@ class Operations:
         self._description: Description | None = None
         self._snapshot: Snapshot | None = None
         self._noticing = False
+        self._forgetting_again = False
         # One thread: what an aborted operation still writes is over before its directory is removed.
         self._disk = ThreadPoolExecutor(1, thread_name_prefix="safepoint-disk")
         self.on_abandoned: Callable[[str], None] = lambda operation_id: None
@@ -353,6 +354,26 @@ class Operations:
                 next_step="It is tried again every few seconds; restart the server if it stays so.",
             )  # fmt: skip
 
+    @property
+    def in_question(self) -> str:
+        """The restore whose state is in the server while nobody here knows whether it was resumed; empty when there is none."""
+        return self.loaded_by if self.loaded_by != self.fence.operation_id and not self._given_up else ""
+
+    def require_settled(self) -> None:
+        """Before a cut. Raises UNAVAILABLE while a restore is `in_question`: it may have been given up.
+
+        Asked before the fence is: an operation that owned it would keep the answer out.
+        """
+        self.apply(self.fence.lapse(self.fence.operation_id, self.fence.lease_generation, self.clock.now()))
+        if self.in_question:
+            raise refuse(
+                Reason.UNAVAILABLE,
+                f"{self.participant_id} holds what restore {self.in_question} had loaded, and has not heard whether it was "
+                "resumed.",
+                participant_id=self.participant_id, phase=Phase.PREPARE, metadata={"in_question": self.in_question},
+                next_step="Repeat the save with a new operation_id: the coordinator tells it to resume or abort.",
+            )  # fmt: skip
+
     async def _keep(self) -> None:
         if isinstance(self.adapter, Unloads):
             try:
@@ -369,9 +390,18 @@ class Operations:
     def _notice(self) -> None:
         """The adapter says that something changed."""
         self.changed.beat()
+        if self.forgetting.left and not self._forgetting_again:  # a gate that was missing may be here now
+            self._forgetting_again = True
+            self.spawn(self._forget_again())
         if self.closed is not None and not self._noticing:
             self._noticing = True
             self.spawn(self._look_for_thaw())
+
+    async def _forget_again(self) -> None:
+        try:
+            await self.forgetting.again()
+        finally:
+            self._forgetting_again = False
 
     async def _look_for_thaw(self) -> None:
         # The gates have a lease of their own, which ends the pause also when this process was stopped for longer.

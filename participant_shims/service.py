@@ -82,7 +82,7 @@ class ParticipantService(participant_service_pb2_grpc.ParticipantServicer):
             capabilities=messages.capabilities(await self.operations.describe()),
             incarnation_id=self.operations.incarnation_id,
             state=cast(Any, int(self._fence.state)),
-            operation_id=self._fence.operation_id,
+            operation_id=self._fence.operation_id or self.operations.in_question,
             coordinator_epoch=self._fence.highest_epoch,
         )
 
@@ -98,6 +98,7 @@ class ParticipantService(participant_service_pb2_grpc.ParticipantServicer):
         if description.role is Role.AUXILIARY_MODEL:
             raise refuse(Reason.UNSUPPORTED, f"{description.participant_id} is an auxiliary model: it is never paused.")
         grace_s = messages.seconds(request.straggler_grace) or budget_s
+        self.operations.require_settled()
         exclude_after_s = min(grace_s, budget_s * GRACE_SHARE) if excludes else None
         running = self._enter(
             Rpc.PREPARE, operation_id, epoch, request, ttl_s,
@@ -364,6 +365,10 @@ class ParticipantService(participant_service_pb2_grpc.ParticipantServicer):
         out.last_failure = operations.last_failure
         if operations.forgetting.left:
             out.warnings.append(messages.warning(f"{operations.forgetting.left}. It is tried again."))
+        if operations.in_question and fence.state is ParticipantState.OPEN:
+            text = f"What restore {operations.in_question} had loaded is in the server; whether it was resumed is not known here."
+            out.warnings.append(messages.warning(text))
+        if len(out.warnings) > messages.MAX_LISTED:
             del out.warnings[: -messages.MAX_LISTED]
         if remark:
             out.waiting_for = remark

@@ -13,7 +13,7 @@ from coordinator.protocol.events import AbortArguments, Effect, ResumeArguments
 from coordinator.protocol.operation import Limits, Operation
 from coordinator.wire.errors import Reason
 from coordinator.wire.ids import ParticipantId
-from coordinator.wire.terms import Phase
+from coordinator.wire.terms import OperationKind, Phase
 
 # With these answers the participant is not closed by this operation (any more).
 NOT_OURS = frozenset(
@@ -44,6 +44,8 @@ class Opening:
         self._wave: set[ParticipantId] = set()
         self._wave_until = now
         self._settled: set[ParticipantId] = set()
+        # Who is fenced may hold what a restore had loaded, and must still hear whether it stays.
+        self._not_ours = NOT_OURS - {Reason.FENCED} if operation.kind is OperationKind.RESTORE else NOT_OURS
         self._calls = calls
         self._gone = gone
         self._limits = limits
@@ -75,7 +77,7 @@ class Opening:
         participant_id = running.call.participant_id
         if opened:
             self.acknowledged.add(participant_id)
-        if opened or reason in NOT_OURS:
+        if opened or reason in self._not_ours:
             self._settled.add(participant_id)
         elif now < self._linger_until:
             self._calls.retry_later(running, now)

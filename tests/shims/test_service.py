@@ -584,6 +584,46 @@ async def test_an_abort_to_a_shim_that_replaced_the_one_that_loaded_forgets_what
         assert not shim.adapter.loaded
 
 
+async def test_nothing_is_saved_on_top_of_what_a_restore_loaded_until_it_is_said_whether_it_was_resumed(
+    shim: Shim, tmp_path: Path
+) -> None:
+    committed = await saved(shim)
+    await collect(shim.restore(committed.manifest_sha256))
+    async with serve(shim.adapter, tmp_path, "i-2") as replaced:  # the first was killed
+        described = await answer(replaced.stub.GetCapabilities(pb.GetCapabilitiesRequest(), timeout=5))
+        assert (described.state, described.operation_id) == (ParticipantState.OPEN, "op-2")
+        assert "op-2" in (await replaced.state()).warnings[0]
+        error = await refused(collect(replaced.prepare("op-3")))
+        assert error.reason is Reason.UNAVAILABLE
+        assert "op-2" in error.problem.message
+        await replaced.abort("op-2")  # it was not fenced by the one that was refused
+        assert not shim.adapter.loaded
+        assert not (await replaced.state()).warnings
+        await replaced.prepared("op-4")
+
+
+async def test_a_new_shim_that_hears_that_the_restore_was_resumed_keeps_it_and_saves(
+    shim: Shim, tmp_path: Path
+) -> None:
+    committed = await saved(shim)
+    await collect(shim.restore(committed.manifest_sha256))
+    async with serve(shim.adapter, tmp_path, "i-2") as replaced:
+        await replaced.resume("op-2")
+        await replaced.prepared("op-3")
+        assert shim.adapter.loaded
+
+
+@pytest.mark.parametrize("found", [True, False], ids=["found by the timer", "found by the call"])
+async def test_nothing_is_saved_on_top_of_a_restore_that_lost_its_lease(shim: Shim, found: bool) -> None:
+    committed = await saved(shim)
+    await collect(shim.restore(committed.manifest_sha256))
+    shim.clock.advance(1000, fire=found)
+    assert (await refused(collect(shim.prepare("op-3")))).reason is Reason.UNAVAILABLE
+    await shim.abort("op-2")
+    assert not shim.adapter.loaded
+    await shim.prepared("op-3")
+
+
 async def test_an_abort_to_a_shim_that_replaced_one_that_resumed_keeps_what_was_loaded(
     shim: Shim, tmp_path: Path
 ) -> None:

@@ -105,7 +105,9 @@ class GetCapabilitiesResponse(_message.Message):
     state: _capabilities_pb2.ParticipantState.ValueType
     """REQUIRED. Where it stands now."""
     operation_id: _builtins.str
-    """OPTIONAL. The operation that owns the fence; empty when open."""
+    """OPTIONAL. The operation that owns the fence. When open: the restore whose state is loaded and of which the
+    participant has not heard whether it was resumed; it refuses Prepare until Resume or Abort of it says so.
+    """
     coordinator_epoch: _builtins.int
     """REQUIRED. The highest coordinator_epoch seen; zero before the first."""
     @_builtins.property
