@@ -37,6 +37,7 @@ from coordinator.registry import ENDED
 from coordinator.reporting import snapshot_info
 from coordinator.retention import Retention
 from coordinator.settings import Settings
+from coordinator.settling import Settling
 from coordinator.snapshots import SnapshotStore
 from coordinator.wire import failpoints
 from coordinator.wire.errors import Problem, Reason, Refused, SafepointError, refuse
@@ -71,9 +72,11 @@ class Operations:
         self._memory: OrderedDict[OperationId, Ended] = OrderedDict()
         self._recorded: set[OperationId] = set()  # those of `_memory` whose id is used up
         self._work: set[asyncio.Task[None]] = set()
+        self._closing = False
         self._loop = asyncio.get_running_loop()
         self.membership = Membership(journal, discovery.registry, self._append)
         discovery.registry.follow(self._lost, self._joined, self._explained)
+        self.settling = Settling(discovery, lambda: self.active, self.ended_operation)
 
     # ---- beginning --------------------------------------------------------------------------------------------------
 
@@ -118,6 +121,7 @@ class Operations:
             problems = await self.discovery.ask_static()
             if problems:
                 raise Refused(problems[0])
+            await self.settling.wait((deadline - self.clock()) / 2)
             topology = self._accepted(drive)
             if drive.operation.kind is OperationKind.SAVE:  # before anything is made on the disk
                 self._check_topology(drive.operation, topology)
@@ -322,6 +326,10 @@ class Operations:
 
     def _over(self, drive: Drive) -> None:
         self._lingering.discard(drive)
+        if drive.operation.kind is OperationKind.RESTORE and drive.done.is_set() and not self._closing:
+            for name in drive.unconfirmed:  # what it loaded stays in question until it hears
+                if (here := self.discovery.registry.get(name)) is not None:
+                    self.settling.begin(here)
         if self.active is None and not self._lingering:
             self.spawn(self.participants.keep_only({p.address for p in self.discovery.topology().participants}))
 
@@ -401,6 +409,7 @@ class Operations:
             self.active.post(core.LossExplained(self.clock(), who.participant_id, how))
 
     def _joined(self, who: Participant) -> None:
+        self.settling.begin(who)
         drive = self.active
         if drive is None or not drive.started:
             return
@@ -414,6 +423,8 @@ class Operations:
 
     async def stop_drives(self) -> None:
         """Stop all drives as a crash would: what the breaking connections say decides nothing any more."""
+        self._closing = True
+        await self.settling.stop()
         for drive in [*([self.active] if self.active else []), *self._lingering]:
             await drive.stop()
 

@@ -3,8 +3,7 @@
 The rule: presumed abort. A save whose manifest is on the disk is resumed, every other one is aborted, and the start
 waits for nobody: opening goes on in the background, under the limits of the core, however many participants hang.
 
-A shim that comes with a pause of an operation that is over (or that nobody here knows) is told how that one ended: its
-reply of then was lost, or the coordinator was gone.
+A shim that comes with a pause of an operation that is over is told by `settling`.
 """
 
 from __future__ import annotations
@@ -23,20 +22,16 @@ from safepoint.v1 import coordinator_service_pb2
 from coordinator.driver import Drive, Identity
 from coordinator.journal import Entry
 from coordinator.operations import Operations
-from coordinator.preflight import DESCRIBE_TIMEOUT_S
 from coordinator.protocol import events as core
-from coordinator.protocol.operation import Outcome
-from coordinator.protocol.topology import Participant
 from coordinator.protocol.transaction import Transaction
 from coordinator.wire import failpoints
 from coordinator.wire.errors import Reason, SafepointError, refuse
-from coordinator.wire.ids import OperationId, SnapshotId
-from coordinator.wire.terms import OperationKind, Phase
+from coordinator.wire.ids import SnapshotId
+from coordinator.wire.terms import OperationKind
 
 log = logging.getLogger(__name__)
 
 _KINDS: Final = frozenset(kind.value for kind in core.RecordKind)
-_OPEN_CALL_S: Final = 2.0
 
 
 def require_log(root: str, epoch: int) -> None:
@@ -154,28 +149,3 @@ async def _restored_manifest(operations: Operations, drive: Drive) -> Any:
 
 def _record(entry: Entry) -> core.Record:
     return core.Record(core.RecordKind(entry.kind), cast("dict[str, object]", entry.data["record"]))
-
-
-async def settle(operations: Operations, who: Participant) -> None:
-    """Open a shim that has just come and is paused by an operation that does not run here (any more)."""
-    try:
-        described = await operations.participants.describe(who.address, DESCRIBE_TIMEOUT_S)
-    except SafepointError as error:
-        log.info("%s has registered and does not answer yet: %s", who.participant_id, error)
-        return
-    operation_id = OperationId(described.operation_id)
-    active = operations.active
-    if not operation_id or (active is not None and active.operation.operation_id == operation_id):
-        return
-    ended = operations.ended_operation(operation_id)
-    resumed = ended is not None and ended.outcome is Outcome.SUCCEEDED
-    phase = Phase.RESUME if resumed else Phase.ABORT
-    log.warning("%s is paused by %s, which does not run here: telling it to open", who.participant_id, operation_id)
-    call = core.Call(
-        0, who.participant_id, phase, _OPEN_CALL_S, operation_id,
-        core.ResumeArguments() if resumed else core.AbortArguments("The operation does not run any more."),
-    )  # fmt: skip
-    try:
-        await operations.participants.perform(who, call, lambda _: None, lambda: None)
-    except SafepointError as error:
-        log.warning("%s was not opened: %s", who.participant_id, error)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from typing import Final
 
 from safepoint.v1 import coordinator_service_pb2 as pb
@@ -27,16 +27,13 @@ MAX_CAUSE: Final = 500  # characters of a goodbye
 
 
 class Registration:
-    """Serves Register streams. `joined` is called for each shim that was welcomed."""
+    """Serves Register streams."""
 
-    def __init__(
-        self, registry: Registry, epoch: int, job_id: str, heartbeat_s: float, joined: Callable[[Participant], None]
-    ) -> None:
+    def __init__(self, registry: Registry, epoch: int, job_id: str, heartbeat_s: float) -> None:
         self._registry = registry
         self._epoch = epoch
         self._job_id = job_id
         self._heartbeat_s = heartbeat_s
-        self._joined = joined
 
     async def serve(self, requests: AsyncIterator[pb.RegisterRequest]) -> AsyncIterator[pb.RegisterEvent]:
         """One stream, from Hello to its end. Raises what the registry refuses, and UNREACHABLE after a silence."""
@@ -56,7 +53,6 @@ class Registration:
                 )
             )
             failpoints.reach("registration.after_welcome", who.participant_id)
-            self._joined(who)
             sequence = 0
             while session.alive:
                 await asyncio.wait({reading}, timeout=self._heartbeat_s)

@@ -32,7 +32,7 @@ from coordinator.participants import Participants
 from coordinator.preflight import Discovery, members
 from coordinator.protocol.legality import BEFORE_PUBLISH
 from coordinator.protocol.topology import Participant
-from coordinator.recovery import recover, settle
+from coordinator.recovery import recover
 from coordinator.registration import Registration
 from coordinator.registry import Registry
 from coordinator.service import CoordinatorService
@@ -207,10 +207,7 @@ async def serve(
     )
     operations = Operations(settings, store, journal, discovery, Feed())
 
-    def joined(who: Participant) -> None:
-        operations.spawn(settle(operations, who))
-
-    registration = Registration(registry, journal.epoch, settings.job_id, settings.heartbeat_s, joined)
+    registration = Registration(registry, journal.epoch, settings.job_id, settings.heartbeat_s)
     coordinator_service_pb2_grpc.add_CoordinatorServicer_to_server(CoordinatorService(operations, registration), server)
     healthy = _health.aio.HealthServicer()
     _health_grpc.add_HealthServicer_to_server(healthy, server)
@@ -299,10 +296,6 @@ async def _look_around(operations: Operations) -> None:
     """Once, after the start: who of the static list is there, which snapshot is the newest, and who was in it."""
     for problem in await operations.discovery.ask_static():
         log.warning("%s", problem)
-    static = set(operations.settings.participants)
-    for who in operations.discovery.registry.participants():
-        if who.address in static:
-            operations.spawn(settle(operations, who))
     try:
         listing = await asyncio.to_thread(operations.store.list)
     except SafepointError as error:

@@ -74,6 +74,7 @@ class FakeShim(participant_service_pb2_grpc.ParticipantServicer):
         upstream_endpoints: tuple[str, ...] = (),
         config_digest: str = "",
         kind: str = "fake",
+        in_question: str = "",
     ) -> None:
         self.participant_id = participant_id
         self.root = root
@@ -94,6 +95,8 @@ class FakeShim(participant_service_pb2_grpc.ParticipantServicer):
         )
         self.state: int = S.PARTICIPANT_STATE_OPEN
         self.operation_id = ""
+        self.in_question = in_question  # a restore whose state is loaded, and whose end it has not heard
+        self.heard: list[tuple[str, str]] = []  # how it ended
         self.epoch = 0
         self.generation = 0
         self.finished: dict[str, str] = {}
@@ -288,13 +291,15 @@ class FakeShim(participant_service_pb2_grpc.ParticipantServicer):
         await self._enter("GetCapabilities", None)
         return participant_service_pb2.GetCapabilitiesResponse(
             capabilities=self.capabilities, incarnation_id=self.incarnation_id, state=self.state,
-            operation_id=self.operation_id, coordinator_epoch=self.epoch,
+            operation_id=self.operation_id or self.in_question, coordinator_epoch=self.epoch,
         )  # fmt: skip
 
     async def Prepare(self, request: Any, context: Any) -> AsyncIterator[Any]:
         budget_s = time_budget(context)
         began = time.monotonic()
         await self._enter("Prepare", request.context)
+        if self.in_question:
+            raise refuse(Reason.UNAVAILABLE, f"How {self.in_question} ended is not known here.")
         self._fence(request.context)
         if "Prepare" not in self.knobs.ack_but_ignore:
             self._close(request.context.operation_id, S.PARTICIPANT_STATE_PREPARING, _seconds(request.lease_ttl))
@@ -474,6 +479,9 @@ class FakeShim(participant_service_pb2_grpc.ParticipantServicer):
     async def _opening(self, method: str, request: Any, context: Any) -> float | None:
         time_budget(context)
         await self._enter(method, request.context)
+        if self.in_question == request.context.operation_id:
+            self.in_question = ""
+            self.heard.append((method, request.context.operation_id))
         if request.context.operation_id in self.finished and self.operation_id != request.context.operation_id:
             return None
         self._fence(request.context)
