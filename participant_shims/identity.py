@@ -35,7 +35,9 @@ RECORDED_HEADER: Final = "x-safepoint-recorded"
 # Dispatches that have ended at their agent, as `rollout/attempt` with commas: the callee forgets them as a whole. They
 # may be of other rollouts than the call's, since an ended rollout makes no further call that could carry the news.
 DONE_HEADER: Final = "x-safepoint-done"
-HEADERS: Final = frozenset({ROLLOUT_HEADER, ATTEMPT_HEADER, CALL_HEADER, RECORDED_HEADER, DONE_HEADER})
+# How many calls of the same rollout the caller has seen this callee finish: one that has executed fewer lost its state.
+FINISHED_HEADER: Final = "x-safepoint-finished"
+HEADERS: Final = frozenset({ROLLOUT_HEADER, ATTEMPT_HEADER, CALL_HEADER, RECORDED_HEADER, DONE_HEADER, FINISHED_HEADER})
 
 _CALL_ID: Final = re.compile(r"[0-9]{1,10}(\.[0-9]{1,10}){0,32}")
 MAX_ATTEMPT: Final = 999_999_999  # nine digits travel; whoever names a higher one means every attempt that there was
@@ -91,6 +93,12 @@ def recorded_from_headers(headers: Mapping[str, str]) -> tuple[str, ...]:
     """Call ids that the caller has recorded and the callee may forget."""
     ids = headers.get(RECORDED_HEADER, "").split(",")[:MAX_RECORDED]
     return tuple(i for i in ids if _CALL_ID.fullmatch(i))
+
+
+def finished_from_headers(headers: Mapping[str, str]) -> int:
+    """How many calls of this rollout the caller has seen the callee finish; 0 when it does not say."""
+    count = headers.get(FINISHED_HEADER, "")
+    return int(count) if count.isascii() and count.isdigit() and len(count) <= 9 else 0
 
 
 def done_from_headers(headers: Mapping[str, str]) -> tuple[tuple[str, int], ...]:

@@ -24,7 +24,13 @@ from participant_shims.gate.dispatch import rollout_of, wait_for_other_worker
 from participant_shims.gate.execution import App, Execution, Message, Receive, Scope, Send, read_body, send_answer
 from participant_shims.gate.outbound import CURRENT, NOBODY, REFUSED_HEADER
 from participant_shims.gate.replay import Scope as CallScope
-from participant_shims.identity import CallIdentity, done_from_headers, from_headers, recorded_from_headers
+from participant_shims.identity import (
+    CallIdentity,
+    done_from_headers,
+    finished_from_headers,
+    from_headers,
+    recorded_from_headers,
+)
 
 _UNGATED_METHODS: Final = frozenset({"GET", "HEAD", "OPTIONS"})
 
@@ -131,6 +137,10 @@ class GateMiddleware:
                 gate.count("calls answered from memory")
                 if exempt or await gate.doors.hold(entry):
                     await send_answer(send, remembered[1])
+                return
+            if gate.has_lost(identity, finished_from_headers(headers)):
+                gate.count("calls refused whose state is lost")
+                await send_answer(send, _refusal(Stale.STATE_LOST, identity, gate.name))
                 return
             if remembered is not None or any(other[:2] == key[:2] for other in gate.executions):
                 # Of an agent that died: its next life begins with the same ids. Both are remembered, each by its request,

@@ -4,7 +4,8 @@ The rule kept here: a response is in the log before anybody acts on it. Callers:
 loop; and the shim, which exports and loads the same file (calllog_files).
 
 Tables: `rollouts` (the dispatches of this server, agents only: dispatch_log), `calls` (what each of them called, and the
-answers), `executed` (answers that this server gave and whose caller has not said yet that it has them), `sessions`
+answers), `executed` (answers that this server gave and whose caller has not said yet that it has them), `counts` (how
+many calls of a rollout a server with state has executed since the rollout last began from its input), `sessions`
 (which rollout a session belongs to), `marks` (attempts and bases that are over), `excluded` (rollouts that the present
 cut cannot hold), `meta`.
 """
@@ -17,13 +18,15 @@ from enum import Enum
 from typing import Final, cast
 
 from participant_shims.gate.dispatch_log import Claim, DispatchLog, Verdict
-from participant_shims.gate.logfile import FORMAT, Answer, Header, answer_of, dump_headers, tolerated
+from participant_shims.gate.logfile import FINISHED, FORMAT, Answer, Header, answer_of, dump_headers, tolerated
 from participant_shims.identity import MAX_ATTEMPT, CallIdentity
 
 __all__ = ["FORMAT", "Answer", "CallLog", "CallRecord", "Claim", "Header", "Stale", "Verdict"]
 
 # Answers of rollouts that ended without a word (their agent was killed) are dropped from here on, oldest first.
 MAX_EXECUTED: Final = 65_536
+# Set while this life continues a snapshot that does not tell how many calls were executed.
+UNCOUNTED: Final = "uncounted"
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +48,7 @@ class Stale(Enum):
     """Why a call is refused."""
 
     ATTEMPT = "STALE_ATTEMPT"  # a later attempt has been installed
-    STATE_LOST = "STATE_LOST"  # the snapshot does not hold this server's state of the rollout: it must restart
+    STATE_LOST = "STATE_LOST"  # this server does not have its state of the rollout, or never had: it must restart
 
 
 _NOT_STALE: Final = cast("Stale | None", None)
@@ -104,6 +107,14 @@ class CallLog(DispatchLog):
                 return self.attempt_of(call.rollout_id) in (-1, call.attempt)
         return changed > 0
 
+    @tolerated(0)
+    def finished_at(self, rollout_id: str, server: str) -> int:
+        """How many calls of the rollout, made here, `server` has finished for certain since it began from its input."""
+        row = self.db.execute(
+            f"SELECT count(*) FROM calls WHERE rollout_id=? AND server=? AND {FINISHED}", (rollout_id, server)
+        ).fetchone()
+        return int(row[0])
+
     @tolerated(False)
     def is_own_call(self, call: CallIdentity) -> bool:
         """Whether this server has made `call` itself and still waits for the answer: a self-call is never parked."""
@@ -123,9 +134,12 @@ class CallLog(DispatchLog):
 
     @tolerated(None)
     def remember(
-        self, call: CallIdentity, digest: str, answer: Answer, session_id: str = "", recorded: Sequence[str] = ()
-    ) -> None:
+        self, call: CallIdentity, digest: str, answer: Answer, session_id: str = "", recorded: Sequence[str] = (),
+        *, counted: bool = False,
+    ) -> None:  # fmt: skip
         """Remember what was answered, before it is released. Forgets what the caller has `recorded`, and earlier bases.
+
+        `counted`: it may have changed the state of this server, see `has_lost`.
 
         In one commit, since commits are what this costs. An answer that is forgotten late does no harm.
         """
@@ -141,6 +155,12 @@ class CallLog(DispatchLog):
                     dump_headers(answer.headers), answer.body,
                 ),
             ).lastrowid  # fmt: skip
+            if counted:
+                self.db.execute(
+                    "INSERT INTO counts(rollout_id, attempt, base, executed) VALUES(?,?,?,1) ON CONFLICT(rollout_id) DO"
+                    " UPDATE SET executed=CASE WHEN base=excluded.base THEN executed+1 ELSE 1 END, base=excluded.base,"
+                    " attempt=max(attempt, excluded.attempt)", (call.rollout_id, call.attempt, call.base),
+                )  # fmt: skip
             if session_id:
                 self.bind(session_id, call.rollout_id, call.attempt)
             if serial is not None and serial % 256 == 0:
@@ -161,8 +181,8 @@ class CallLog(DispatchLog):
                         "SELECT session_id FROM sessions WHERE rollout_id=? AND attempt<=?", (rollout_id, attempt)
                     )
                 ]
-                self.db.execute("DELETE FROM executed WHERE rollout_id=? AND attempt<=?", (rollout_id, attempt))
-                self.db.execute("DELETE FROM sessions WHERE rollout_id=? AND attempt<=?", (rollout_id, attempt))
+                for table in ("executed", "counts", "sessions"):
+                    self.db.execute(f"DELETE FROM {table} WHERE rollout_id=? AND attempt<=?", (rollout_id, attempt))
                 if self.db.execute(
                     "DELETE FROM rollouts WHERE rollout_id=? AND attempt<=? AND guest=1", (rollout_id, attempt)
                 ).rowcount:
@@ -181,6 +201,20 @@ class CallLog(DispatchLog):
         """Session id to (rollout, attempt), of the rollouts that are not over."""
         rows = self.db.execute("SELECT session_id, rollout_id, attempt FROM sessions").fetchall()
         return {r[0]: (r[1], r[2]) for r in rows}
+
+    @tolerated(False)
+    def has_lost(self, call: CallIdentity, finished: int) -> bool:
+        """Whether this life has executed fewer calls of the rollout than the `finished` ones that its caller has seen.
+
+        The server was started anew without its caller, or was left out of a restore. Never when the count is not
+        known: of a rollout that could not be logged, and after the restore of a snapshot without counts.
+        """
+        row = self.db.execute(
+            "SELECT executed FROM counts WHERE rollout_id=? AND base=?", (call.rollout_id, call.base)
+        ).fetchone()
+        if finished <= (row[0] if row else 0):
+            return False
+        return call.rollout_id not in self.damaged and not self.noted(UNCOUNTED)
 
     # -- attempts that are over
 
@@ -223,7 +257,7 @@ class CallLog(DispatchLog):
                 ).rowcount
                 if seen:
                     self.db.execute("DELETE FROM calls WHERE rollout_id=?", (rollout_id,))
-                for table in ("executed", "sessions"):
+                for table in ("executed", "counts", "sessions"):
                     seen += self.db.execute(
                         f"DELETE FROM {table} WHERE rollout_id=? AND attempt<=?", (rollout_id, attempt)
                     ).rowcount

@@ -1,9 +1,9 @@
-"""The call log as a file of a snapshot: `calls.jsonl`, format `gym-calls-v1`.
+"""The call log as a file of a snapshot: `calls.jsonl`, format `gym-calls-v2`; one of `gym-calls-v1` has no counts.
 
 Runs in the shim, on the same `calls.db` as the workers, while every one of them has admission closed. The rule kept
 here: a file is read strictly and as a whole before anything is installed. JSON lines only; a body that is JSON or other
 UTF-8 text stays readable, anything else is base64. Only what a restore needs is in it: rollouts that live or must
-restart, completed ones that nobody retired, remembered answers, sessions, marks.
+restart, completed ones that nobody retired, remembered answers and how many calls were executed, sessions, marks.
 
     exported = export(log, directory, prefix="")     # files are fsynced; ledger lines are for the manifest
     loaded = load(log, [directory / "calls.jsonl"], excluded={})
@@ -26,9 +26,10 @@ from coordinator.wire.errors import Reason, refuse
 from coordinator.wire.ids import is_rollout_id
 from coordinator.wire.terms import RolloutState
 from participant_shims.adapter import LedgerLine, WrittenFile
-from participant_shims.gate.calllog import FORMAT, CallLog
+from participant_shims.gate.calllog import UNCOUNTED, CallLog
 
 FILE: Final = "calls.jsonl"
+_COUNTED, _OLD = "gym-calls-v2", "gym-calls-v1"
 MAX_LINE_BYTES: Final = 256 * 1024 * 1024  # one response with its token ids; the largest seen is 4 MB
 MAX_LINES: Final = 20_000_000
 _LOADED: Final = "loaded"  # the key under which the log says which restore it holds, until that is resumed
@@ -83,7 +84,8 @@ def export(
         failpoints.reach("calllog.before_write")
         fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
         with os.fdopen(fd, "wb") as out:
-            for record in _records(db, ledger, skip):
+            # What a life that does not know the earlier calls has counted would be too few, and taken for a loss.
+            for record in _records(db, ledger, skip, counted=not log.noted(UNCOUNTED)):
                 raw = json.dumps(record, ensure_ascii=False, separators=(",", ":")).encode("utf-8", "surrogatepass")
                 out.write(raw + b"\n")
                 digest.update(raw + b"\n")
@@ -131,8 +133,10 @@ def _ledger(db: sqlite3.Connection, excluded: Mapping[str, tuple[int, str]]) -> 
             yield LedgerLine(rollout_id, attempt, RolloutState.EXCLUDED, reason)
 
 
-def _records(db: sqlite3.Connection, ledger: Sequence[LedgerLine], skip: set[str]) -> Iterator[dict[str, Any]]:
-    yield {"t": "header", "format": FORMAT}
+def _records(
+    db: sqlite3.Connection, ledger: Sequence[LedgerLine], skip: set[str], *, counted: bool
+) -> Iterator[dict[str, Any]]:
+    yield {"t": "header", "format": _COUNTED if counted else _OLD}
     lost = {line.rollout_id: line for line in ledger if line.rollout_id in skip}
     for line in lost.values():
         yield {"t": "excluded", "rollout_id": line.rollout_id, "attempt": line.attempt, "reason": line.reason}
@@ -173,6 +177,9 @@ def _records(db: sqlite3.Connection, ledger: Sequence[LedgerLine], skip: set[str
             yield {"t": "session", "session_id": r[0], "rollout_id": r[1], "attempt": r[2]}
     for r in db.execute("SELECT rollout_id, min_attempt, min_base FROM marks"):
         yield {"t": "mark", "rollout_id": r[0], "min_attempt": r[1], "min_base": r[2]}
+    for r in db.execute("SELECT rollout_id, attempt, base, executed FROM counts") if counted else ():
+        if r[0] not in skip:
+            yield {"t": "count", "rollout_id": r[0], "attempt": r[1], "base": r[2], "executed": r[3]}
 
 
 def load(
@@ -202,6 +209,7 @@ def load(
         _clear(log)
         if operation_id:
             log.note(_LOADED, operation_id)
+        log.note(UNCOUNTED, not all(_has_counts(path) for path in files))
         for r in read(files, progress):
             kind, rollout_id = r["t"], r["rollout_id"]
             if kind == "excluded" or (
@@ -254,6 +262,12 @@ def load(
                     ),
                 )  # fmt: skip
                 log.mark(rollout_id, r["attempt"] + 1)
+            elif kind == "count":
+                log.db.execute(
+                    "INSERT INTO counts(rollout_id, attempt, base, executed) VALUES(?,?,?,?)",
+                    (rollout_id, r["attempt"], r["base"], r["executed"]),
+                )
+                log.mark(rollout_id, r["attempt"] + 1)
             else:
                 log.bind(r["session_id"], rollout_id, r["attempt"])
                 log.mark(rollout_id, r["attempt"] + 1)
@@ -280,9 +294,10 @@ def keep(log: CallLog) -> None:
 
 
 def _clear(log: CallLog) -> None:
-    for table in ("rollouts", "calls", "executed", "sessions", "marks", "excluded"):
+    for table in ("rollouts", "calls", "executed", "counts", "sessions", "marks", "excluded"):
         log.db.execute(f"DELETE FROM {table}")
     log.note(_LOADED, "")
+    log.note(UNCOUNTED, False)
 
 
 def _install_rollout(log: CallLog, r: Mapping[str, Any]) -> None:
@@ -330,8 +345,9 @@ _FIELDS: Final[Mapping[str, Mapping[str, str]]] = {
     },
     "session": {"session_id": _S, "rollout_id": _S, "attempt": _I},
     "mark": {"rollout_id": _S, "min_attempt": _I, "min_base": _I},
+    "count": {"rollout_id": _S, "attempt": _I, "base": _I, "executed": _I},
 }  # fmt: skip
-_ORDER: Final = ("excluded", "rollout", "call", "executed", "session", "mark")
+_ORDER: Final = ("excluded", "rollout", "call", "executed", "session", "mark", "count")
 _STATES: Final = (RolloutState.COMPLETED, RolloutState.PARKED, RolloutState.PENDING, RolloutState.EXCLUDED)
 
 
@@ -368,14 +384,19 @@ def read(files: Sequence[Path], progress: Callable[[int], None] | None = None) -
                     ) from error
 
 
+def _has_counts(path: Path) -> bool:
+    with open(path, "rb") as lines:
+        return _OLD.encode() not in lines.readline(1024)  # the reader checks the line
+
+
 def _check_header(record: Any, path: Path) -> None:
     if type(record) is not dict:
         raise ValueError("no header")
     record = cast("dict[str, Any]", record)
     if set(record) != {"t", "format"} or record["t"] != "header":
         raise ValueError("no header")
-    if record["format"] != FORMAT:
-        raise refuse(Reason.SNAPSHOT_TOO_NEW, f"{path.name} has format {str(record['format'])[:64]!r}, not {FORMAT}.")
+    if record["format"] not in (_COUNTED, _OLD):
+        raise refuse(Reason.SNAPSHOT_TOO_NEW, f"{path.name} has format {str(record['format'])[:64]!r}, not {_COUNTED}.")
 
 
 def _checked(record: Any) -> dict[str, Any]:

@@ -136,6 +136,12 @@ class Gate:
                 if not self.is_agent:
                     self.outbound.finished(rollout_id, attempt)
 
+    def has_lost(self, call: CallIdentity, finished: int) -> bool:
+        """Whether this server has lost the state that the `finished` calls before `call` have left in it."""
+        if not finished or self.server.role != "resources" or not self.log.has_lost(call, finished):
+            return False
+        return bool(self.describe()["checkpoint_mode"] != "stateless")
+
     def remember(
         self, call: CallIdentity, digest: str, answer: Answer, scope: Mapping[str, Any], body: bytes,
         recorded: Sequence[str],
@@ -143,7 +149,7 @@ class Gate:
         """Keep what was answered to an identified call, before it is released."""
         session_id = self.session_of(scope)
         failpoints.reach("gate.before_remember")
-        self.log.remember(call, digest, answer, session_id, recorded)
+        self.log.remember(call, digest, answer, session_id, recorded, counted=self.server.role == "resources")
         if session_id and self.sessions is not None and self.sessions.wants_requests:
             from participant_shims.gate.again import exchange_of
 

@@ -23,10 +23,16 @@ _R = TypeVar("_R")
 _Log = TypeVar("_Log", bound="LogFile")
 Header = tuple[str, str]
 
-FORMAT: Final = "gym-calls-v1"  # of the file that calllog_files writes, and state schema of agents and models
+FORMAT: Final = "gym-calls-v1"  # the state schema of agents and models; versions of the file are calllog_files' own
 _BUSY_S: Final = 5.0  # another worker's commit takes microseconds; longer means that a process was stopped inside one
 
-_SCHEMA: Final = """
+# A call that its callee has counted for certain. Not one that its gate lets pass, that may have failed before there was an
+# answer, or whose last chunk may be here before the callee is done: too few is safe, too many a loss that there was not.
+FINISHED: Final = (
+    "done=1 AND status<400 AND method NOT IN ('GET','HEAD','OPTIONS')"
+    " AND instr(lower(headers),'event-stream')=0 AND instr(lower(headers),'x-ndjson')=0"
+)
+_SCHEMA: Final = f"""
 CREATE TABLE IF NOT EXISTS rollouts(
   rollout_id TEXT PRIMARY KEY, attempt INTEGER NOT NULL, base INTEGER NOT NULL, explicit INTEGER NOT NULL,
   input_sha256 TEXT NOT NULL, input BLOB NOT NULL, cookie TEXT NOT NULL, state TEXT NOT NULL,
@@ -41,12 +47,15 @@ CREATE TABLE IF NOT EXISTS calls(
   url TEXT NOT NULL DEFAULT '', headers TEXT NOT NULL DEFAULT '[]', body BLOB NOT NULL DEFAULT x'');
 CREATE UNIQUE INDEX IF NOT EXISTS calls_by_id ON calls(rollout_id, call_id);
 CREATE INDEX IF NOT EXISTS calls_by_scope ON calls(rollout_id, scope, number);
+CREATE INDEX IF NOT EXISTS calls_finished ON calls(rollout_id, server) WHERE {FINISHED};
 CREATE TABLE IF NOT EXISTS executed(
   serial INTEGER PRIMARY KEY AUTOINCREMENT, rollout_id TEXT NOT NULL, call_id TEXT NOT NULL, attempt INTEGER NOT NULL,
   base INTEGER NOT NULL, digest TEXT NOT NULL, status INTEGER NOT NULL, headers TEXT NOT NULL, body BLOB NOT NULL);
 CREATE UNIQUE INDEX IF NOT EXISTS executed_by_request ON executed(rollout_id, call_id, digest);
 CREATE TABLE IF NOT EXISTS sessions(session_id TEXT PRIMARY KEY, rollout_id TEXT NOT NULL, attempt INTEGER NOT NULL);
 CREATE INDEX IF NOT EXISTS sessions_by_rollout ON sessions(rollout_id);
+CREATE TABLE IF NOT EXISTS counts(
+  rollout_id TEXT PRIMARY KEY, attempt INTEGER NOT NULL, base INTEGER NOT NULL, executed INTEGER NOT NULL);
 CREATE TABLE IF NOT EXISTS marks(rollout_id TEXT PRIMARY KEY, min_attempt INTEGER NOT NULL, min_base INTEGER NOT NULL);
 CREATE TABLE IF NOT EXISTS excluded(rollout_id TEXT PRIMARY KEY, attempt INTEGER NOT NULL, reason TEXT NOT NULL);
 CREATE TABLE IF NOT EXISTS meta(key TEXT PRIMARY KEY, value TEXT NOT NULL);

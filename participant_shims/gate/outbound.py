@@ -21,7 +21,7 @@ from participant_shims.gate.calllog import Answer, CallLog, Stale
 from participant_shims.gate.digest import canonical, dump, request_digest
 from participant_shims.gate.recorded import RecordedResponse
 from participant_shims.gate.replay import PATIENCE_S, DivergedError, Scope
-from participant_shims.identity import DONE_HEADER, MAX_RECORDED, CallIdentity
+from participant_shims.identity import DONE_HEADER, FINISHED_HEADER, MAX_RECORDED, CallIdentity
 
 CURRENT: ContextVar[Scope | None] = ContextVar("safepoint_scope", default=None)
 # The scope of work that carries no identity: parked like any other, neither logged nor answered from a log.
@@ -120,6 +120,10 @@ class Outbound:
         failpoints.reach("gate.after_issue", server_name)
         recorded, ended = self._news_for(server_name, identity)
         headers = identity.headers(recorded)
+        # Said also when it is none: an agent may pass on by hand the headers that it was called with.
+        headers[FINISHED_HEADER] = str(
+            self._log.finished_at(identity.rollout_id, server_name) if logs and not own else 0
+        )
         if ended:
             headers[DONE_HEADER] = ",".join(f"{rollout}/{attempt}" for rollout, attempt in ended)
         kwargs["headers"] = _with_headers(kwargs.get("headers"), headers)

@@ -234,6 +234,7 @@ def identity_headers(data: bytes) -> None:
         assert 0 <= found.base <= found.attempt <= identity.MAX_ATTEMPT
     assert len(identity.recorded_from_headers(headers)) <= identity.MAX_RECORDED
     assert len(identity.done_from_headers(headers)) <= identity.MAX_RECORDED
+    assert 0 <= identity.finished_from_headers(headers) <= 999_999_999
 
 
 def cookies(data: bytes) -> None:

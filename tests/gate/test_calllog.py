@@ -227,7 +227,7 @@ def test_a_load_may_be_repeated_until_the_first_dispatch(log: CallLog, tmp_path:
 @pytest.mark.parametrize("seed", range(150))
 def test_a_damaged_file_is_refused_and_nothing_is_installed(log: CallLog, tmp_path: Path, seed: int) -> None:
     dispatched(log, calls=3)
-    log.remember(CallIdentity("r-9", 0, "0.4"), "dig", TEXT, "session-1")
+    log.remember(CallIdentity("r-9", 0, "0.4"), "dig", TEXT, "session-1", counted=True)
     file = written(log, tmp_path / "out")
     rng = random.Random(seed)
     lines = file.read_bytes().splitlines()
@@ -264,10 +264,55 @@ def test_a_damaged_file_is_refused_and_nothing_is_installed(log: CallLog, tmp_pa
         with pytest.raises(SafepointError):
             calllog_files.load(new, [file])
     finally:
-        tables = ("rollouts", "calls", "executed", "sessions", "marks")
+        tables = ("rollouts", "calls", "executed", "sessions", "marks", "counts")
         counts = [new.db.execute(f"SELECT count(*) FROM {t}").fetchone()[0] for t in tables]
         new.close()
-    assert counts == [0] * 5
+    assert counts == [0] * 6
+
+
+def test_only_finished_calls_that_the_callee_must_have_counted_are_told(log: CallLog) -> None:
+    here = root("r-1", 0, 0)
+    log.claim("r-1", True, "sha", b"{}", "")
+    stream = Answer(200, (("Content-Type", "text/event-stream; charset=utf-8"),), b"data: 1")
+    failed = Answer(500, (), b"")  # of a handler that raised
+    given = [("POST", TEXT), ("PUT", TEXT), ("GET", TEXT), ("POST", stream), ("POST", failed), ("POST", None)]
+    for n, (method, answer) in enumerate(given, 1):
+        log.issue(here.child(n), here.call_id, n, "box", False, method, "/step", f"d{n}")
+        if answer is not None:
+            log.respond(here.child(n), answer, False)
+    log.issue(here.child(9), here.call_id, 9, "other", False, "POST", "/step", "d9")
+    log.respond(here.child(9), TEXT, False)
+    assert log.finished_at("r-1", "box") == 2
+    assert log.restart("r-1", 0, "again") == 1
+    assert log.finished_at("r-1", "box") == 0
+
+
+def test_a_callee_that_has_executed_fewer_calls_than_its_caller_has_finished_has_lost_them(log: CallLog) -> None:
+    def executed(call: CallIdentity, digest: str = "dig") -> None:
+        log.remember(call, digest, TEXT, counted=True)
+
+    here = root("r-1", 2, 1)
+    assert not log.has_lost(here.child(1), 0)
+    assert log.has_lost(here.child(1), 1)
+    executed(here.child(1))
+    executed(here.child(2))
+    assert [log.has_lost(root("r-1", 3, 1).child(3), n) for n in (1, 2, 3)] == [False, False, True]
+    executed(root("r-1", 3, 3).child(1))  # from its input
+    assert [log.has_lost(root("r-1", 3, 3).child(2), n) for n in (1, 2)] == [False, True]
+    log.done([("r-1", 2)])
+    assert not log.has_lost(root("r-1", 3, 3).child(2), 1)
+    log.done([("r-1", 3)])
+    assert log.db.execute("SELECT count(*) FROM counts").fetchone() == (0,)
+
+
+def test_a_call_that_the_disk_did_not_take_is_no_lost_state(tmp_path: Path) -> None:
+    log = CallLog(tmp_path / "calls.db", tolerant=True)
+    call = root("r-1", 0, 0).child(1)
+    log.db.execute("DROP TABLE executed")
+    log.remember(call, "dig", TEXT, counted=True)
+    assert log.failures == 1
+    assert not log.has_lost(call, 1)
+    log.close()
 
 
 def test_retired_attempts_are_forgotten_and_refused(log: CallLog, tmp_path: Path) -> None:

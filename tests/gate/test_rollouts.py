@@ -475,6 +475,94 @@ async def test_a_rollout_that_a_callee_has_lost_restarts_from_its_input(world: W
     await asyncio.gather(running, return_exceptions=True)
 
 
+async def test_a_rollout_restarts_whose_callee_was_left_out_of_the_restore(world: World, tmp_path: Path) -> None:
+    running = await cut_at_model(world, 1)
+    new = world.restarted(tmp_path / "second")
+    running.cancel()
+    new.lose_counter(tmp_path / "fresh")  # the restore lapsed after the agent and before the counter
+    assert (await new.run(ROW)).json() == EXPECTED
+    assert new.counter.served.count("/seed") == 1
+    assert new.agent.gate.status()["diverged"] == 1
+    new.close()
+    await asyncio.gather(running, return_exceptions=True)
+
+
+async def test_a_rollout_restarts_when_one_of_its_callees_alone_was_killed(world: World, tmp_path: Path) -> None:
+    running = await cut_at_model(world, 1)
+    world.lose_counter(tmp_path / "fresh")
+    open_all(world)
+    world.let_model_go()
+    assert (await running).json() == EXPECTED
+    assert world.agent.gate.status()["diverged"] == 1
+    assert world.counter.gate.remarks.counters == {"calls refused whose state is lost": 1}
+
+
+async def test_a_save_after_a_callee_alone_was_killed_does_not_bring_back_the_wrong_state(
+    world: World, tmp_path: Path
+) -> None:
+    running = await cut_at_model(world, 1)
+    world.lose_counter(tmp_path / "fresh")
+    new = world.restarted(tmp_path / "second")
+    new.counters = world.counters
+    running.cancel()
+    assert (await new.run(ROW)).json() == EXPECTED
+    assert new.counter.served.count("/seed") == 1
+    new.close()
+    await asyncio.gather(running, return_exceptions=True)
+
+
+async def test_another_agent_whose_callee_was_killed_restarts_the_whole_rollout(world: World, tmp_path: Path) -> None:
+    async def help_with_counter(scope: Any, body: Any, headers: dict[str, str]) -> Any:
+        helper = world.nodes["helper"]
+        seeded = await helper.post("counter", "/seed", {"start": 5})
+        await (await helper.post("model", "/v1/responses", {"input": body["input"], "turn": 0})).json()
+        added = await helper.post("counter", "/add", {"n": 1}, cookies=seeded.cookies)
+        return added.status, await added.json(), []
+
+    world.agent.routes["/run"] = world.run_with_helper
+    world.nodes["helper"].routes["/v1/responses"] = help_with_counter
+    running = await cut_at_model(world, 0)
+    world.lose_counter(tmp_path / "fresh")
+    open_all(world)
+    world.let_model_go()
+    assert (await running).json() == {"count": 6}
+    assert world.counter.served == ["/seed", "/add"]
+
+
+async def test_a_callee_without_state_that_was_killed_costs_no_rollout_anything(
+    world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    running = await cut_at_model(world, 1)
+    counters = world.counters
+    world.lose_counter(tmp_path / "fresh")
+    world.counters = counters  # they are kept elsewhere
+    monkeypatch.setattr(world.counter.gate, "describe", lambda: {"checkpoint_mode": "stateless"})
+    open_all(world)
+    world.let_model_go()
+    assert (await running).json() == EXPECTED
+    assert world.agent.gate.status()["diverged"] == 0
+
+
+async def test_a_snapshot_that_does_not_count_executed_calls_is_continued(world: World, tmp_path: Path) -> None:
+    def as_before(file: Path) -> None:
+        head, *lines = file.read_text().splitlines()
+        assert head == '{"t":"header","format":"gym-calls-v2"}'
+        kept = [line for line in lines if not line.startswith('{"t":"count"')]
+        file.write_text("\n".join([head.replace("v2", "v1"), *kept]) + "\n")
+
+    first = await cut_at_model(world, 1)
+    new = world.restarted(tmp_path / "second", edit=as_before)
+    first.cancel()
+    second = await cut_at_model(new, 2)  # its next snapshot knows as little
+    third = new.restarted(tmp_path / "third")
+    second.cancel()
+    assert (await third.run(ROW)).json() == EXPECTED
+    assert third.counter.served == ["/add", "/verify"]
+    for w in (new, third):
+        w.close()
+    await asyncio.gather(first, second, return_exceptions=True)
+
+
 async def test_a_rollout_that_the_ledger_excludes_is_not_continued(world: World, tmp_path: Path) -> None:
     running = await cut_at_model(world, 1)
     new = world.restarted(tmp_path / "second", excluded={"r-1": "another server lost it"})

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import json
+from collections import defaultdict
 from collections.abc import AsyncIterator, Awaitable, Callable
 from http.cookies import SimpleCookie
 from pathlib import Path
@@ -305,8 +306,19 @@ class World:
 
     # -- a restart
 
-    def restarted(self, directory: Path, excluded: dict[str, str] | None = None) -> World:
-        """A new world with the logs and the session state of this one, its admission closed."""
+    def lose_counter(self, directory: Path) -> None:
+        """The counter alone is killed and started again: sessions that it does not know begin at zero, as Gym's do."""
+        directory.mkdir(parents=True, exist_ok=True)
+        self.counter.log.close()
+        routes = self.counter.routes
+        self.nodes["counter"] = Node(self, "counter", "gym.resources", "resources", directory)
+        self.counter.routes = routes
+        self.counters = defaultdict(int)
+
+    def restarted(
+        self, directory: Path, excluded: dict[str, str] | None = None, edit: Callable[[Path], None] = lambda _: None
+    ) -> World:
+        """A new world with the logs and the session state of this one. `edit` may change an exported file."""
         new = World(directory, self.turns)
         new.incarnation = self.incarnation + "x"
         new.counters = dict(self.counters)
@@ -314,6 +326,7 @@ class World:
             out = directory / f"export-{name}"
             out.mkdir()
             calllog_files.export(node.log, out)
+            edit(out / calllog_files.FILE)
             calllog_files.load(new.nodes[name].log, [out / calllog_files.FILE], excluded)
         return new
 

@@ -46,6 +46,8 @@ class Line:
         if "event" in message:
             self.events.append(message)
             self.news.set()
+        elif "progress" in message:
+            return  # the answer is still to come
         elif message["id"] in self._waiting and not self._waiting[message["id"]].done():
             self._waiting.pop(message["id"]).set_result(message)
 
