@@ -115,6 +115,7 @@ class Drive:
         self.replies: dict[ParticipantId, Any] = {}  # the last Restored of each, for the summary
         self.recorded = False  # BEGUN is durable: the operation_id is used up
         self.reserved = False  # the snapshot's directory was made by this operation
+        self.left_out: tuple[ParticipantId, ...] = ()  # who counts as gone for good once this has begun
         self.ignored = 0
         self.finish: core.Finish | None = None
         self.done = asyncio.Event()

@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import OrderedDict
-from collections.abc import Awaitable, Collection, Coroutine
+from collections.abc import Awaitable, Collection, Coroutine, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any, Final
@@ -117,13 +117,16 @@ class Operations:
             drive.reporter.announce(core.PhaseStarted(Phase.DISCOVER, ()))
             begun = self.clock()
             if self._accepted(drive).missing or not drive.operation.options.expected_fingerprint:
-                await self.discovery.until_back((deadline - begun) / 2)
+                await self.discovery.until_back((deadline - begun) / 2, drive.operation.options.without)
+            elif drive.operation.options.without:
+                await self.discovery.until_looked((deadline - begun) / 2)
             problems = await self.discovery.ask_static()
             if problems:
                 raise Refused(problems[0])
             await self.settling.wait((deadline - self.clock()) / 2)
             topology = self._accepted(drive)
             if drive.operation.kind is OperationKind.SAVE:  # before anything is made on the disk
+                self.discovery.registry.check_known(drive.operation.options.without)
                 self._check_topology(drive.operation, topology)
             async with self.storage_lock:
                 if drive.operation.kind is OperationKind.SAVE:
@@ -135,7 +138,14 @@ class Operations:
             await self.membership.settled()
             drive.reporter.announce(core.PhaseFinished(Phase.DISCOVER, self.clock() - begun))
             # Whoever came or went while we checked is seen now: membership is fixed by Begin.
-            drive.start(core.Begin(self.clock(), deadline, drive.operation, self._accepted(drive)))
+            topology = self._accepted(drive)
+            if drive.operation.kind is OperationKind.SAVE:
+                still = {m.participant.participant_id for m in topology.missing}
+                missing = self.discovery.registry.missing()
+                drive.left_out = tuple(
+                    m.participant.participant_id for m in missing if m.participant.participant_id not in still
+                )
+            drive.start(core.Begin(self.clock(), deadline, drive.operation, topology))
         except asyncio.CancelledError:
             drive.fail_early(_aborted_early(drive))
         except SafepointError as error:
@@ -145,21 +155,25 @@ class Operations:
             drive.fail_early(Problem(Reason.INTERNAL, f"The coordinator failed: {type(error).__name__}."))
 
     def _accepted(self, drive: Drive) -> Topology:
-        """The topology now. Who is missing is no finding for one whose caller has named the fingerprint without them."""
+        """The topology now. Who is missing is no finding for one whose caller has named them, or the fingerprint without them.
+
+        They are missed until the operation has begun: one that is refused has said nothing about anybody.
+        """
         topology, operation = self.discovery.topology(), drive.operation
         if operation.kind is OperationKind.RESTORE:  # the snapshot says who is needed
             return replace(topology, missing=())
-        registry = self.discovery.registry
-        for name in operation.options.without:
-            if (here := registry.get(name)) is not None:
+        without = operation.options.without
+        for name in without:
+            if (here := self.discovery.registry.get(name)) is not None:
                 raise refuse(
                     Reason.INVALID_ARGUMENT, f"{name} is to be left out as gone for good, and is here at {here.address}.",
                     next_step="Stop it first, or leave it in.", participant_id=name,
                 )  # fmt: skip
-        registry.dismiss(operation.options.without)
         if operation.options.expected_fingerprint == fingerprint(topology.participants):
-            registry.dismiss(m.participant.participant_id for m in topology.missing)
-        return self.discovery.topology()
+            return replace(topology, missing=())
+        return replace(
+            topology, missing=tuple(m for m in topology.missing if m.participant.participant_id not in without)
+        )
 
     @staticmethod
     def _check_topology(operation: Operation, topology: Topology) -> None:
@@ -232,7 +246,14 @@ class Operations:
             data |= {"digest": drive.identity.digest, "metadata": drive.identity.metadata}
         if record.kind is core.RecordKind.RESTORED and drive.answers.restored is not None:
             data["result"] = json_format.MessageToDict(drive.answers.restored, preserving_proto_field_name=True)
-        return self._append(Entry(drive.operation.operation_id, record.kind.value, data))
+        written = self._append(Entry(drive.operation.operation_id, record.kind.value, data))
+        if record.kind is core.RecordKind.BEGUN and drive.left_out:
+            return self._dismiss_after(written, drive.left_out)
+        return written
+
+    async def _dismiss_after(self, begun: Awaitable[None], names: Iterable[str]) -> None:
+        await begun
+        self.discovery.registry.dismiss(names)
 
     def publish(self, drive: Drive, effect: core.Publish) -> manifest_pb2.SnapshotManifest:
         def still_valid() -> None:

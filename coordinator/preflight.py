@@ -7,7 +7,7 @@ participant.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Final
@@ -52,12 +52,16 @@ class Discovery:
         within_s = max(RETURN_WITHIN_S, self.registry.silence_s + REDIAL_S)
         return sorted(m.participant.participant_id for m in self.registry.missing() if m.since_s < within_s)
 
-    async def until_back(self, longest_s: float) -> None:
-        """Wait for those who are likely to be back soon; nobody is paused meanwhile."""
-        until = self.registry.clock() + longest_s
+    async def until_looked(self, longest_s: float) -> None:
+        """Wait until it is known who is missed after the start."""
         with suppress(TimeoutError):
             await asyncio.wait_for(self.looked.wait(), min(longest_s, LOOK_WITHIN_S))
-        while self.awaited() and self.registry.clock() < until:  # noqa: ASYNC110 - several things can end it
+
+    async def until_back(self, longest_s: float, without: Collection[str] = ()) -> None:
+        """Wait for those who are likely to be back soon, but for `without`; nobody is paused meanwhile."""
+        until = self.registry.clock() + longest_s
+        await self.until_looked(longest_s)
+        while not set(without).issuperset(self.awaited()) and self.registry.clock() < until:  # noqa: ASYNC110 - several things can end it
             await asyncio.sleep(LOOK_EVERY_S)
 
     async def ask_static(self) -> list[Problem]:

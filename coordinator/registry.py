@@ -27,6 +27,8 @@ GoneForGood = Callable[[tuple[ParticipantId, ...]], None]
 
 _MAX_PARTICIPANTS: Final = 10_000
 _MAX_ENDS: Final = 1_000  # of shims whose end was told; the coordinator hears of most losses within seconds of it
+_MAX_DISMISSED: Final = 1_000
+_SHOWN: Final = 20
 ENDED: Final = "ended"  # the key of a loss's metadata that says how the process ended
 
 
@@ -50,6 +52,7 @@ class Registry:
     _gone: dict[ParticipantId, tuple[Participant, float, str]] = field(
         default_factory=dict[ParticipantId, tuple[Participant, float, str]]
     )
+    _dismissed: OrderedDict[ParticipantId, None] = field(default_factory=OrderedDict[ParticipantId, None])
     _ends: OrderedDict[IncarnationId, str] = field(default_factory=OrderedDict[IncarnationId, str])
     _on_lost: list[Lost] = field(default_factory=list[Lost])
     _on_explained: list[Explained] = field(default_factory=list[Explained])
@@ -191,8 +194,25 @@ class Registry:
         """Somebody has said that it is as it should be without these. Those that are not missed change nothing."""
         dismissed = tuple(name for name in map(ParticipantId, names) if self._gone.pop(name, None) is not None)
         if dismissed:
+            self._dismissed |= dict.fromkeys(dismissed)
+            while len(self._dismissed) > _MAX_DISMISSED:
+                self._dismissed.popitem(last=False)
             for gone_for_good in self._on_gone_for_good:
                 gone_for_good(dismissed)
+
+    def check_known(self, names: Iterable[str]) -> None:
+        """Raise UNKNOWN_PARTICIPANT for those that are neither here, nor missed, nor dismissed since this coordinator started."""
+        known = self._sessions.keys() | self._static.keys() | self._gone.keys()
+        unknown = [name for name in map(ParticipantId, names) if name not in known and name not in self._dismissed]
+        if unknown:
+            shown = sorted(self._gone) + sorted(known - self._gone.keys())
+            more = f" and {len(shown) - _SHOWN} more" if len(shown) > _SHOWN else ""
+            raise refuse(
+                Reason.UNKNOWN_PARTICIPANT,
+                f"{', '.join(unknown[:_SHOWN])} cannot be left out: nobody of that name takes part, or has. "
+                f"Known are {', '.join(shown[:_SHOWN]) or 'none'}{more}.",
+                next_step="Name who is missed, or leave nobody out.", participant_id=unknown[0],
+            )  # fmt: skip
 
     def participants(self) -> tuple[Participant, ...]:
         """Everybody now, sorted by name."""

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from safepoint.v1 import coordinator_service_pb2 as pb
 
-from coordinator.wire.errors import Reason, SafepointError
+from coordinator.wire.errors import Problem, Reason, SafepointError
 from coordinator.wire.terms import CheckpointMode, Role
 from tests.coordinator.conftest import Bench, unary, until
 from tests.fakes import NEVER, Knobs
@@ -111,13 +111,57 @@ async def test_one_that_is_said_to_be_gone_for_good_is_missed_by_nobody_any_more
     await bench.start(resources=2)
     await restarted_without(bench, "resources-1")
     began = time.monotonic()
-    saved = (await bench.save(without=["resources-1", "never-was"]))[-1].saved
+    saved = (await bench.save(without=["resources-1"]))[-1].saved
     assert time.monotonic() - began < 3, "nobody waits for who is gone for good"
     assert sorted(saved.snapshot.participant_ids) == ["agent-0", "model-0", "resources-0"]
     await bench.save("save-2", "step-2")
     await restarted_without(bench, "resources-1")
     await bench.save("save-3", "step-3")
     assert not [f for f in (await topology(bench)).findings if f.blocking]
+
+
+async def test_a_save_that_is_refused_has_said_of_nobody_that_it_is_gone(bench: Bench) -> None:
+    await bench.start(resources=3)
+    await die(bench, "resources-1")
+    await die(bench, "resources-2")
+    for number, expected in enumerate(("0" * 64, "")):  # in the second one somebody else is missing
+        with pytest.raises(SafepointError):
+            await bench.save(f"save-{number}", without=["resources-1"], timeout=2, expected_fingerprint=expected)
+    assert [f.participant_id for f in (await topology(bench)).findings if f.blocking] == ["resources-1", "resources-2"]
+    bench.running.operations.journal._broken = "test"  # pyright: ignore[reportPrivateUsage]
+    with pytest.raises(SafepointError) as caught:
+        await bench.save("save-2", without=["resources-1", "resources-2"])
+    assert caught.value.reason is Reason.STORAGE_FAILED
+    assert len(bench.running.operations.discovery.registry.missing()) == 2, "nothing has begun durably"
+
+
+async def test_who_was_left_out_is_missed_no_more_once_the_save_has_begun_even_if_it_fails(bench: Bench) -> None:
+    await bench.start(resources=2, agent_0=Knobs(fail_on={"Prepare": Problem(Reason.DECLINED, "no room")}))
+    await die(bench, "resources-1")
+    for name in ("save-1", "save-2"):  # the second one names somebody who is dismissed already
+        with pytest.raises(SafepointError) as caught:
+            await bench.save(name, without=["resources-1"])
+        assert caught.value.reason is Reason.DECLINED
+    bench.shims["agent-0"].knobs.fail_on.clear()
+    await restarted_without(bench)
+    await bench.save("save-3")
+
+
+async def test_a_name_that_nobody_has_cannot_be_left_out_and_the_known_ones_are_said(bench: Bench) -> None:
+    await bench.start()
+    await die(bench, "resources-0")
+    now = (await topology(bench)).fingerprint
+    for number, expected in enumerate(("", now)):
+        with pytest.raises(SafepointError) as caught:
+            await bench.save(f"save-{number}", without=["resources-0", "resource-0"], expected_fingerprint=expected)
+        problem = caught.value.problem
+        assert (problem.reason, problem.participant_id) == (Reason.UNKNOWN_PARTICIPANT, "resource-0")
+        assert "resources-0, agent-0, model-0" in problem.message
+    assert [m.participant.participant_id for m in bench.running.operations.discovery.registry.missing()] == [
+        "resources-0"
+    ]
+    assert all(shim.count("Prepare") == 0 for shim in bench.shims.values())
+    assert (await bench.save("save-2", without=["resources-0"]))[-1].HasField("saved")
 
 
 async def test_one_that_is_here_cannot_be_gone_for_good(bench: Bench) -> None:

@@ -527,7 +527,7 @@ class SaveOptions(_message.Message):
     @_builtins.property
     def without(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """OPTIONAL. Participants that are gone for good: they are not missed by this save nor by any later one. Naming one that is
-        here is REASON_INVALID_ARGUMENT; one that nobody misses changes nothing. At most 1,000.
+        here is REASON_INVALID_ARGUMENT; one that nobody has is REASON_UNKNOWN_PARTICIPANT. At most 1,000.
         """
 
     def __init__(
