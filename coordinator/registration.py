@@ -79,7 +79,10 @@ class Registration:
 
     async def _hello(self, requests: AsyncIterator[pb.RegisterRequest]) -> Participant:
         try:
-            first = await asyncio.wait_for(anext(requests), HELLO_WITHIN_S)
+            # Not `wait_for`: until Python 3.12 it forgets that it was cancelled when its answer comes in the same moment, and
+            # the stream of somebody who is gone would hold the name against the successor.
+            async with asyncio.timeout(HELLO_WITHIN_S):
+                first = await anext(requests)
         except (TimeoutError, StopAsyncIteration):
             raise refuse(Reason.INVALID_ARGUMENT, "The stream began without Hello.") from None
         if first.WhichOneof("message") != "hello":

@@ -1,0 +1,47 @@
+"""Register streams without a network: who leaves is gone, at whatever moment."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+
+import pytest
+from safepoint.v1 import coordinator_service_pb2 as pb
+
+from coordinator import convert
+from coordinator.registration import Registration
+from coordinator.registry import Registry
+from tests.coordinator.test_parts import participant, registry
+
+
+def serving(made: Registry, requests: asyncio.Queue[pb.RegisterRequest]) -> asyncio.Task[None]:
+    async def messages() -> AsyncIterator[pb.RegisterRequest]:
+        while True:
+            yield await requests.get()
+
+    async def serve() -> None:
+        async for _ in Registration(made, 1, "default", 1.5).serve(messages()):
+            pass
+
+    return asyncio.create_task(serve())
+
+
+@pytest.mark.parametrize("steps", range(8))
+async def test_a_stream_that_is_cancelled_while_its_hello_arrives_registers_nobody(steps: int) -> None:
+    # A coordinator that was stopped finds both at once. A stream that goes on would hold the name against its successor.
+    made, _, _, _ = registry()
+    requests: asyncio.Queue[pb.RegisterRequest] = asyncio.Queue()
+    task = serving(made, requests)
+    for _ in range(4):
+        await asyncio.sleep(0)
+    who = participant("i-1")
+    hello = pb.Hello(capabilities=convert.capabilities(who), incarnation_id=who.incarnation_id, address=who.address)
+    requests.put_nowait(pb.RegisterRequest(hello=hello))
+    for _ in range(steps):
+        await asyncio.sleep(0)
+    task.cancel()
+    await asyncio.wait({task}, timeout=0.2)
+    ended = task.done()
+    task.cancel()
+    assert ended
+    assert made.participants() == ()
