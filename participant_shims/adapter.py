@@ -260,7 +260,10 @@ class Unloads(Protocol):
     """An adapter whose server would act on what was loaded, also when the restore is given up."""
 
     async def unload(self) -> None:
-        """Forget what a load brought, unless work was served since. May be repeated; nothing loaded: changes nothing."""
+        """Forget what a load brought. What runs of it begins again from its input, and what else was served stays.
+
+        May be repeated; nothing loaded: changes nothing.
+        """
         ...
 
     async def loaded_by(self) -> str:

@@ -76,10 +76,10 @@ class GymFiles:
         with self._log() as log:
             return calllog_files.load(log, logs, excluded_in(directory.parent), operation_id, progress)
 
-    def unload(self) -> None:
-        """Forget everything: the call log of a life that has loaded a snapshot and served nothing. Raises STORAGE_*."""
+    def unload(self, served: bool) -> None:
+        """Forget what was loaded; `served`: but for what was done since. Raises STORAGE_*: nothing has changed then."""
         with self._log() as log:
-            calllog_files.unload(log)
+            calllog_files.unload(log, served)
 
     def loaded_by(self) -> str:
         """The restore whose call log is installed and was not resumed yet, empty when none. Raises STORAGE_*."""

@@ -102,7 +102,7 @@ class GymState:
         )
 
     async def unload(self, is_fresh: Callable[[], Awaitable[bool]]) -> None:
-        """Forget what was loaded, unless work was served since."""
+        """Forget what was loaded and not dispatched since. Raises WORKERS_MISSING, STORAGE_*: nothing has changed then."""
         # Agents continue what is in their log, whether the servers they call have loaded it or not. Sessions stay in
         # memory: without the log nobody has their cookies.
         loading, self._loading = self._loading, None
@@ -110,8 +110,8 @@ class GymState:
             await asyncio.wait({loading})
         if not await self.loaded_by():
             return
-        if await is_fresh():
-            await asyncio.to_thread(self._files.unload)
+        fresh = await is_fresh()
+        await asyncio.to_thread(self._files.unload, not fresh)
 
     async def loaded_by(self) -> str:
         """The restore whose load is neither kept nor forgotten; empty when there is none."""

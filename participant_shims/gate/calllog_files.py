@@ -276,11 +276,24 @@ def load(
     return LogLoad(totals, tuple(restarted), recorded, sessions)
 
 
-def unload(log: CallLog) -> None:
-    """Forget what was loaded. Does nothing once a dispatch has been served: then it is the server's own."""
+def unload(log: CallLog, served: bool = False) -> None:
+    """Forget what was loaded. `served`: the server has worked since, and what it did stays.
+
+    What was dispatched and still runs begins again from its input.
+    """
     with log.together():
-        if log.is_fresh():
+        if log.is_fresh() and not served:
             _clear(log)
+            return
+        log.db.execute(
+            "DELETE FROM calls WHERE rollout_id IN (SELECT rollout_id FROM rollouts WHERE restored=1 AND claimed=0)"
+        )
+        log.db.execute("DELETE FROM rollouts WHERE restored=1 AND claimed=0")
+        log.db.execute(
+            "UPDATE rollouts SET state='diverged', reason='the restore it continued was given up'"
+            " WHERE restored=1 AND state='running'"
+        )
+        log.note(_LOADED, "")
 
 
 def loaded_by(log: CallLog) -> str:

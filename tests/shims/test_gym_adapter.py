@@ -332,14 +332,18 @@ async def test_an_agent_does_not_continue_what_an_aborted_restore_had_loaded(sho
             await bench.adapter.unload()
             assert (gate.log.attempt_of("r-1"), gate.log.attempt_of("r-2")) == (-1, -1)
             await bench.adapter.open()
-        # What was served after all is the server's own.
+        # What was dispatched after all begins again, and what was not is forgotten.
         await close(bench, "op-3")
         assert [step async for step in bench.adapter.load(saved, written)]
         await bench.adapter.open()
         assert gate.log.claim("r-1", True, "sha", b"{}", "").verdict is Verdict.REPLAY
         gate.served = True
         await bench.adapter.unload()
-        assert gate.log.attempt_of("r-2") == 0
+        assert gate.log.attempt_of("r-2") == -1
+        assert gate.log.diverged("r-1", 1)
+        assert gate.log.claim("r-3", True, "sha", b"{}", "").verdict is Verdict.RUN
+        await bench.adapter.unload()  # a repeat
+        assert gate.log.attempt_of("r-3") == 0
 
 
 async def test_work_that_nobody_waits_for_is_given_up_so_long_after_its_client_left(bench: GymBench) -> None:  # A21
