@@ -22,12 +22,13 @@ from pathlib import Path
 from safepoint.v1 import manifest_pb2
 
 from coordinator.objects import Objects
-from coordinator.snapshot_reading import LEDGER_NAME, SnapshotReader
+from coordinator.snapshot_reading import SnapshotReader
 from coordinator.snapshots import SnapshotStore
 from coordinator.wire.beneath import Directory, FileDigest
 from coordinator.wire.errors import Reason, SafepointError, refuse
 from coordinator.wire.ids import SnapshotId, is_wire_id
 from coordinator.wire.manifest_file import (
+    LEDGER_NAME,
     MANIFEST_NAME,
     MAX_MANIFEST_BYTES,
     PARTICIPANT_KIND,

@@ -19,10 +19,12 @@ from coordinator.protocol.operation import Options
 from coordinator.protocol.topology import Participant, ShimProcess
 from coordinator.wire.errors import Blocked, Reason, refuse
 from coordinator.wire.ids import IncarnationId, OperationId, ParticipantId, SnapshotId, is_wire_id
+from coordinator.wire.manifest_file import LEDGER_NAME, MANIFEST_NAME
 from coordinator.wire.terms import CheckpointMode, QuiesceMode, Role, RolloutState, StragglerPolicy
 
 EnumT = TypeVar("EnumT", bound=IntEnum)
 
+_RESERVED = frozenset((MANIFEST_NAME, LEDGER_NAME))
 _MAX_METADATA = 64
 _MAX_NAMED = 1000
 _MAX_METADATA_BYTES = 1024
@@ -64,6 +66,11 @@ def participant(
     name = capabilities.participant_id
     if not is_wire_id(name) or not is_wire_id(incarnation_id):
         raise refuse(Reason.MALFORMED_ID, f"{name[:130]!r} or its incarnation {incarnation_id[:130]!r} is no id.")
+    if name.lower() in _RESERVED:  # also where a file system does not tell cases apart
+        raise refuse(
+            Reason.MALFORMED_ID, f"{name} cannot name a participant: a file of that name lies in each snapshot.",
+            next_step="Give the server another name.", participant_id=name,
+        )  # fmt: skip
     if not address or len(address) > 512:
         raise refuse(Reason.INVALID_ARGUMENT, f"{name} names no address.", participant_id=name)
     role = enum(Role, capabilities.role)

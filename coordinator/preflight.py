@@ -19,9 +19,10 @@ from coordinator.participants import Participants
 from coordinator.protocol.operation import Operation, RestorePart
 from coordinator.protocol.topology import Participant, Topology, difference, fingerprint
 from coordinator.registry import Registry
+from coordinator.snapshot_reading import as_it_was
 from coordinator.snapshots import SnapshotStore
 from coordinator.wire.errors import Problem, Reason, Refused, SafepointError
-from coordinator.wire.ids import IncarnationId, ParticipantId
+from coordinator.wire.ids import ParticipantId
 from coordinator.wire.terms import Phase, Role
 
 DESCRIBE_TIMEOUT_S: Final = 2.0
@@ -100,7 +101,7 @@ class Discovery:
 
 def members(manifest: manifest_pb2.SnapshotManifest) -> list[Participant]:
     """Who has to be here for a cut like that one."""
-    everybody = [_as_it_was(reference) for reference in manifest.participants]
+    everybody = [as_it_was(reference) for reference in manifest.participants]
     return [who for who in everybody if who.role is not Role.AUXILIARY_MODEL]
 
 
@@ -113,7 +114,7 @@ def check_restorable(
     """
     manifest = store.verify(operation.snapshot_id).manifest
     if manifest.topology_fingerprint != fingerprint(topology.participants):
-        before = [_as_it_was(reference) for reference in manifest.participants]
+        before = [as_it_was(reference) for reference in manifest.participants]
         changes = difference(before, topology.participants)
         shown = " ".join(changes[:_SHOWN]) + (f" And {len(changes) - _SHOWN} more." if len(changes) > _SHOWN else "")
         raise Refused(
@@ -131,7 +132,3 @@ def check_restorable(
         if reference.manifest_sha256
     }
     return replace(operation, parts=parts), manifest
-
-
-def _as_it_was(reference: manifest_pb2.ParticipantRef) -> Participant:
-    return convert.participant(reference.capabilities, str(IncarnationId("at-the-cut")), "at the cut")

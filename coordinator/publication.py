@@ -21,13 +21,13 @@ from coordinator import convert, ledger_merge
 from coordinator.protocol.operation import Operation
 from coordinator.protocol.proofs import Committed
 from coordinator.protocol.topology import Participant, Topology, fingerprint
-from coordinator.snapshot_reading import LEDGER_NAME, MAX_LEDGER_LINE, blamed_on, participant_files
+from coordinator.snapshot_reading import MAX_LEDGER_LINE, blamed_on, participant_files
 from coordinator.snapshots import SnapshotStore
 from coordinator.wire import failpoints
 from coordinator.wire.beneath import Directory
 from coordinator.wire.errors import Problem, Reason, Refused, refuse
 from coordinator.wire.ids import ParticipantId, SnapshotId
-from coordinator.wire.manifest_file import FORMAT_VERSION, MANIFEST_NAME
+from coordinator.wire.manifest_file import FORMAT_VERSION, LEDGER_NAME, MANIFEST_NAME
 from coordinator.wire.terms import Phase
 
 SEEN_WITHIN_S: Final = 3.0

@@ -54,6 +54,7 @@ class Registry:
     )
     _dismissed: OrderedDict[ParticipantId, None] = field(default_factory=OrderedDict[ParticipantId, None])
     _ends: OrderedDict[IncarnationId, str] = field(default_factory=OrderedDict[IncarnationId, str])
+    _explained: OrderedDict[IncarnationId, None] = field(default_factory=OrderedDict[IncarnationId, None])
     _on_lost: list[Lost] = field(default_factory=list[Lost])
     _on_explained: list[Explained] = field(default_factory=list[Explained])
     _on_gone_for_good: list[GoneForGood] = field(default_factory=list[GoneForGood])
@@ -120,9 +121,17 @@ class Registry:
         self._lose(session, f"{session.participant.participant_id} is gone: {why}.", Reason.UNREACHABLE)
 
     def explain(self, name: ParticipantId, incarnation_id: IncarnationId, how: str) -> None:
-        """Somebody has seen how a shim's process ended. `how`: a sentence. Whether it is here, its stream alone decides."""
-        self._end(incarnation_id, how)
+        """Somebody has seen how a shim's process ended. `how`: a sentence. Whether it is here, its stream alone decides.
+
+        A process ends once: the first word on it stands beside what the shim itself had said, and later ones change nothing.
+        """
         gone = self._gone.get(name)
+        if incarnation_id in self._explained:
+            return
+        self._explained[incarnation_id] = None
+        while len(self._explained) > _MAX_ENDS:
+            self._explained.popitem(last=False)
+        self._end(incarnation_id, how)
         if gone is None or gone[0].incarnation_id != incarnation_id:
             return
         who, at, why = gone

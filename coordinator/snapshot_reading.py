@@ -22,12 +22,14 @@ from typing import Final
 
 from safepoint.v1 import manifest_pb2
 
-from coordinator import ledger_lines
+from coordinator import convert, ledger_lines
 from coordinator.protocol import ledger
+from coordinator.protocol.topology import Participant, fingerprint
 from coordinator.wire.beneath import Directory, FileDigest
 from coordinator.wire.errors import Reason, SafepointError, refuse
-from coordinator.wire.ids import is_wire_id
+from coordinator.wire.ids import IncarnationId, is_wire_id
 from coordinator.wire.manifest_file import (
+    LEDGER_NAME,
     MANIFEST_NAME,
     MAX_UNLISTED,
     is_sha256,
@@ -38,7 +40,6 @@ from coordinator.wire.manifest_file import (
 )
 from coordinator.wire.terms import Phase, RolloutState
 
-LEDGER_NAME: Final = "ledger.jsonl"
 MAX_LEDGER_LINE: Final = 64 << 10
 SNAPSHOTS: Final = "snapshots"
 GONE: Final = ".gone-"
@@ -187,6 +188,7 @@ class SnapshotReader:
             raise refuse(
                 Reason.SNAPSHOT_FOREIGN, f"The directory {snapshot_id} holds the snapshot {manifest.snapshot_id}."
             )
+        _check_fingerprint(directory, manifest)
         return manifest
 
     def _check_ledger(self, directory: Directory, manifest: manifest_pb2.SnapshotManifest) -> FileDigest:
@@ -240,6 +242,22 @@ def participant_files(
     except BaseException:
         part.close()
         raise
+
+
+def as_it_was(reference: manifest_pb2.ParticipantRef) -> Participant:
+    """A participant of a snapshot. Raises as `convert.participant`."""
+    return convert.participant(reference.capabilities, str(IncarnationId("at-the-cut")), "at the cut")
+
+
+def _check_fingerprint(directory: Directory, manifest: manifest_pb2.SnapshotManifest) -> None:
+    # A restore compares it with who is here: it must be that of the participants whose parts are read, and of no others.
+    where = directory.path / MANIFEST_NAME
+    try:
+        found = fingerprint(map(as_it_was, manifest.participants))
+    except SafepointError as error:
+        raise refuse(Reason.SNAPSHOT_CORRUPT, f"{where} is damaged: {error.problem.message}") from error
+    if manifest.topology_fingerprint != found:
+        raise refuse(Reason.SNAPSHOT_CORRUPT, f"{where} is damaged: its fingerprint is not that of its participants.")
 
 
 def _check_balance(directory: Directory, manifest: manifest_pb2.SnapshotManifest) -> None:

@@ -30,6 +30,7 @@ from coordinator.wire.ids import is_wire_id
 
 FORMAT_VERSION: Final = 1
 MANIFEST_NAME: Final = "manifest.json"
+LEDGER_NAME: Final = "ledger.jsonl"  # beside the participants' directories, as the manifest of the snapshot is
 PARTICIPANT_KIND: Final = "participant-manifest"
 SNAPSHOT_KIND: Final = "snapshot-manifest"
 VOID: Final = b'{"safepoint":"void"}\n'  # in place of a manifest: this snapshot is never published

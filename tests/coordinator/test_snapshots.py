@@ -23,7 +23,7 @@ from coordinator.snapshots import SnapshotStore
 from coordinator.wire.beneath import Directory
 from coordinator.wire.errors import Reason, SafepointError
 from coordinator.wire.ids import IncarnationId, OperationId, ParticipantId, SnapshotId
-from coordinator.wire.manifest_file import write_participant_manifest
+from coordinator.wire.manifest_file import SNAPSHOT_KIND, encode, write_participant_manifest
 from coordinator.wire.terms import CheckpointMode, OperationKind, Role, RolloutState
 
 AGENT = ParticipantId("agent")
@@ -377,3 +377,25 @@ def test_a_directory_that_a_newer_coordinator_removes_while_it_is_being_reserved
         old.begin(SnapshotId("step-1"))
     assert caught.value.reason is Reason.STALE_EPOCH
     newer.begin(SnapshotId("step-1"))
+
+
+@pytest.mark.parametrize("edit", ["a participant removed", "another schema", "no role", "no fingerprint"])
+def test_a_manifest_whose_fingerprint_is_not_that_of_its_participants_is_damaged(
+    store: SnapshotStore, tmp_path: Path, edit: str
+) -> None:
+    manifest = make(store, "step-1")
+    match edit:
+        case "a participant removed":
+            del manifest.participants[0]
+        case "another schema":
+            manifest.participants[0].capabilities.state_schema = "2"
+        case "no role":
+            manifest.participants[0].capabilities.ClearField("role")
+        case _:
+            manifest.topology_fingerprint = ""
+    path = tmp_path / "root" / "snapshots" / "step-1" / "manifest.json"
+    path.write_bytes(encode(SNAPSHOT_KIND, manifest))  # its envelope is right
+    for call in (store.load, store.verify):
+        assert refused(call, "step-1").reason is Reason.SNAPSHOT_CORRUPT
+    assert store.list().snapshots == ()
+    assert "is damaged" in store.list().invalid["step-1"]

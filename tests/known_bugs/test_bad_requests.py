@@ -205,6 +205,17 @@ async def test_a_participant_whose_name_is_no_id_cannot_register(bench: Bench, n
     assert len(bench.running.operations.discovery.registry.participants()) == 3
 
 
+@pytest.mark.parametrize("name", ["manifest.json", "ledger.jsonl", "Manifest.JSON"])
+async def test_a_participant_with_the_name_of_a_file_of_every_snapshot_cannot_register(bench: Bench, name: str) -> None:
+    await bench.start()
+    shim = FakeShim(name, Role.AGENT, bench.root)
+    shim.address = "127.0.0.1:1"
+    error = await hello_refused(bench, shim)
+    assert (error.reason, error.participant_id) == (Reason.MALFORMED_ID, name)
+    assert error.problem.advice == "Give the server another name."
+    await bench.save()
+
+
 async def test_a_participant_without_an_address_cannot_register(bench: Bench) -> None:
     await bench.start()
     error = await hello_refused(bench, FakeShim("agent-9", Role.AGENT, bench.root))

@@ -127,7 +127,29 @@ async def test_a_report_of_an_end_removes_nobody_and_may_be_repeated(bench: Benc
     assert caught.value.reason is Reason.MALFORMED_ID
     await bench.shims["agent-0"].stop()
     await until(lambda: bool(registry.missing()))
-    assert "It ended with exit code 3." in registry.missing()[0].why, "it was told before the loss was noticed"
+    why = registry.missing()[0].why
+    assert why.count("It ended with exit code 3.") == 1, "it was told before the loss was noticed"
+    for code in (3, 3, 4):
+        request.exit_code = code
+        await unary(bench.stub().ReportEnd(request, timeout=5))
+    assert registry.missing()[0].why == why, "a process ends once"
+
+
+async def test_the_end_of_one_that_is_missed_is_told_once(bench: Bench) -> None:
+    await bench.start()
+    await bench.shims["agent-0"].stop()
+    registry = bench.running.operations.discovery.registry
+    await until(lambda: bool(registry.missing()))
+    told: list[str] = []
+    registry.follow(lambda _, __: None, lambda _: None, lambda _, how: told.append(how))
+    for code in (3, 3, 4):
+        request = pb.ReportEndRequest(
+            participant_id="agent-0", incarnation_id=bench.shims["agent-0"].incarnation_id, exit_code=code
+        )
+        await unary(bench.stub().ReportEnd(request, timeout=5))
+    assert told == ["It ended with exit code 3."]
+    assert registry.missing()[0].why.endswith(told[0])
+    assert registry.missing()[0].why.count("It ended") == 1
 
 
 @pytest.mark.parametrize(
