@@ -62,7 +62,7 @@ def participant(
     capabilities: capabilities_pb2.Capabilities, incarnation_id: str, address: str,
     process: coordinator_service_pb2.ShimProcess | None = None,
 ) -> Participant:  # fmt: skip
-    """A participant as it describes itself. Raises MALFORMED_ID, INVALID_ARGUMENT, ROLE_INVALID."""
+    """A participant as it describes itself. Raises MALFORMED_ID, INVALID_ARGUMENT."""
     name = capabilities.participant_id
     if not is_wire_id(name) or not is_wire_id(incarnation_id):
         raise refuse(Reason.MALFORMED_ID, f"{name[:130]!r} or its incarnation {incarnation_id[:130]!r} is no id.")
@@ -73,15 +73,10 @@ def participant(
         )  # fmt: skip
     if not address or len(address) > 512:
         raise refuse(Reason.INVALID_ARGUMENT, f"{name} names no address.", participant_id=name)
-    role = enum(Role, capabilities.role)
-    if role is Role.UNSPECIFIED:
-        raise refuse(
-            Reason.ROLE_INVALID, f"{name} declares no role that is known here ({int(capabilities.role)}).",
-            participant_id=name,
-        )  # fmt: skip
     return Participant(
         participant_id=ParticipantId(name),
-        role=role,
+        # Without one it is known, and a blocking finding of every topology: whoever is turned away is seen by nobody.
+        role=enum(Role, capabilities.role),
         kind=capabilities.kind,
         checkpoint_mode=enum(CheckpointMode, capabilities.checkpoint_mode),
         incarnation_id=IncarnationId(incarnation_id),

@@ -100,11 +100,13 @@ class ParticipantService(participant_service_pb2_grpc.ParticipantServicer):
         grace_s = messages.seconds(request.straggler_grace) or budget_s
         self.operations.require_settled()
         exclude_after_s = min(grace_s, budget_s * GRACE_SHARE) if excludes else None
+        # Under hold only handlers are waited for, and everybody is paused meanwhile: one that outlasts the grace has hung.
+        longest_s = min(grace_s, budget_s) if mode is QuiesceMode.HOLD and not excludes else budget_s
         running = self._enter(
             Rpc.PREPARE, operation_id, epoch, request, ttl_s,
             partial(self._prepare, mode=mode, ttl_s=ttl_s, exclude_after_s=exclude_after_s),
         )  # fmt: skip
-        async for event in running.follow(budget_s, partial(self._still_draining, running)):
+        async for event in running.follow(longest_s, partial(self._still_draining, running)):
             yield event
 
     async def _prepare(

@@ -171,6 +171,11 @@ class Shim:
                 dial=self._dial, process=own_process(),
             )  # fmt: skip
             self._registering = asyncio.create_task(self.registration.run())
+        else:
+            log.warning(
+                "SAFEPOINT_COORDINATOR is not set: this shim registers nowhere, and is found only by a coordinator that has %s "
+                "in its list of participants", self.address,
+            )  # fmt: skip
 
     async def stop(self) -> None:
         """Leave: no longer announced, admission open, then no longer there."""

@@ -407,13 +407,16 @@ async def test_a_second_living_shim_of_one_name_is_refused(bench: Bench) -> None
     assert (await bench.save("save-2", "step-2"))[-1].saved.snapshot.snapshot_id == "step-2"
 
 
-async def test_a_shim_without_a_role_is_refused(bench: Bench) -> None:
-    await bench.start_coordinator()
-    shim = await FakeShim("agent-0", Role.UNSPECIFIED, bench.root).start()
-    with pytest.raises(aio.AioRpcError) as caught:
-        await shim.register(bench.running.address)
-    assert error_from_rpc(caught.value).reason is Reason.ROLE_INVALID
-    await shim.stop()
+async def test_a_shim_without_a_role_is_seen_and_refuses_every_operation(bench: Bench) -> None:
+    await bench.start()
+    await bench.add("judge-0", Role.UNSPECIFIED, kind="gym.model")
+    found = await bench.stub().GetTopology(pb.GetTopologyRequest(), timeout=5)
+    (finding,) = [each for each in found.findings if each.participant_id == "judge-0" and each.blocking]
+    assert "SAFEPOINT_ROLES" in finding.next_step
+    with pytest.raises(SafepointError) as caught:
+        await bench.save()
+    assert caught.value.reason is Reason.ROLE_INVALID
+    assert bench.all_open()
 
 
 async def test_a_restart_during_a_save_voids_it(bench: Bench) -> None:

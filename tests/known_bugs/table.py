@@ -412,7 +412,7 @@ REVIEW_ROWS: Final = (
         (f"{OPS}resume_of_nothing_is_ok_when_idle_and_fenced_when_not",
          f"{SHIM}resume_and_abort_of_an_unknown_operation_are_accepted_and_fence_it")),
     Row("R2", "RL 4264", "A model without a role has none; a judge marked policy is refused.",
-        (f"{ADAPTER}a_model_without_a_role_has_none", f"{OPS}a_shim_without_a_role_is_refused",
+        (f"{ADAPTER}a_model_without_a_role_has_none", f"{OPS}a_shim_without_a_role_is_seen_and_refuses_every_operation",
          f"{SAVE}a_judge_that_is_labelled_policy_is_refused_before_anything_is_paused")),
     Row("R3", "RL 4264", "Several policy models are legal.", (f"{TOPOLOGY}several_policy_models_are_legal",)),
     Row("R4", "RL 4264", "A server ends its wait before its caller does.",

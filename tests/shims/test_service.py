@@ -11,6 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from google.protobuf.duration_pb2 import Duration
 from grpc import aio
 from safepoint.v1 import participant_service_pb2 as pb
 
@@ -64,6 +65,15 @@ async def test_prepare_that_does_not_drain_names_who_is_stuck_before_the_deadlin
     assert error.participant_id == "counter"
     assert (await shim.state()).state == ParticipantState.PREPARING
     assert not shim.adapter.open_now
+
+
+async def test_a_handler_that_outlasts_the_grace_fails_a_hold_that_may_exclude_nobody(shim: Shim) -> None:
+    shim.adapter.in_flight = [rollout("r-1")]
+    begun = time.monotonic()
+    hold = {"straggler_policy": 2, "quiesce_mode": int(QuiesceMode.HOLD)}
+    error = await refused(collect(shim.prepare(timeout=60, straggler_grace=Duration(nanos=200_000_000), **hold)))
+    assert time.monotonic() - begun < 10, "everybody is paused meanwhile: not until the deadline"
+    assert (error.reason, error.rollouts[0].rollout_id) == (Reason.DRAIN_INCOMPLETE, "r-1")
 
 
 async def test_the_error_of_a_drain_says_what_nobody_waits_for_any_more(shim: Shim) -> None:  # A21

@@ -32,7 +32,7 @@ class _Role:
 class _RoleEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Role.ValueType], _builtins.type):
     DESCRIPTOR: _descriptor.EnumDescriptor
     ROLE_UNSPECIFIED: _Role.ValueType  # 0
-    """No role was declared. Refused at discovery with REASON_ROLE_INVALID."""
+    """No role was declared. Every operation is refused because of it, with REASON_ROLE_INVALID."""
     ROLE_POLICY_MODEL: _Role.ValueType  # 1
     """A model server that serves the policy being trained."""
     ROLE_AUXILIARY_MODEL: _Role.ValueType  # 2
@@ -48,7 +48,7 @@ class Role(_Role, metaclass=_RoleEnumTypeWrapper):
     """Role says which place a server has among the waves of a phase. There is no default: a server without a role is refused."""
 
 ROLE_UNSPECIFIED: Role.ValueType  # 0
-"""No role was declared. Refused at discovery with REASON_ROLE_INVALID."""
+"""No role was declared. Every operation is refused because of it, with REASON_ROLE_INVALID."""
 ROLE_POLICY_MODEL: Role.ValueType  # 1
 """A model server that serves the policy being trained."""
 ROLE_AUXILIARY_MODEL: Role.ValueType  # 2

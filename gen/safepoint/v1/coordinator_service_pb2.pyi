@@ -518,7 +518,9 @@ class SaveOptions(_message.Message):
     """OPTIONAL. The fingerprint the caller expects; REASON_FINGERPRINT_MISMATCH when it has changed. Empty: any."""
     @_builtins.property
     def straggler_grace(self) -> _duration_pb2.Duration:
-        """OPTIONAL. How long stragglers are waited for under EXCLUDE; zero means the coordinator's setting."""
+        """OPTIONAL. How long stragglers are waited for under EXCLUDE, and under FAIL with HOLD; zero means the coordinator's
+        setting.
+        """
 
     @_builtins.property
     def lease_ttl(self) -> _duration_pb2.Duration:

@@ -147,7 +147,7 @@ class CoordinatorServicer(object):
         The first message must be Hello; the coordinator answers Welcome, then each side sends a heartbeat at the interval
         named there. A stream that ends, or is silent for three intervals, removes the participant; in an operation that
         voids the cut. Errors: ALREADY_EXISTS (REASON_DUPLICATE_PARTICIPANT): another live shim has this name; stop it, or
-        rename this one. INVALID_ARGUMENT (REASON_ROLE_INVALID): declare a role.
+        rename this one. A shim without a role is registered, and a blocking finding of the topology.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -48,7 +48,7 @@ class CoordinatorStub:
     The first message must be Hello; the coordinator answers Welcome, then each side sends a heartbeat at the interval
     named there. A stream that ends, or is silent for three intervals, removes the participant; in an operation that
     voids the cut. Errors: ALREADY_EXISTS (REASON_DUPLICATE_PARTICIPANT): another live shim has this name; stop it, or
-    rename this one. INVALID_ARGUMENT (REASON_ROLE_INVALID): declare a role.
+    rename this one. A shim without a role is registered, and a blocking finding of the topology.
     """
     ReportEnd: _grpc.UnaryUnaryMultiCallable[_coordinator_service_pb2.ReportEndRequest, _coordinator_service_pb2.ReportEndResponse]
     """ReportEnd says how a shim ended. Whoever has seen its end calls it: the shim's successor at its start, before it can
@@ -148,7 +148,7 @@ class CoordinatorAsyncStub(CoordinatorStub):
     The first message must be Hello; the coordinator answers Welcome, then each side sends a heartbeat at the interval
     named there. A stream that ends, or is silent for three intervals, removes the participant; in an operation that
     voids the cut. Errors: ALREADY_EXISTS (REASON_DUPLICATE_PARTICIPANT): another live shim has this name; stop it, or
-    rename this one. INVALID_ARGUMENT (REASON_ROLE_INVALID): declare a role.
+    rename this one. A shim without a role is registered, and a blocking finding of the topology.
     """
     ReportEnd: _aio.UnaryUnaryMultiCallable[_coordinator_service_pb2.ReportEndRequest, _coordinator_service_pb2.ReportEndResponse]  # type: ignore[assignment]
     """ReportEnd says how a shim ended. Whoever has seen its end calls it: the shim's successor at its start, before it can
@@ -251,7 +251,7 @@ class CoordinatorServicer(metaclass=_abc_1.ABCMeta):
         The first message must be Hello; the coordinator answers Welcome, then each side sends a heartbeat at the interval
         named there. A stream that ends, or is silent for three intervals, removes the participant; in an operation that
         voids the cut. Errors: ALREADY_EXISTS (REASON_DUPLICATE_PARTICIPANT): another live shim has this name; stop it, or
-        rename this one. INVALID_ARGUMENT (REASON_ROLE_INVALID): declare a role.
+        rename this one. A shim without a role is registered, and a blocking finding of the topology.
         """
 
     @_abc_1.abstractmethod

@@ -156,7 +156,9 @@ class PrepareRequest(_message.Message):
 
     @_builtins.property
     def straggler_grace(self) -> _duration_pb2.Duration:
-        """OPTIONAL. With EXCLUDE: how long stragglers are waited for before they are excluded; zero means until the deadline."""
+        """OPTIONAL. How long stragglers are waited for before they are excluded, or, with FAIL and HOLD, before the phase fails;
+        zero means until the deadline.
+        """
 
     def __init__(
         self,
