@@ -45,7 +45,8 @@ class Metrics:
         """Raises INVALID_ARGUMENT when prometheus-client is not installed."""
         client = _client()
         self.registry: Any = client.CollectorRegistry()
-        self._kinds: dict[str, OperationKind] = {}  # of operations that run; their first phase says it
+        self._observed = observed
+        self._kinds: dict[str, OperationKind] = {}  # of operations that run
         self._over: deque[str] = deque(maxlen=_REMEMBERED)
 
         def counter(name: str, text: str, *labels: str) -> Any:
@@ -74,11 +75,13 @@ class Metrics:
 
     def offer(self, event: pb.OperationEvent) -> None:
         """One event of the feed."""
+        active = self._observed.active()
+        if active is not None:
+            self._kinds.setdefault(event.operation_id, active)
         match event.WhichOneof("event"):
             case "phase_started":
-                restores = event.phase_started.phase == int(Phase.RESTORE)
-                kind = OperationKind.RESTORE if restores else OperationKind.SAVE
-                self._kinds.setdefault(event.operation_id, kind)
+                if event.phase_started.phase == int(Phase.RESTORE):
+                    self._kinds[event.operation_id] = OperationKind.RESTORE
             case "phase_finished":
                 done = event.phase_finished
                 self._phases.labels(_phase(done.phase)).observe(_seconds(done.duration))
@@ -87,7 +90,7 @@ class Metrics:
             case "warning":
                 self._warnings.inc()
             case "saved":
-                self._saved(event.saved.snapshot)
+                self.newest(event.saved.snapshot)
             case "resumed":
                 self._paused.labels(self._kind(event.operation_id)).observe(_seconds(event.resumed.pause))
                 self._ended(event, "succeeded", "")
@@ -102,7 +105,8 @@ class Metrics:
         for gauge, value in ((self._in_flight, step.in_flight), (self._parked, step.parked), (self._held, step.held)):
             gauge.labels(step.participant_id).set(value)
 
-    def _saved(self, snapshot: pb.SnapshotInfo) -> None:
+    def newest(self, snapshot: pb.SnapshotInfo) -> None:
+        """The newest snapshot: after a save, and at the start of a coordinator, or its age would seem unbounded."""
         self._bytes.set(snapshot.size_bytes)
         self._published.set(snapshot.create_time.ToMicroseconds() / 1e6)
         for state in ("completed", "parked", "pending", "excluded"):
@@ -162,6 +166,7 @@ class MetricsServer:
                 Reason.UNAVAILABLE, f"The address {bind} for metrics cannot be bound: {error.strerror or error}.",
                 next_step="Stop what listens there, or set `metrics_bind` to another address; port 0 takes a free one.",
             ) from error  # fmt: skip
+        self.metrics = metrics
         self._server: Any = server
         self._thread: threading.Thread = thread
         self.address = f"{host}:{server.server_port}"

@@ -35,6 +35,7 @@ from coordinator.protocol.topology import Participant
 from coordinator.recovery import recover
 from coordinator.registration import Registration
 from coordinator.registry import Registry
+from coordinator.reporting import snapshot_info
 from coordinator.service import CoordinatorService
 from coordinator.settings import Settings
 from coordinator.snapshots import SnapshotStore
@@ -231,7 +232,7 @@ async def serve(
         await healthy.set(name, _health_pb2.HealthCheckResponse.SERVING)
     tasks = [
         asyncio.create_task(registration.reap(), name="reap"),
-        asyncio.create_task(_look_around(operations), name="look around"),
+        asyncio.create_task(_look_around(operations, metrics), name="look around"),
     ]
     address = listening.address
     running = Coordinator(address, journal.epoch, nonce, operations, server, healthy, tasks, listening)
@@ -292,7 +293,7 @@ def _serve_metrics(operations: Operations) -> MetricsServer:
     return served
 
 
-async def _look_around(operations: Operations) -> None:
+async def _look_around(operations: Operations, metrics: MetricsServer | None) -> None:
     """Once, after the start: who of the static list is there, which snapshot is the newest, and who was in it."""
     for problem in await operations.discovery.ask_static():
         log.warning("%s", problem)
@@ -307,4 +308,6 @@ async def _look_around(operations: Operations) -> None:
     operations.discovery.looked.set()
     if newest is not None and not operations.latest_snapshot_id:
         operations.latest_snapshot_id = newest.snapshot_id
+        if metrics is not None:
+            metrics.metrics.newest(snapshot_info(newest))
     await operations.sweep()

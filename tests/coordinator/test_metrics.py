@@ -133,6 +133,25 @@ def test_a_failure_is_counted_under_its_reason_and_a_restore_that_is_aborted_aft
     assert value(metrics, "safepoint_operations_total", **of, reason="ABORTED") is None
 
 
+async def test_a_restore_is_counted_as_one_and_a_new_coordinator_knows_the_newest_snapshot(bench: Bench) -> None:
+    bench.settings["metrics_bind"] = "127.0.0.1:0"
+    await bench.start(agent_0=Knobs(rollouts=2))
+    await bench.save()
+    await bench.restore()
+    await bench.phase("Resume", operation_id="restore-1")
+    assert bench.running.metrics is not None
+    seen = await asyncio.to_thread(scrape, bench.running.metrics.address)
+    assert seen["safepoint_operations_total[('kind', 'restore'), ('outcome', 'succeeded'), ('reason', '')]"] == 1
+    assert seen["safepoint_operations_total[('kind', 'save'), ('outcome', 'succeeded'), ('reason', '')]"] == 1
+    await bench.crash()
+    await bench.restart()
+    metrics = bench.running.metrics
+    assert metrics is not None
+    while not value(metrics.metrics, "safepoint_snapshot_timestamp_seconds"):
+        await asyncio.sleep(0.01)
+    assert value(metrics.metrics, "safepoint_snapshot_rollouts", state="parked") == 2
+
+
 def test_nobody_is_shown_as_waiting_once_an_operation_has_ended() -> None:
     metrics = Metrics(Seen())
     drive(metrics)
@@ -148,7 +167,7 @@ def test_events_of_a_newer_version_are_no_failure() -> None:
     failed.primary.reason = 9999  # type: ignore[assignment]
     metrics.offer(event(phase_finished=pb.PhaseFinished(phase=99)))  # type: ignore[arg-type]
     metrics.offer(event(failed=failed))
-    labels = {"kind": "unspecified", "outcome": "failed", "reason": "REASON_9999"}
+    labels = {"kind": "save", "outcome": "failed", "reason": "REASON_9999"}
     assert value(metrics, "safepoint_operations_total", **labels) == 1
 
 
