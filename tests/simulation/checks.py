@@ -44,6 +44,7 @@ class Checks:
         self.prepared: dict[tuple[str, str], tuple[float, str, GymServer]] = {}
         self.committed: dict[tuple[str, str], tuple[float, str]] = {}
         self.confirmed: dict[tuple[str, str], tuple[float, str]] = {}
+        self.saving: dict[tuple[str, str], float] = {}  # (operation, participant) -> when its Commit arrived first
         self.restored: set[tuple[str, str]] = set()
         self.arrived: dict[int, float] = {}
         self.epochs: dict[str, int] = {}
@@ -97,6 +98,8 @@ class Checks:
             if call.name == "Abort":
                 before = self.given_up.get(context.operation_id, 0)
                 self.given_up[context.operation_id] = max(before, context.coordinator_epoch)
+            if call.name == "Commit":
+                self.saving.setdefault((context.operation_id, self.shims[incarnation][0]), self.world.loop.now)
             running = self.coordinators.get(context.coordinator_epoch)
             if call.name == "Prepare" and running is not None and context.operation_id not in self.met:
                 registry = running.operations.discovery.registry

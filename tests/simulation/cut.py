@@ -97,6 +97,7 @@ def check_cut(world: World, snapshot: str) -> None:
             world.violation(f"I4: {snapshot}: {name} executed {call} of {rollout} ({session}); nobody has the answer")
     for name, (kind, _) in world.plan.servers.items():
         if kind == "gym.agent" and name in world.http.servers:
-            for key, attempt in world.http.servers[name].acted_on.items():
-                if issued.get(key) == attempt and key not in answered:
+            saved_at = world.checks.saving.get((world.checks.linked_by[snapshot], name), 0.0)
+            for key, (attempt, since) in world.http.servers[name].acted_on.items():
+                if issued.get(key) == attempt and key not in answered and since < saved_at:
                     world.violation(f"I4: {snapshot}: {name} acted on the answer to {key}, and has not recorded it")

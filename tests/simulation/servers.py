@@ -318,7 +318,8 @@ class GymServer:
         self.violation: Callable[[str], None] = lambda text: None
         self.finished: set[tuple[str, str]] = set()  # calls that a restored snapshot has the answers to
         self.attempts: dict[str, int] = {}  # the first attempt of each rollout that a restore has brought
-        self.acted_on: dict[tuple[str, str], int] = {}  # (rollout, call) whose answer the agent has, in which attempt
+        # (rollout, call) whose answer the agent has: in which attempt, and since when
+        self.acted_on: dict[tuple[str, str], tuple[int, float]] = {}
         self._numbers = itertools.count()
         self.routes: dict[str, Any] = {
             "/run": self._run, "/v1/responses": self._loop if kind == "gym.agent" else self._generate,
@@ -365,7 +366,7 @@ class GymServer:
         rollout, call, attempt = self._call(dict(headers))
         if server != self.name and answer["status"] == 200:
             # It acts on the answer as soon as it has it: nothing comes between here and the gate's own record.
-            self.process.loop.call_soon(self.acted_on.__setitem__, (rollout, call), attempt)
+            self.process.loop.call_soon(self.acted_on.__setitem__, (rollout, call), (attempt, self.process.loop.now))
         return Response(answer, f"http://{server}{path}")
 
     async def _run(self, scope: Any, row: Json, headers: Any) -> Any:

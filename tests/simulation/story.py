@@ -37,6 +37,7 @@ class Result:
     published: int
     restored: bool
     partial: int
+    unsteady: str = ""  # where two runs of the same seed differed, once and not again
 
 
 class Story:
