@@ -195,7 +195,7 @@ class Control:
         if not isinstance(message, dict):
             raise ValueError("a line of the shim is no object")
         request = cast("dict[str, Any]", message)
-        params = request.get("params") or {}
+        params: object = request.get("params") or {}
         if not isinstance(params, dict):
             raise ValueError("the parameters of a request are no object")
         self._handle(request.get("id"), str(request.get("op")), cast("dict[str, Any]", params))
