@@ -111,9 +111,10 @@ FIRST ?= 2001
 faults: setup setup-gym ## kill, stop, hang and starve real processes at every failpoint; a table, and build/faults.json
 	PYTHONPATH=.:gen $(PY) -m tests.faults.run --out build/faults.json
 
+SIM_SEEDS ?= 2000
 .PHONY: sim soak mutants
-sim: setup ## 2,000 seeds of the deterministic simulation, within 5 minutes on 2 cores; writes build/sim.json
-	PYTHONPATH=.:gen $(PY) -m tests.simulation.run --seeds 2000 --out build/sim.json
+sim: setup ## 2,000 seeds of the deterministic simulation; writes build/sim.json
+	PYTHONPATH=.:gen $(PY) -m tests.simulation.run --seeds $(SIM_SEEDS) --out build/sim.json
 
 soak: setup ## more seeds: SEEDS=20000 FIRST=2001; writes build/soak.json
 	PYTHONPATH=.:gen $(PY) -m tests.simulation.run --seeds $(SEEDS) --first $(FIRST) --out build/soak.json
@@ -138,11 +139,13 @@ demo: setup setup-gym ## save, kill and restore 32 live rollouts on real NeMo Gy
 demo-vllm: setup setup-gym setup-vllm ## the same with a real vLLM, and long generations in flight at the cut
 	$(PY) -m coordinator.cli demo --vllm
 
-check: ## what CI runs: check-proto, check-stubs, lint, types, test
+check: ## what CI runs: check-proto, check-stubs, lint, types, 500 seeds of sim, mutants, test
 	$(MAKE) --no-print-directory check-proto
 	$(MAKE) --no-print-directory check-stubs
 	$(MAKE) --no-print-directory lint
 	$(MAKE) --no-print-directory types
+	$(MAKE) --no-print-directory sim SIM_SEEDS=500
+	$(MAKE) --no-print-directory mutants
 	$(MAKE) --no-print-directory test
 
 clean: ## remove what the targets made
