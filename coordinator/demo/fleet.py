@@ -20,6 +20,7 @@ import socket
 import subprocess
 import time
 from collections.abc import Collection, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any, Final
@@ -138,37 +139,21 @@ def kill_marked(mark: str, within_s: float = 20.0) -> int:
     killed: set[int] = set()
     sessions: set[int] = set()
     until = time.monotonic() + within_s
-    while True:
-        found = marked(mark)
-        sessions |= {session for p in found if (session := _session_of(p.pid)) not in (0, os.getsid(0))}
-        processes = {p.pid: p for p in (*found, *(p for p in psutil.process_iter() if _session_of(p.pid) in sessions))}
-        alive = [p for p in processes.values() if _lives(p)]
-        if not alive:
-            return len(killed)
+    while processes := marked(mark, sessions):
         if time.monotonic() > until:
-            raise refuse(Reason.INTERNAL, f"processes outlive SIGKILL: {[p.pid for p in alive]}")
-        for process in alive:
+            raise refuse(Reason.INTERNAL, f"processes outlive SIGKILL: {[p.pid for p in processes]}")
+        for process in processes:
+            with suppress(ProcessLookupError):
+                sessions.add(os.getsid(process.pid))
+        sessions.discard(os.getsid(0))
+        for process in processes:
             try:
                 process.send_signal(signal.SIGKILL)
                 killed.add(process.pid)
             except psutil.NoSuchProcess:
                 continue
-        psutil.wait_procs(alive, timeout=1.0)
-
-
-def _lives(process: psutil.Process) -> bool:
-    try:
-        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return False
-
-
-def _session_of(pid: int) -> int:
-    """The session; zero of a process that is gone."""
-    try:
-        return os.getsid(pid)
-    except ProcessLookupError:
-        return 0
+        psutil.wait_procs(processes, timeout=1.0)
+    return len(killed)
 
 
 @dataclass
