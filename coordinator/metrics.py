@@ -17,6 +17,7 @@ from typing import Any, Final, Protocol
 
 from safepoint.v1 import coordinator_service_pb2 as pb
 
+from coordinator import convert
 from coordinator.protocol.topology import Participant
 from coordinator.wire.errors import Reason, refuse
 from coordinator.wire.terms import OperationKind, Phase
@@ -84,7 +85,7 @@ class Metrics:
                     self._kinds[event.operation_id] = OperationKind.RESTORE
             case "phase_finished":
                 done = event.phase_finished
-                self._phases.labels(_phase(done.phase)).observe(_seconds(done.duration))
+                self._phases.labels(_phase(done.phase)).observe(convert.seconds(done.duration))
             case "participant_progress":
                 self._moved(event.participant_progress)
             case "warning":
@@ -92,7 +93,7 @@ class Metrics:
             case "saved":
                 self.newest(event.saved.snapshot)
             case "resumed":
-                self._paused.labels(self._kind(event.operation_id)).observe(_seconds(event.resumed.pause))
+                self._paused.labels(self._kind(event.operation_id)).observe(convert.seconds(event.resumed.pause))
                 self._ended(event, "succeeded", "")
             case "failed":
                 self._ended(event, "failed", _reason(event.failed.primary.reason))
@@ -117,7 +118,7 @@ class Metrics:
             return  # a restore that failed stands still, and ends once more when it is aborted
         kind = self._kind(event.operation_id)
         self._operations.labels(kind, outcome, reason).inc()
-        self._took.labels(kind).observe(_seconds(event.elapsed))
+        self._took.labels(kind).observe(convert.seconds(event.elapsed))
         self._kinds.pop(event.operation_id, None)
         self._over.append(event.operation_id)
         for gauge in (self._in_flight, self._parked, self._held):
@@ -201,7 +202,3 @@ def _reason(number: int) -> str:
         return Reason(number).name
     except ValueError:
         return f"REASON_{number}"
-
-
-def _seconds(duration: Any) -> float:
-    return float(duration.ToMicroseconds()) / 1e6

@@ -30,15 +30,9 @@ class GymState:
     ) -> AsyncGenerator[Progress | Exported]:
         """Sessions by the gates, then the call log by us. `links`: every worker, closed."""
         tally = Tally()
-        asking = asyncio.gather(
-            *(
-                link.request(
-                    "export", {"directory": str(directory), "prefix": f"{link.worker_id}."},
-                    progress=partial(_pass_on, tally, link.worker_id),
-                )
-                for link in links
-            )
-        )  # fmt: skip
+        asking = _ask(
+            tally, links, "export", lambda link: {"directory": str(directory), "prefix": f"{link.worker_id}."}
+        )
         async for step in tally.until(asking):
             yield step
         answers = asking.result()
@@ -82,15 +76,7 @@ class GymState:
         mine = {
             link.worker_id: [f.path for f in files if f.path.startswith(f"{link.worker_id}.")] for link in links
         }  # fmt: skip
-        asking = asyncio.gather(
-            *(
-                link.request(
-                    "load", {"directory": str(directory), "files": mine[link.worker_id]},
-                    progress=partial(_pass_on, tally, link.worker_id),
-                )
-                for link in links
-            )
-        )  # fmt: skip
+        asking = _ask(tally, links, "load", lambda link: {"directory": str(directory), "files": mine[link.worker_id]})
         async for step in tally.until(asking):
             yield step
         answers = asking.result()
@@ -120,6 +106,15 @@ class GymState:
     async def keep(self) -> None:
         """What was loaded is the server's own from now on."""
         await asyncio.to_thread(self._files.keep)
+
+
+def _ask(
+    tally: Tally, links: Sequence[GateLink], what: str, params: Callable[[GateLink], Json]
+) -> asyncio.Future[list[Json]]:
+    """The answers of all gates, in their order; how far each is goes to `tally` meanwhile."""
+    return asyncio.gather(
+        *(link.request(what, params(link), progress=partial(_pass_on, tally, link.worker_id)) for link in links)
+    )
 
 
 def _pass_on(tally: Tally, worker_id: str, raw: Json) -> None:
