@@ -220,7 +220,8 @@ class Drive:
             writing.add_done_callback(_log_failure)
         else:
             try:
-                await asyncio.wait_for(asyncio.shield(writing), RECORD_TIMEOUT_S)
+                async with asyncio.timeout(RECORD_TIMEOUT_S):
+                    await asyncio.shield(writing)
             except TimeoutError:
                 writing.add_done_callback(_log_failure)
                 return Problem(Reason.STORAGE_FAILED, "The journal did not answer.", waited_s=RECORD_TIMEOUT_S)

@@ -101,7 +101,8 @@ async def watch(
             if operation_id and ended():
                 return
             try:
-                await asyncio.wait_for(follower.wait(), 1.0)
+                async with asyncio.timeout(1.0):
+                    await follower.wait()
             except TimeoutError:
                 pass  # look again whether it has ended
 

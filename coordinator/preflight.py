@@ -56,7 +56,8 @@ class Discovery:
     async def until_looked(self, longest_s: float) -> None:
         """Wait until it is known who is missed after the start."""
         with suppress(TimeoutError):
-            await asyncio.wait_for(self.looked.wait(), min(longest_s, LOOK_WITHIN_S))
+            async with asyncio.timeout(min(longest_s, LOOK_WITHIN_S)):
+                await self.looked.wait()
 
     async def until_back(self, longest_s: float, without: Collection[str] = ()) -> None:
         """Wait for those who are likely to be back soon, but for `without`; nobody is paused meanwhile."""

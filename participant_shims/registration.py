@@ -100,7 +100,8 @@ class Registration:
         )
         self._outgoing.put_nowait(None)
         with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(self._over.wait(), GOODBYE_WITHIN_S)
+            async with asyncio.timeout(GOODBYE_WITHIN_S):
+                await self._over.wait()
 
     async def _once(self) -> None:
         capabilities = await self._describe()
