@@ -9,7 +9,8 @@ the footer, and gives nothing away before it has seen the footer.
     {"session": ID, "rollout_id": ..., "attempt": n, "state": {...}}        one a session
     {"end": {"sessions": n, "blobs": n}}                                    last
 
-A part of a document that is `{"@": SHA256}` stands for the blob.
+A part of a document that is `{"@": SHA256}` stands for the blob. Packing and repetition make a small file stand for much:
+`FileLimits` says how much. The writer keeps to them by writing out what would pass them.
 """
 
 from __future__ import annotations
@@ -34,7 +35,24 @@ BLOB_FROM: Final = 1024  # characters; shorter parts are cheaper to repeat
 COMPRESS_FROM: Final = 4096
 MAX_LINE: Final = 512 * 1024 * 1024
 MAX_SESSIONS: Final = 1_000_000
+TOO_LONG: Final = f"it has more than {MAX_LINE >> 20:,} MiB"
 _INLINE: Final = frozenset({type(None), bool, int, float, str})
+
+
+@dataclass(frozen=True, slots=True)
+class FileLimits:
+    """How much a file may stand for beyond its own bytes.
+
+    `part_bytes`: of one blob, unpacked; `parts`: how many blobs; `total_bytes`: of all blobs, and again of each at every
+    place that it stands for.
+    """
+
+    part_bytes: int = 64 << 20
+    parts: int = 1_000_000
+    total_bytes: int = 16 << 30
+
+
+LIMITS: Final = FileLimits()
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +81,10 @@ class Writer:
     path: Path
     size: int = 0
     sessions: int = 0
+    limits: FileLimits = LIMITS
+    max_line: int = MAX_LINE
     _blobs: set[str] = field(default_factory=set[str])
+    _stands_for: int = 0
     _digest: Any = field(default_factory=hashlib.sha256)
     _file: BinaryIO | None = None
 
@@ -74,22 +95,25 @@ class Writer:
         self._file = os.fdopen(descriptor, "wb", buffering=1 << 20)
         self._line({"gym_session": FORMAT, "schema": codec.SCHEMA, **header})
 
-    def write_shared(self, shared: dict[str, Any]) -> None:
-        """What belongs to the server as a whole."""
-        self._line({"global": self._lift_all(shared)})
+    def write_shared(self, shared: dict[str, Any]) -> bool:
+        """What belongs to the server as a whole; False when no reader would take it, and then it is not written."""
+        return self._line({"global": self._lift_all(shared)})
 
-    def write_sessions(self, sessions: list[SavedSession]) -> None:
-        """Sessions, one line each."""
+    def write_sessions(self, sessions: list[SavedSession]) -> list[SavedSession]:
+        """Sessions, one line each; those that no reader would take are not written, and returned."""
+        too_long: list[SavedSession] = []
         for saved in sessions:
-            self._line(
-                {
-                    "session": saved.session_id,
-                    "rollout_id": saved.rollout_id,
-                    "attempt": saved.attempt,
-                    "state": self._lift_all(saved.state),
-                }
-            )
-            self.sessions += 1
+            line = {
+                "session": saved.session_id,
+                "rollout_id": saved.rollout_id,
+                "attempt": saved.attempt,
+                "state": self._lift_all(saved.state),
+            }
+            if self._line(line):
+                self.sessions += 1
+            else:
+                too_long.append(saved)
+        return too_long
 
     def close(self) -> str:
         """Footer, fsync; the SHA-256 hex of the file."""
@@ -111,12 +135,15 @@ class Writer:
         with contextlib.suppress(OSError):
             self.path.unlink()
 
-    def _line(self, content: dict[str, Any]) -> None:
+    def _line(self, content: dict[str, Any]) -> bool:
         assert self._file is not None
         data = codec.dumps(content).encode("utf-8") + b"\n"
+        if len(data) > self.max_line:
+            return False
         self._digest.update(data)
         self._file.write(data)
         self.size += len(data)
+        return True
 
     def _lift_all(self, state: Any) -> Any:
         """`state` with the large plain parts of its documents replaced by blobs."""
@@ -142,10 +169,20 @@ class Writer:
             return [self._lift(inner, depth + 1) for inner in part]
         return part
 
-    def _blob(self, part: Any) -> dict[str, str]:
+    def _blob(self, part: Any) -> Any:
+        """What stands for `part`; itself, where the limits leave no room for a blob."""
         data = codec.dumps(part).encode("utf-8")
         digest = hashlib.sha256(data).hexdigest()
-        if digest not in self._blobs:
+        new = digest not in self._blobs
+        stands_for = self._stands_for + len(data) * (2 if new else 1)
+        if (
+            len(data) > self.limits.part_bytes
+            or stands_for > self.limits.total_bytes
+            or (new and len(self._blobs) >= self.limits.parts)
+        ):
+            return part
+        self._stands_for = stands_for
+        if new:
             self._blobs.add(digest)
             packed = zlib.compress(data, 1) if len(data) >= COMPRESS_FROM else data
             if len(packed) * 4 // 3 < len(data):
@@ -159,7 +196,7 @@ def _unsafe(path: Path, what: str) -> Refused:
     return refuse(Reason.SNAPSHOT_UNSAFE, f"Session file {path.name}: {what}.")
 
 
-def read(path: Path) -> SavedFile:
+def read(path: Path, limits: FileLimits = LIMITS) -> SavedFile:
     """The whole file. Raises Refused: SNAPSHOT_UNSAFE, SNAPSHOT_CORRUPT (cut short), SNAPSHOT_TOO_NEW; OSError."""
     with path.open("rb") as file:
         header = _parse(path, file.readline(1 << 20))
@@ -173,7 +210,7 @@ def read(path: Path) -> SavedFile:
                 f"{FORMAT} ({codec.SCHEMA}).",
             )
         saved = SavedFile(header)
-        blobs: dict[str, Any] = {}
+        blobs = _Blobs(path, limits)
         seen: set[str] = set()
         while True:
             raw = file.readline(MAX_LINE)
@@ -181,9 +218,9 @@ def read(path: Path) -> SavedFile:
                 raise refuse(Reason.SNAPSHOT_CORRUPT, f"Session file {path.name} ends without its footer.")
             line = _parse(path, raw)
             if "blob" in line:
-                _take_blob(path, line, blobs)
+                blobs.take(line)
             elif "global" in line and not saved.shared and isinstance(line["global"], dict):
-                saved.shared = cast("dict[str, Any]", _put_back(path, line["global"], blobs))
+                saved.shared = cast("dict[str, Any]", blobs.put_back(line["global"]))
             elif "session" in line:
                 session = _take_session(path, line, blobs)
                 if session.session_id in seen or len(seen) >= MAX_SESSIONS:
@@ -191,7 +228,7 @@ def read(path: Path) -> SavedFile:
                 seen.add(session.session_id)
                 saved.sessions.append(session)
             elif "end" in line:
-                if line["end"] != {"sessions": len(seen), "blobs": len(blobs)} or file.read(1):
+                if line["end"] != {"sessions": len(seen), "blobs": len(blobs.parts)} or file.read(1):
                     raise _unsafe(path, "its footer does not agree with its content")
                 return saved
             else:
@@ -208,45 +245,66 @@ def _parse(path: Path, raw: bytes) -> dict[str, Any]:
     return line
 
 
-def _take_blob(path: Path, line: dict[str, Any], blobs: dict[str, Any]) -> None:
-    try:
-        if "z" in line:
-            size = line["size"]
-            if type(size) is not int or not 0 <= size <= MAX_LINE:
-                raise ValueError("size")
-            inflater = zlib.decompressobj()
-            data = inflater.decompress(base64.b64decode(line["z"], validate=True), size + 1)
-            if len(data) != size or not inflater.eof:
-                raise ValueError("length")
-            part = json.loads(data)
-        else:
-            part = line["data"]
-            data = codec.dumps(part).encode("utf-8")
-        if hashlib.sha256(data).hexdigest() != line["blob"] or line["blob"] in blobs:
-            raise ValueError("digest")
-    except (ValueError, KeyError, TypeError, zlib.error, RecursionError) as e:
-        raise _unsafe(path, f"a shared part is bad ({str(e)[:60]})") from None
-    blobs[line["blob"]] = part
+class _Blobs:
+    """The shared parts of one file, and how much it stands for so far."""
+
+    def __init__(self, path: Path, limits: FileLimits) -> None:
+        self._path, self._limits = path, limits
+        self.parts: dict[str, tuple[Any, int]] = {}  # by digest: the part, and its bytes when it is written out
+        self._stands_for = 0
+
+    def take(self, line: dict[str, Any]) -> None:
+        """Unpack one. Raises SNAPSHOT_UNSAFE."""
+        if len(self.parts) >= self._limits.parts:
+            raise _unsafe(self._path, f"it has more than {self._limits.parts:,} shared parts")
+        try:
+            if "z" in line:
+                size = line["size"]
+                if type(size) is not int or not 0 <= size <= self._limits.part_bytes:
+                    raise ValueError("size")
+                inflater = zlib.decompressobj()
+                data = inflater.decompress(base64.b64decode(line["z"], validate=True), size + 1)
+                if len(data) != size or not inflater.eof:
+                    raise ValueError("length")
+                part = json.loads(data)
+            else:
+                part = line["data"]
+                data = codec.dumps(part).encode("utf-8")
+                if len(data) > self._limits.part_bytes:
+                    raise ValueError("size")
+            if hashlib.sha256(data).hexdigest() != line["blob"] or line["blob"] in self.parts:
+                raise ValueError("digest")
+        except (ValueError, KeyError, TypeError, zlib.error, RecursionError) as e:
+            raise _unsafe(self._path, f"a shared part is bad ({str(e)[:60]})") from None
+        self._count(len(data))
+        self.parts[line["blob"]] = part, len(data)
+
+    def put_back(self, state: Any, depth: int = 0) -> Any:
+        """`state` with the parts in their places. Raises SNAPSHOT_UNSAFE."""
+        if depth > 12:
+            return state
+        if a_dict(state):
+            if state.keys() == {"@"}:
+                if not isinstance(state["@"], str) or state["@"] not in self.parts:
+                    raise _unsafe(self._path, "it refers to a shared part that it does not have")
+                part, size = self.parts[state["@"]]
+                self._count(size)
+                return part
+            return {name: self.put_back(part, depth + 1) for name, part in state.items()}
+        if a_list(state):
+            if set(map(type, state)) <= _INLINE:
+                return state
+            return [self.put_back(part, depth + 1) for part in state]
+        return state
+
+    def _count(self, size: int) -> None:
+        self._stands_for += size
+        if self._stands_for > self._limits.total_bytes:
+            raise _unsafe(self._path, f"its shared parts stand for more than {self._limits.total_bytes:,} bytes")
 
 
-def _take_session(path: Path, line: dict[str, Any], blobs: dict[str, Any]) -> SavedSession:
+def _take_session(path: Path, line: dict[str, Any], blobs: _Blobs) -> SavedSession:
     session, rollout, attempt = line["session"], line.get("rollout_id"), line.get("attempt")
     if not (isinstance(session, str) and isinstance(rollout, str) and type(attempt) is int and "state" in line):
         raise _unsafe(path, "a session line is incomplete")
-    return SavedSession(session, rollout, attempt, _put_back(path, line["state"], blobs))
-
-
-def _put_back(path: Path, state: Any, blobs: dict[str, Any], depth: int = 0) -> Any:
-    if depth > 12:
-        return state
-    if a_dict(state):
-        if state.keys() == {"@"}:
-            if not isinstance(state["@"], str) or state["@"] not in blobs:
-                raise _unsafe(path, "it refers to a shared part that it does not have")
-            return blobs[state["@"]]
-        return {name: _put_back(path, part, blobs, depth + 1) for name, part in state.items()}
-    if a_list(state):
-        if set(map(type, state)) <= _INLINE:
-            return state
-        return [_put_back(path, part, blobs, depth + 1) for part in state]
-    return state
+    return SavedSession(session, rollout, attempt, blobs.put_back(line["state"]))

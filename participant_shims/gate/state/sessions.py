@@ -22,7 +22,7 @@ from typing import Any, Final, cast
 from coordinator.wire.errors import Reason, refuse
 from participant_shims.gate.state import codec, layout, modes
 from participant_shims.gate.state.exporting import Export
-from participant_shims.gate.state.file import SavedFile, SavedSession, Writer, read
+from participant_shims.gate.state.file import TOO_LONG, SavedFile, SavedSession, Writer, read
 from participant_shims.gate.state.loading import Load, unsafe
 from participant_shims.gate.state.reexecute import Exchange, RequestLog, Send, reexecute
 from participant_shims.gate.state.scope import Scope
@@ -231,6 +231,11 @@ class SessionState:
         """Encode on the loop, write in a thread; both in slices. `encode` gives None for a session without state."""
         batch: list[SavedSession] = []
         begun = time.monotonic()
+
+        async def write() -> None:
+            for each in await asyncio.to_thread(writer.write_sessions, batch):
+                excluded.append(_excluded(chosen[each.session_id], f"its session can't be saved: {TOO_LONG}"))
+
         for done, (session_id, who) in enumerate(chosen.items(), 1):
             try:
                 state = encode(session_id)
@@ -240,11 +245,11 @@ class SessionState:
             if state is not None:
                 batch.append(SavedSession(session_id, who[0], who[1], state))
             if time.monotonic() - begun > SLICE_S:
-                await asyncio.to_thread(writer.write_sessions, batch)
+                await write()
                 if told is not None:
                     told(writer.size, done, len(chosen))
                 batch, begun = [], time.monotonic()
-        await asyncio.to_thread(writer.write_sessions, batch)
+        await write()
         if told is not None:
             told(writer.size, len(chosen), len(chosen))
 
@@ -252,13 +257,15 @@ class SessionState:
         self, writer: Writer, chosen: Sessions, ids: set[str], excluded: list[dict[str, Any]], told: Told | None
     ) -> None:
         made = Export(self._server, self._scope, self._baseline, ids, self._known)
+        why = TOO_LONG
         try:
-            shared = made.shared()
+            written = await asyncio.to_thread(writer.write_shared, made.shared())
         except codec.Unencodable as e:
-            reason = f"state that belongs to the whole server can't be saved: {e}"
+            written, why = False, str(e)
+        if not written:
+            reason = f"state that belongs to the whole server can't be saved: {why}"
             excluded += [_excluded(who, reason) for who in chosen.values()]
             return
-        await asyncio.to_thread(writer.write_shared, shared)
         await self._write(writer, chosen, made.session, excluded, told)
 
     def _encode_hook(self, session_id: str) -> Any:
