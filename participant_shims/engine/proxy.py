@@ -25,7 +25,7 @@ from participant_shims.admission import ANONYMOUS, Doors, Entry
 from participant_shims.engine.control import EngineControl
 from participant_shims.engine.pool import Pool
 from participant_shims.engine.record import Record
-from participant_shims.engine.request import make_ask, read_ask
+from participant_shims.engine.request import PATHS, make_ask, read_ask
 from participant_shims.engine.serving import Exchange, Serving
 from participant_shims.engine.stream import pieces, rewritten
 from participant_shims.identity import CallIdentity, from_headers
@@ -77,7 +77,7 @@ class EngineProxy(Proxy):
         if head.method == b"POST" and not head.upgrade:
             if path in CONTROL:
                 return await self._steer(client, requests, head, path)
-            if path in ("/v1/completions", "/v1/chat/completions"):
+            if path in PATHS:
                 if upstream is not None and not upstream.warm:
                     upstream.link.drop(now=True)
                     upstream = None

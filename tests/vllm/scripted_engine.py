@@ -181,6 +181,8 @@ async def scripted(port: int = 0, **knobs: Any) -> AsyncIterator[Scripted]:
             web.get("/weight_info", weights),
             web.post("/v1/completions", made.generate),
             web.post("/v1/chat/completions", made.generate),
+            web.post("/v1/responses", made.generate),
+            web.post("/v1/messages", made.generate),
         ]
     )
     runner = web.AppRunner(app, shutdown_timeout=0.1, handler_cancellation=True)
