@@ -40,6 +40,8 @@ class GymFiles:
     ) -> Exported:
         """Write the call log and the ledger, fsynced; `progress(bytes, lines)` is called now and then. Raises OSError, and STORAGE_* for the log; partial files are left for the caller."""
         with self._log() as log:
+            if what.checkpoint_mode is not CheckpointMode.STATELESS:
+                log.exclude_orphans()
             done = calllog_files.export(
                 log,
                 directory,

@@ -177,7 +177,8 @@ def _records(
             yield {"t": "session", "session_id": r[0], "rollout_id": r[1], "attempt": r[2]}
     for r in db.execute("SELECT rollout_id, min_attempt, min_base FROM marks"):
         yield {"t": "mark", "rollout_id": r[0], "min_attempt": r[1], "min_base": r[2]}
-    for r in db.execute("SELECT rollout_id, attempt, base, executed FROM counts") if counted else ():
+    counts = "SELECT rollout_id, max(attempt), max(base), sum(executed) FROM counts GROUP BY rollout_id"
+    for r in db.execute(counts) if counted else ():
         if r[0] not in skip:
             yield {"t": "count", "rollout_id": r[0], "attempt": r[1], "base": r[2], "executed": r[3]}
 
