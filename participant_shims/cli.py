@@ -46,6 +46,7 @@ def run_shim(arguments: argparse.Namespace) -> int:
     from participant_shims.adapters.vllm import VllmAdapter, VllmOptions
     from participant_shims.ends import predecessor_in
     from participant_shims.gate.shim_process import BEFORE_VARIABLE
+    from participant_shims.leftovers import end_what_is_left
     from participant_shims.shim import ShimOptions, complain, serve_shim
 
     logging.basicConfig(
@@ -101,6 +102,7 @@ def run_shim(arguments: argparse.Namespace) -> int:
                   file=sys.stderr)  # fmt: skip
             return EXIT_USAGE
         asyncio.run(serve_shim(replace(options, life=life), adapter))
+        end_what_is_left(life)
     except SafepointError as error:
         complain(error)
         return EXIT_ANOTHER if error.reason is Reason.DUPLICATE_PARTICIPANT else EXIT_FAILED
@@ -133,12 +135,12 @@ def _run_serve_engine(arguments: argparse.Namespace, command: Sequence[str]) -> 
     shim: list[str] = ["--when-closed", arguments.when_closed, "--weights", arguments.weights]
     shim += ["--weight-digest"] if arguments.weight_digest else []
     shim += ["--verbose"] if arguments.verbose else []
-    if arguments.run_dir:
-        shim += ["--life", str(Path(arguments.run_dir).resolve() / f"{arguments.name}-vllm")]
+    runs = Path(arguments.run_dir).resolve() if arguments.run_dir else default_run_dir()
     for option in ("coordinator", "root", "job", "bind", "token_file", "tls_dir"):
         if getattr(arguments, option):
             shim += ["--" + option.replace("_", "-"), getattr(arguments, option)]
-    return run_engine(EngineOptions(arguments.name, arguments.listen, tuple(shim), arguments.verbose), command)
+    life = runs / f"{arguments.name}-vllm"
+    return run_engine(EngineOptions(arguments.name, arguments.listen, life, tuple(shim), arguments.verbose), command)
 
 
 def _parser() -> argparse.ArgumentParser:
