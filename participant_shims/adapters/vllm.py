@@ -243,7 +243,8 @@ class VllmAdapter:
             if not await self.front.is_paused(PATIENT_S):
                 return Stillness(generation, f"Somebody has resumed vLLM at {self.target}, or it was restarted.")
         except SafepointError as error:
-            return Stillness(generation, error.problem.message)
+            # Whether it kept still nobody can say; an engine that is gone has not.
+            return Stillness(generation, f"{error.problem.message} See whether it lives, by its log.", Reason.DECLINED)
         return Stillness(generation)
 
     async def _same_engine(self) -> None:
