@@ -36,6 +36,8 @@ GOODBYE_WITHIN_S: Final = 0.3  # a server that is told to end has a second in Gy
 MISSED_BEATS: Final = 3
 # Every call has a deadline. When this one is over the shim registers again, as after a lost connection.
 STREAM_DEADLINE_S: Final = 30 * 86_400.0
+# gRPC's words, now and then, for a refusal that comes before our Hello has left. The next try tells the reason.
+_OVERTAKEN: Final = "Internal error from Core"
 
 
 class AnotherJob(SafepointError):
@@ -69,6 +71,7 @@ class Registration:
         self._tokens = tokens
         self._first_wait_s, self._max_wait_s = wait_s
         self._said = ""
+        self.trouble: SafepointError | None = None  # why it is not registered; None while it is
         self.coordinator_epoch = 0  # of the coordinator that welcomed last; zero before the first
         self.welcomed = asyncio.Event()  # set while registered
 
@@ -80,7 +83,8 @@ class Registration:
                 await self._once()
                 wait_s = self._first_wait_s
             except aio.AioRpcError as error:
-                self._say(error_from_rpc(error))
+                if error.details() != _OVERTAKEN:
+                    self._say(error_from_rpc(error))
             except AnotherJob:
                 raise
             except SafepointError as error:
@@ -131,6 +135,7 @@ class Registration:
             finally:
                 self._outgoing = None
                 self._over.set()
+                outgoing.put_nowait(None)  # gRPC's task that takes requests would wait for the next one for ever
                 call.cancel()  # leaving the loop alone would leave the stream open
 
     async def _stay(self, call: Any, welcome: pb.Welcome, outgoing: asyncio.Queue[pb.RegisterRequest | None]) -> None:
@@ -156,7 +161,7 @@ class Registration:
         self.coordinator_epoch = welcome.coordinator_epoch
         failpoints.reach("shim.after_register")
         self.welcomed.set()
-        self._said = ""
+        self._said, self.trouble = "", None
         log.info("registered at %s, epoch %d", self._target, welcome.coordinator_epoch)
         beating = asyncio.create_task(_beat(outgoing, interval_s))
         try:
@@ -180,6 +185,7 @@ class Registration:
         return cast(pb.RegisterEvent, event)
 
     def _say(self, error: SafepointError) -> None:
+        self.trouble = error
         # A coordinator that is away for an hour is one line in the log, not thousands.
         if error.problem.message != self._said:
             self._said = error.problem.message

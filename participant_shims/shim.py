@@ -225,6 +225,8 @@ class Shim:
         gone.cancel()
         self.ends_because = await server.why_told(came)
         log.warning("%s", self.ends_because)
+        if self.registration is not None and not self.registration.coordinator_epoch:
+            log.warning("it was never registered: %s", self.registration.trouble or "nobody has answered yet")
 
     async def _capabilities(self) -> capabilities_pb2.Capabilities:
         return messages.capabilities(await self.service.operations.describe())

@@ -195,7 +195,7 @@ class ErrorInterceptor(aio.ServerInterceptor):
         try:
             by_token = guard.by_token(handler_call_details.invocation_metadata)
         except SafepointError as error:
-            return _refusing(error.problem)
+            return _refusing(guard, name, error.problem)
         handler = await continuation(handler_call_details)
         if handler is None:
             return _unknown(guard, name, by_token)
@@ -214,6 +214,12 @@ class _Way:
         CALLER.set(who)
         return self._guard.enter(self._name, method_of(self._name), who)
 
+    async def abort(self, context: aio.ServicerContext[Any, Any], error: Exception) -> None:
+        """End it with what was raised."""
+        if isinstance(error, SafepointError):
+            self._guard.refused(self._name, error.problem, context)
+        await _abort_with(context, error)
+
     def request(self, handler: Any, raw: Any) -> Any:
         """The request message, or the messages. Raises Refused."""
         if handler.request_streaming:
@@ -225,8 +231,9 @@ class _Way:
             yield parsed(self._name, method_of(self._name), raw, handler.request_deserializer)
 
 
-def _refusing(problem: Problem) -> grpc.RpcMethodHandler[Any, Any]:
+def _refusing(guard: Guard, name: str, problem: Problem) -> grpc.RpcMethodHandler[Any, Any]:
     async def refuse_it(_requests: object, context: aio.ServicerContext[Any, Any]) -> None:
+        guard.refused(name, problem, context)
         await _abort(context, problem)
 
     # As a stream, whatever it is: so that nothing is waited for and nothing is read.
@@ -238,6 +245,7 @@ def _unknown(guard: Guard, name: str, by_token: Caller) -> grpc.RpcMethodHandler
         try:
             guard.by_certificate(by_token, context)
         except SafepointError as error:
+            guard.refused(name, error.problem, context)
             await _abort(context, error.problem)
         await _abort(
             context, Problem(Reason.UNSUPPORTED, f"The peer does not know this call: {_cut(short(name), 100)}.")
@@ -270,7 +278,7 @@ def _wrapped(handler: Any, way: _Way) -> grpc.RpcMethodHandler[Any, Any]:
                     async for item in items:
                         yield item
             except Exception as error:
-                await _abort_with(context, error)
+                await way.abort(context, error)
             finally:
                 # A caller that leaves ends only this generator: what the handler holds must not wait for the collector.
                 close = getattr(items, "aclose", None)
@@ -290,7 +298,7 @@ def _wrapped(handler: Any, way: _Way) -> grpc.RpcMethodHandler[Any, Any]:
                 result = method(way.request(handler, raw), context)
                 return await result if inspect.isawaitable(result) else result
         except Exception as error:
-            await _abort_with(context, error)
+            await way.abort(context, error)
 
     return make_unary(unary, _as_it_came, handler.response_serializer)
 
