@@ -89,7 +89,7 @@ test-python: ## tests that need no Gym, Ray or torch, under another Python: make
 	$(PYTHON) scripts/test_python.py $(VERSION)
 
 test-ray: setup ## nodes of a Ray cluster are killed under the coordinator, in every phase
-	$(PY) -m pytest tests/ray tests/coordinator/test_ray_host.py -m "ray_cluster or not ray_cluster"
+	$(PY) -m pytest tests/ray -m "ray_cluster or not ray_cluster"
 
 test-vllm: setup setup-vllm ## the engine's tests, against a real vLLM on CPUs
 	$(PY) -m pytest tests/vllm -m "vllm or not vllm"
