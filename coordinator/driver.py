@@ -107,6 +107,7 @@ class Drive:
         self.transaction = transaction
         self.identity = identity
         self.began_at = around.clock()
+        self.began_ms = 0  # milliseconds since 1970, for people; 0: not known
         self.ended_at: float | None = None
         self.reporter = Reporter(operation, around.clock, self.began_at, publish_event)
         self.meter = PauseMeter()
@@ -234,6 +235,7 @@ class Drive:
     async def _perform(self, effect: core.Effect, cause: core.Event) -> None:
         match effect:
             case core.Call():
+                self.reporter.called(effect.phase, effect.participant_id)
                 task = asyncio.create_task(self._call(effect), name=f"{effect.phase.name} {effect.participant_id}")
                 self._calls[effect.call_no] = task
                 task.add_done_callback(lambda _: self._call_over(effect.call_no))

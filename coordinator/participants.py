@@ -144,16 +144,16 @@ class Participants:
             )
 
     async def status(
-        self, whom: Participant, max_rollouts: int, timeout_s: float
-    ) -> capabilities_pb2.ParticipantStatus:
-        """The participant's own status. Raises as `perform`."""
+        self, whom: Participant, max_rollouts: int, timeout_s: float, max_stacks: int = 0
+    ) -> tuple[capabilities_pb2.ParticipantStatus, Sequence[capabilities_pb2.TaskStack]]:
+        """The participant's own status, and so many stacks of its tasks. Raises as `perform`."""
         with _errors(whom.participant_id, Phase.UNSPECIFIED, ""):
             reply = await self._stub(whom.address).GetStatus(
-                participant_service_pb2.GetStatusRequest(max_rollouts=max_rollouts),
+                participant_service_pb2.GetStatusRequest(max_rollouts=max_rollouts, max_stacks=max_stacks),
                 timeout=timeout_s,
                 metadata=self._metadata,
             )
-        return reply.status
+        return reply.status, reply.stacks
 
     async def retire(self, whom: Participant, rollout_ids: Sequence[str], timeout_s: float) -> int:
         """Tell a participant to forget all attempts of rollouts; how many it knew. Raises as `perform`."""

@@ -25,6 +25,7 @@ from grpc import aio
 from safepoint.v1 import coordinator_service_pb2, coordinator_service_pb2_grpc
 
 from coordinator.feed import Feed
+from coordinator.history_writing import HistoryWriter
 from coordinator.journal import Journal
 from coordinator.metrics import Metrics, MetricsServer
 from coordinator.operations import Operations
@@ -79,6 +80,7 @@ class Coordinator:
     _stopped: bool = False
     unfit: Problem | None = None  # why it has stopped by itself
     metrics: MetricsServer | None = None
+    history: HistoryWriter | None = None
     _ending: asyncio.Task[None] | None = None
 
     def announcement(self) -> str:
@@ -110,6 +112,8 @@ class Coordinator:
         for task in self._tasks:
             task.cancel()
         await self.operations.stop_drives()
+        if self.history is not None:
+            await self.history.close()
         await self._server.stop(STOP_GRACE_S / 10)
         await self.operations.close()
         await self.operations.participants.close()
@@ -208,6 +212,11 @@ async def serve(
     )
     operations = Operations(settings, store, journal, discovery, Feed())
 
+    history: HistoryWriter | None = None
+    if settings.history_keep:
+        history = HistoryWriter(lambda: store.directory(_DIRECTORY), settings.job_id, settings.history_keep)
+        operations.history = history
+        operations.feed.add(history)
     registration = Registration(registry, journal.epoch, settings.job_id, settings.heartbeat_s)
     coordinator_service_pb2_grpc.add_CoordinatorServicer_to_server(CoordinatorService(operations, registration), server)
     healthy = _health.aio.HealthServicer()
@@ -227,6 +236,8 @@ async def serve(
         listening.close()
         await operations.stop_drives()
         await operations.close()
+        if history is not None:
+            await history.close()
         raise
     for name in ("", SERVICE_NAME):
         await healthy.set(name, _health_pb2.HealthCheckResponse.SERVING)
@@ -236,7 +247,7 @@ async def serve(
     ]
     address = listening.address
     running = Coordinator(address, journal.epoch, nonce, operations, server, healthy, tasks, listening)
-    running.metrics = metrics
+    running.metrics, running.history = metrics, history
     await asyncio.to_thread(running.keep_announced)
     tasks.append(asyncio.create_task(running.stay_fit(), name="stay fit"))
     log.info("coordinator epoch %d of job %s serves at %s", journal.epoch, settings.job_id, address)

@@ -64,6 +64,7 @@ class Settings(BaseModel):
     prepare_timeout_s: Seconds = 60.0  # upper limit of a phase; the caller's deadline may be shorter
     commit_timeout_s: Seconds = 600.0
     restore_timeout_s: Seconds = 1800.0
+    history_keep: Annotated[int, Field(ge=0, le=10_000)] = 200  # operations of which the history stays; 0 writes none
     keep_last: Annotated[int, Field(ge=0)] = 0  # prune to so many after each save; 0 keeps all
     keep_every: Annotated[int, Field(ge=0)] = 0  # and keep for good the oldest of each so many steps; 0: none
     keep_interval_s: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.0  # and of each so many seconds; 0: none

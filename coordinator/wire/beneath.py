@@ -34,6 +34,7 @@ _CHUNK: Final = 1 << 20
 _READ: Final = os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK  # NONBLOCK: a FIFO must not hang the open
 _DIRECTORY: Final = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 _CREATE: Final = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+_APPEND: Final = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
 _FULL: Final = frozenset({errno.ENOSPC, errno.EDQUOT})
 
 
@@ -248,6 +249,24 @@ class Directory:
         finally:
             os.close(fd)
 
+    def modified(self, path: str) -> float:
+        """When a plain file was last written or touched, seconds since 1970. Raises FileNotFoundError when it is not there."""
+        fd = self._open_file(path)
+        try:
+            return os.fstat(fd).st_mtime
+        finally:
+            os.close(fd)
+
+    def touch(self, path: str) -> None:
+        """Note that a plain file is as it should be now. Not durable. Raises FileNotFoundError when it is not there."""
+        fd = self._open_file(path)
+        try:
+            os.utime(fd)
+        except OSError as error:
+            raise storage_error(error, f"touching {self.path / path}") from error
+        finally:
+            os.close(fd)
+
     def digest(self, path: str) -> FileDigest:
         """Size and SHA-256 of every byte. Raises FileNotFoundError when it is not there."""
         fd = self._open_file(path)
@@ -299,6 +318,16 @@ class Directory:
                 self._unlink(temporary)
                 raise
             self.sync()
+        except OSError as error:
+            raise storage_error(error, f"writing {self.path / name}") from error
+
+    def append(self, name: str, data: bytes) -> None:
+        """Add to a file that readers never rely on, made when it is not there. Not durable; a part of `data` may be there."""
+        (segment,) = segments(name)
+        try:
+            fd = os.open(segment, _APPEND, 0o600, dir_fd=self._fd)
+            with os.fdopen(fd, "wb") as file:
+                file.write(data)
         except OSError as error:
             raise storage_error(error, f"writing {self.path / name}") from error
 

@@ -945,16 +945,20 @@ class GetStatusRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     MAX_ROLLOUTS_FIELD_NUMBER: _builtins.int
+    MAX_STACKS_FIELD_NUMBER: _builtins.int
     max_rollouts: _builtins.int
     """OPTIONAL. At most so many rollouts; zero means none, at most 1,000."""
+    max_stacks: _builtins.int
+    """OPTIONAL. At most so many await stacks of rollouts' tasks; zero means none, at most 100."""
     def __init__(
         self,
         *,
         max_rollouts: _builtins.int = ...,
+        max_stacks: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["max_rollouts", b"max_rollouts"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["max_rollouts", b"max_rollouts", "max_stacks", b"max_stacks"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -967,18 +971,24 @@ class GetStatusResponse(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     STATUS_FIELD_NUMBER: _builtins.int
+    STACKS_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def status(self) -> _capabilities_pb2.ParticipantStatus:
         """REQUIRED."""
+
+    @_builtins.property
+    def stacks(self) -> _containers.RepeatedCompositeFieldContainer[_capabilities_pb2.TaskStack]:
+        """OPTIONAL. What the tasks of its rollouts wait for, the longest-standing first; empty where nobody can look."""
 
     def __init__(
         self,
         *,
         status: _capabilities_pb2.ParticipantStatus | None = ...,
+        stacks: _abc.Iterable[_capabilities_pb2.TaskStack] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["status", b"status"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["status", b"status"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["stacks", b"stacks", "status", b"status"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
