@@ -39,10 +39,14 @@ _HANDSHAKE: Final = (
     "they are valid, and the other end's log why it refused one."
 )
 
+# How often a channel asks whether its peer is there, with and without calls on it. A server has to allow that, and in an
+# idle connection it allows one ping in two hours unless it is told otherwise: both ends read it here.
+PING_EVERY_MS: Final = 10_000
+
 # Each line answers a trap that was seen; the comment names it.
 CHANNEL_OPTIONS: Final[list[tuple[str, int]]] = [
     ("grpc.enable_http_proxy", 0),  # http_proxy captures loopback otherwise
-    ("grpc.keepalive_time_ms", 10_000),
+    ("grpc.keepalive_time_ms", PING_EVERY_MS),
     ("grpc.http2.ping_timeout_ms", 10_000),  # keepalive_timeout_ms has no effect; a stopped peer is else never noticed
     ("grpc.http2.max_pings_without_data", 0),
     ("grpc.keepalive_permit_without_calls", 1),
@@ -53,7 +57,11 @@ CHANNEL_OPTIONS: Final[list[tuple[str, int]]] = [
 ]
 SERVER_OPTIONS: Final[list[tuple[str, int]]] = [
     ("grpc.so_reuseport", 0),  # two servers on one port share its traffic silently otherwise
-    ("grpc.http2.min_ping_interval_without_data_ms", 5_000),  # else "too_many_pings" for the keepalive above
+    (
+        "grpc.http2.min_ping_interval_without_data_ms",
+        PING_EVERY_MS // 2,
+    ),  # else "too_many_pings" for the keepalive above
+    ("grpc.keepalive_permit_without_calls", 1),  # and for that of a channel between two operations, after 100 s
     ("grpc.http2.max_ping_strikes", 8),  # one that was stopped sends what has piled up; a flood ends its connection
     ("grpc.max_receive_message_length", MAX_REQUEST_BYTES + 1024),  # the table of access.py refuses with a reason
     ("grpc.max_metadata_size", 8_192),
