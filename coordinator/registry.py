@@ -209,8 +209,12 @@ class Registry:
             for gone_for_good in self._on_gone_for_good:
                 gone_for_good(dismissed)
 
+    def recall_dismissed(self, names: Iterable[str]) -> None:
+        """It was said of these before this coordinator started, the oldest first."""
+        self._dismissed |= dict.fromkeys(map(ParticipantId, names))
+
     def check_known(self, names: Iterable[str]) -> None:
-        """Raise UNKNOWN_PARTICIPANT for those that are neither here, nor missed, nor dismissed since this coordinator started."""
+        """Raise UNKNOWN_PARTICIPANT for those that are neither here, nor missed, nor have been dismissed."""
         known = self._sessions.keys() | self._static.keys() | self._gone.keys()
         unknown = [name for name in map(ParticipantId, names) if name not in known and name not in self._dismissed]
         if unknown:

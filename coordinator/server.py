@@ -168,6 +168,7 @@ class Coordinator:
         if ours:
             with suppress(SafepointError):
                 await asyncio.to_thread(self.keep_announced)
+                await asyncio.to_thread(journal.note_alive)
             return None
         return Problem(Reason.STALE_EPOCH, f"A newer coordinator than epoch {self.epoch} has started in this root.")
 
@@ -211,12 +212,12 @@ async def serve(
         registry, Participants(journal.epoch, security, dial), settings.participants, settings.policy_endpoints
     )
     operations = Operations(settings, store, journal, discovery, Feed())
-
     history: HistoryWriter | None = None
     if settings.history_keep:
         history = HistoryWriter(lambda: store.directory(_DIRECTORY), settings.job_id, settings.history_keep)
         operations.history = history
         operations.feed.add(history)
+
     registration = Registration(registry, journal.epoch, settings.job_id, settings.heartbeat_s)
     coordinator_service_pb2_grpc.add_CoordinatorServicer_to_server(CoordinatorService(operations, registration), server)
     healthy = _health.aio.HealthServicer()
@@ -235,9 +236,9 @@ async def serve(
             metrics.close()
         listening.close()
         await operations.stop_drives()
-        await operations.close()
         if history is not None:
             await history.close()
+        await operations.close()
         raise
     for name in ("", SERVICE_NAME):
         await healthy.set(name, _health_pb2.HealthCheckResponse.SERVING)

@@ -329,8 +329,11 @@ class SimOs:
     def _stat(node: Node) -> Any:
         return SimpleNamespace(
             st_mode=(stat.S_IFDIR | 0o700) if node.directory else (stat.S_IFREG | 0o600),
-            st_size=len(node.data), st_nlink=node.links, st_dev=1, st_ino=node.number,
+            st_size=len(node.data), st_nlink=node.links, st_dev=1, st_ino=node.number, st_mtime=0.0,
         )  # fmt: skip
+
+    def utime(self, fd: int) -> None:
+        self._disk.handle(fd)
 
     def listdir(self, fd: int) -> list[str]:
         return list(self._disk.handle(fd)[0].names)
