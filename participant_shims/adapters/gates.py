@@ -14,6 +14,17 @@ from coordinator.wire.errors import Reason, SafepointError, refuse
 from participant_shims.adapters.gate_link import GateLink, GateStatus, Json, read_status
 
 ANSWER_WITHIN_S: Final = 0.7  # status, open, renew: what must be answered within 1 s to our own caller
+# What a phase asks: a worker whose machine is busy must not void a cut. The coordinator waits 5 s for a confirmation, of
+# which 1 s is for saying no.
+PHASE_ANSWER_WITHIN_S: Final = 3.0
+
+
+def patience_s(lease_left_s: float | None) -> float:
+    """How long a phase waits for the word of a worker: a third of the lease that is left, since everybody stands still
+    meanwhile and the rest is for renewing it, or opening; within the two limits above. None: nobody is closed."""
+    if lease_left_s is None:
+        return PHASE_ANSWER_WITHIN_S
+    return min(PHASE_ANSWER_WITHIN_S, max(ANSWER_WITHIN_S, lease_left_s / 3))
 
 
 class Gates:
@@ -55,10 +66,10 @@ class Gates:
             )
         return links
 
-    async def statuses(self, max_rollouts: int) -> list[GateStatus]:
-        """The status of every worker, asked now. Raises WORKERS_MISSING."""
+    async def statuses(self, lease_left_s: float | None) -> list[GateStatus]:
+        """The status of every worker, asked now, for a phase. Raises WORKERS_MISSING."""
         links = self.all(Reason.WORKERS_MISSING)
-        answers = await self.ask(links, "status", {"max_rollouts": max_rollouts}, ANSWER_WITHIN_S)
+        answers = await self.ask(links, "status", {"max_rollouts": 0}, patience_s(lease_left_s))
         for link, answer in zip(links, answers, strict=True):
             link.status = read_status(answer)
         return [link.status for link in links]

@@ -154,13 +154,13 @@ class GymAdapter:
         loop = asyncio.get_running_loop()
         give_up = None if exclude_after_s is None else loop.time() + exclude_after_s
         if self._is_quiet_when_closed(mode):
-            counts = sum_counts(await self._gates.statuses(0))
+            counts = sum_counts(await self._statuses())
             # Under hold a generation that still runs is a response that will be held.
             yield Drain(Counts(0, counts.parked, counts.held + counts.in_flight), quiesced=True)
             return
         while True:
             seen = self._pulse.beats
-            statuses = await self._gates.statuses(0)
+            statuses = await self._statuses()
             self._check_whole(pause)
             counts = sum_counts(statuses)
             waiting = sorted((r for s in statuses for r in s.waiting_for), key=lambda r: -r.age_s)
@@ -183,7 +183,7 @@ class GymAdapter:
         if pause is None:
             return Stillness(self._generation, "Admission is open.")
         try:
-            statuses = await self._gates.statuses(0)
+            statuses = await self._statuses()
             self._check_whole(pause)
         except SafepointError as error:
             return Stillness(self._generation, error.problem.message, error.reason)
@@ -223,7 +223,7 @@ class GymAdapter:
         await self._state.keep()
 
     async def _is_fresh(self) -> bool:
-        return all(s.fresh for s in await self._gates.statuses(0))
+        return all(s.fresh for s in await self._statuses())
 
     # ---- opening --------------------------------------------------------------------------------------------------
 
@@ -326,6 +326,10 @@ class GymAdapter:
         self._changed()
 
     # ---- parts ----------------------------------------------------------------------------------------------------
+
+    async def _statuses(self) -> list[GateStatus]:
+        pause, now = self._pause, asyncio.get_running_loop().time()
+        return await self._gates.statuses(None if pause is None else pause.lease_until - now)
 
     def _is_quiet_when_closed(self, mode: QuiesceMode) -> bool:
         kind = self._gates.kind
