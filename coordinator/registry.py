@@ -25,7 +25,7 @@ Joined = Callable[[Participant], None]
 Explained = Callable[[Participant, str], None]
 GoneForGood = Callable[[tuple[ParticipantId, ...]], None]
 
-_MAX_PARTICIPANTS: Final = 10_000
+MAX_PARTICIPANTS: Final = 10_000
 _MAX_ENDS: Final = 1_000  # of shims whose end was told; the coordinator hears of most losses within seconds of it
 _MAX_DISMISSED: Final = 1_000
 _SHOWN: Final = 20
@@ -87,8 +87,8 @@ class Registry:
                 participant_id=name,
             )
         old = self._sessions.get(name)
-        if old is None and static is None and len(self._sessions) >= _MAX_PARTICIPANTS:
-            raise refuse(Reason.LIMIT_EXCEEDED, f"There are {_MAX_PARTICIPANTS} participants already.")
+        if old is None and static is None and len(self._sessions) >= MAX_PARTICIPANTS:
+            raise refuse(Reason.LIMIT_EXCEEDED, f"There are {MAX_PARTICIPANTS} participants already.")
         if old is not None and old.participant.incarnation_id != participant.incarnation_id:
             silent_s = self.clock() - old.heard_at
             if silent_s <= self.silence_s:

@@ -15,7 +15,7 @@ import logging
 import os
 import signal
 import sys
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, cast
@@ -29,11 +29,13 @@ from coordinator.wire.errors import Reason, SafepointError, refuse
 from coordinator.wire.ids import is_wire_id, new_incarnation_id
 from coordinator.wire.links import read_security
 from coordinator.wire.listening import Listening, listen
+from coordinator.wire.marks import Use
 from coordinator.wire.rpc import SERVER_OPTIONS, ErrorInterceptor
+from coordinator.wire.usage import open_files, raise_open_files, size, space, watch
 from participant_shims import messages
 from participant_shims.adapter import Adapter
 from participant_shims.ends import Predecessor, ServerWatch, own_process, report
-from participant_shims.gate.life import bury
+from participant_shims.gate.life import CALLS, bury
 from participant_shims.operations import Clock
 from participant_shims.registration import Registration
 from participant_shims.service import ParticipantService
@@ -235,8 +237,12 @@ class Shim:
 async def serve_shim(options: ShimOptions, adapter: Adapter) -> None:
     """Serve until told to go. Raises SafepointError when it can't be served."""
     failpoints.arm()
+    raise_open_files()
     with only_shim_of(options.life):
         async with Shim(options, adapter) as shim:
+            watching = asyncio.create_task(
+                watch(shim.service.marks, lambda: uses_of(options.life)), name="watch limits"
+            )
             line = json.dumps(shim.announcement())
             failpoints.reach("shim.before_announce")
             _write_announcement(options.life, line)
@@ -244,8 +250,18 @@ async def serve_shim(options: ShimOptions, adapter: Adapter) -> None:
             try:
                 await shim.until_told_to_go()
             finally:
+                watching.cancel()
                 (options.life / "shim.json").unlink(missing_ok=True)
     await asyncio.to_thread(bury, options.life)
+
+
+def uses_of(life: Path) -> Iterator[Use]:
+    """The limits of a shim's process and of its life's directory."""
+    yield from open_files()
+    advice = "The server's calls fail when it is full: make room, or set SAFEPOINT_RUN_DIR to a larger disk."
+    yield from space("run_dir_space", "The run directory", life, advice)
+    advice = "Retire finished rollouts (`client.retire`), which lets it be written over."
+    yield from size("call_log", "The call log", life / CALLS, advice)
 
 
 def _write_announcement(life: Path, line: str) -> None:

@@ -66,6 +66,7 @@ RULES = (
     Rule("coordinator.wire.failpoint_names", NO_IO),
     Rule("coordinator.wire.failpoints", STDLIB | WIRE_PURE | {"coordinator.wire.failpoint_names"}),
     Rule("coordinator.wire.ids", NO_IO | {"secrets"}),
+    Rule("coordinator.wire.marks", NO_IO | WIRE_PURE),
     Rule("coordinator.wire.lanes", NO_IO | WIRE_PURE | {"contextlib"}),
     *(Rule(name, NO_IO | WIRE_PURE) for name in sorted(WIRE_PURE)),
     Rule("coordinator.wire.*", STDLIB | GRPC | {"coordinator.wire"}),

@@ -31,6 +31,8 @@ log = logging.getLogger(__name__)
 ERROR_TRAILER: Final = "safepoint-error-bin"
 MAX_DETAIL_BYTES: Final = 4096  # trailers beyond 8 KiB can replace the status (grpc 37852)
 MAX_DETAIL_ROLLOUTS: Final = 20
+# One for each of the 10,000 participants that a coordinator takes, and their clients. gRPC ends what comes beyond it.
+MAX_CONNECTIONS: Final = 12_000
 
 # What gRPC says when a peer ends the connection before the first call on it. A refused certificate is not said in words.
 _BROKEN_HANDSHAKE: Final = ("Socket closed", "SSL", "Verification", "andshake")
@@ -68,6 +70,7 @@ SERVER_OPTIONS: Final[list[tuple[str, int]]] = [
     ("grpc.absolute_max_metadata_size", 16_384),
     # Above what the lanes serve of one caller: an Abort must be refused there, if at all, and not wait for a stream.
     ("grpc.max_concurrent_streams", 1_024),
+    ("grpc.max_allowed_incoming_connections", MAX_CONNECTIONS),
     ("grpc.compression_enabled_algorithms_bitset", 1),
 ]
 
