@@ -45,7 +45,7 @@ _EPOCH: Final = re.compile(r"epoch-([0-9]{1,18})")
 _JOURNAL: Final = re.compile(r"journal-([0-9]{1,18})\.log")
 _KEPT_EPOCH_FILES: Final = 8
 _RESERVE: Final = "reserve"
-_RESERVE_BYTES: Final = 256 << 10
+RESERVE_BYTES: Final = 256 << 10  # for the records of an end, and the mark on a snapshot that is given up
 # What may not spend the reserve: with it gone a full disk could not end what they begin.
 _BEGINNINGS: Final = frozenset({"begun", MEMBERS})
 
@@ -180,9 +180,17 @@ class Journal:
         """Have the reserve. Raises STORAGE_FULL: then nothing may begin that could not be ended."""
         if not self._directory.has(_RESERVE):
             try:
-                self._directory.write_new(_RESERVE, secrets.token_bytes(_RESERVE_BYTES))
+                self._directory.write_new(_RESERVE, secrets.token_bytes(RESERVE_BYTES))
             except FileExistsError:
                 pass  # a coordinator that starts beside us was faster
+            except SafepointError as error:
+                if error.reason is not Reason.STORAGE_FULL:
+                    raise
+                raise refuse(
+                    Reason.STORAGE_FULL,
+                    f"{error.problem.message} {RESERVE_BYTES // 1000} kB must be free in {self._directory.path}: they are kept so "
+                    "that what has begun can end when the disk is full.",
+                ) from error
 
     @property
     def broken(self) -> str:

@@ -36,6 +36,15 @@ _DIRECTORY: Final = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 _CREATE: Final = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
 _APPEND: Final = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
 _FULL: Final = frozenset({errno.ENOSPC, errno.EDQUOT})
+# What helps, where the system says what is wrong. Empty: the step of the reason.
+STORAGE_HELP: Final = {
+    errno.EROFS: "It is mounted read-only: mount it for writing. When nobody has done that, the kernel has, after an error of "
+    "the disk; `dmesg` says which.",
+    errno.EACCES: "Let this user write there (chown, chmod), or use another directory.",
+    errno.EPERM: "Let this user write there (chown, chmod, chattr), or use another directory.",
+    errno.EIO: "The disk or its network fails: `dmesg` says how. Mend it, or move the root to another one.",
+    errno.ESTALE: "The file server has dropped it: mount it again.",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +58,8 @@ class FileDigest:
 def storage_error(error: OSError, doing: str) -> SafepointError:
     """STORAGE_FULL for a full disk or quota, else STORAGE_FAILED; `doing` says what was tried, e.g. "writing x"."""
     reason = Reason.STORAGE_FULL if error.errno in _FULL else Reason.STORAGE_FAILED
-    return refuse(reason, f"The storage failed at {doing}: {error.strerror or type(error).__name__}.")
+    text = f"The storage failed at {doing}: {error.strerror or type(error).__name__}."
+    return refuse(reason, text, next_step=STORAGE_HELP.get(error.errno or 0, ""))
 
 
 def segments(path: str) -> tuple[str, ...]:
