@@ -11,7 +11,7 @@ import os
 import shutil
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -102,6 +102,24 @@ def nodes() -> Nodes:
     _cluster.callback(made.close)
     made.host = made.add()
     return made
+
+
+LOG_BYTES = 6000
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    """What shims and coordinators have said, beside a failure that may not come again."""
+    report = yield
+    if report.when == "call" and report.failed:
+        arguments: dict[str, Any] = getattr(item, "funcargs", {})
+        logs = list(arguments["shims"].folder.rglob("*.log")) if "shims" in arguments else []
+        if "nodes" in arguments:
+            logs += sorted(arguments["nodes"].failpoints.parent.glob("session_*/logs/worker-*.err"))
+        for log in logs:
+            if text := log.read_bytes()[-LOG_BYTES:].decode(errors="replace"):
+                report.sections.append((f"{log.parent.name}/{log.name}", text))
+    return report
 
 
 @pytest.hookimpl(trylast=True)
