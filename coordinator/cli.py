@@ -2,7 +2,7 @@
 
     safepoint coordinator | shim | serve              start something
     safepoint save | restore | resume | abort         operate
-    safepoint status | topology | why | snapshots     look
+    safepoint status | topology | why | history | snapshots     look
     safepoint doctor | certs | inspect | demo | version   this machine
 
 The rule: `safepoint --help` answers at once, so nothing but Typer is imported before a command runs.
@@ -12,7 +12,7 @@ cli_output       JSON, text, failures
 cli_options      options that many commands share
 cli_progress     bars and lines while an operation runs
 cli_views        tables
-cli_operations, cli_snapshots, cli_retention, cli_archive, cli_processes, cli_doctor, cli_certs      the commands
+cli_operations, cli_past, cli_snapshots, cli_retention, cli_archive, cli_processes, cli_doctor, cli_certs      the commands
 """
 
 from __future__ import annotations
@@ -22,7 +22,16 @@ from typing import Annotated
 
 import typer
 
-from coordinator import cli_archive, cli_certs, cli_doctor, cli_operations, cli_processes, cli_retention, cli_snapshots
+from coordinator import (
+    cli_archive,
+    cli_certs,
+    cli_doctor,
+    cli_operations,
+    cli_past,
+    cli_processes,
+    cli_retention,
+    cli_snapshots,
+)
 from coordinator.cli_exit import epilog
 
 app = typer.Typer(
@@ -67,7 +76,8 @@ app.command(rich_help_panel=OPERATE)(cli_operations.resume)
 app.command(rich_help_panel=OPERATE)(cli_operations.abort)
 app.command(rich_help_panel=LOOK)(cli_operations.status)
 app.command(rich_help_panel=LOOK)(cli_operations.topology)
-app.command(rich_help_panel=LOOK)(cli_operations.why)
+app.command(rich_help_panel=LOOK)(cli_past.why)
+app.command(rich_help_panel=LOOK)(cli_past.history)
 for command in (cli_retention.prune, cli_retention.pin, cli_retention.unpin, cli_archive.push, cli_archive.pull):
     cli_snapshots.app.command()(command)
 app.add_typer(cli_snapshots.app, name="snapshots", rich_help_panel=LOOK)

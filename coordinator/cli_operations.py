@@ -1,4 +1,4 @@
-"""Commands about operations: save, restore, resume, abort, status, topology, why.
+"""Commands about operations: save, restore, resume, abort, status, topology.
 
 The rule: a command is a thin shell around one client call. What it means is written at the client and in the contract.
 """
@@ -278,33 +278,6 @@ def topology(
             show(topology_view(answer))
     if any(finding.blocking for finding in answer.findings):
         raise typer.Exit(int(ExitCode.TOPOLOGY))
-
-
-def why(
-    operation_id: Annotated[
-        str, typer.Argument(help="The operation; the last one that did not finish when absent.")
-    ] = "",
-    events: Annotated[bool, typer.Option("--events", help="Show its last events too.")] = False,
-    timeout: Timeout = None,
-    target: Target = "",
-    root: Root = "",
-    token_file: TokenFile = "",
-    wait: Wait = DEFAULT_WAIT_S,
-    as_json: AsJson = False,
-) -> None:
-    """Say why an operation did not finish: one primary cause, and what followed from it.
-
-    Example: safepoint why --events
-    """
-    from coordinator.cli_views import cause_text
-
-    with reporting(as_json):
-        with make_client(target, root, token_file, wait, as_json) as client:
-            answer = client.explain(operation_id or None, timeout=timeout)
-        if as_json:
-            emit(plain(answer))
-        else:
-            say(cause_text(answer, events))
 
 
 def _pairs(texts: list[str]) -> dict[str, str]:

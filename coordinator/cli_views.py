@@ -10,7 +10,7 @@ from safepoint.v1 import capabilities_pb2
 from safepoint.v1 import coordinator_service_pb2 as pb
 
 from coordinator.cli_output import short
-from coordinator.client_results import SnapshotSummary, describe, no_client_s, seconds, size_text
+from coordinator.client_results import SnapshotSummary, no_client_s, seconds, size_text
 from coordinator.wire.rpc import problem_from_detail
 
 if TYPE_CHECKING:
@@ -178,19 +178,6 @@ def snapshot_text(one: SnapshotSummary) -> str:
     ]
     lines += [f"metadata      {key} = {value}" for key, value in sorted(one.metadata.items())]
     lines += [f"pinned        {one.pin_reason}"] if one.pin_reason else []
-    return "\n".join(lines)
-
-
-def cause_text(answer: pb.ExplainResponse, with_events: bool) -> str:
-    """Why an operation did not finish: the one primary cause first, then what followed from it."""
-    if not answer.HasField("operation"):
-        return "No operation has failed."
-    operation = answer.operation
-    lines = [operation_text(operation)]
-    if operation.HasField("failure"):
-        lines += [f"  also: {problem_from_detail(detail)}" for detail in operation.failure.secondary]
-    if with_events:
-        lines += [text for text in map(describe, answer.events) if text]
     return "\n".join(lines)
 
 

@@ -8,13 +8,12 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Final, TypeVar
 
 from safepoint.v1 import coordinator_service_pb2 as pb
 
-from coordinator.feed import HISTORY_LENGTH
-from coordinator.history import History, Record
+from coordinator.history import MAX_LATER, History, Record
 from coordinator.operations import Operations
 from coordinator.outcomes import Ended, running_status
 from coordinator.protocol.operation import Outcome
@@ -24,7 +23,6 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 READ_WITHIN_S: Final = 2.0
-MAX_LATER: Final = 20
 DEFAULT_LISTED: Final = 20
 MAX_LISTED: Final = 1000
 
@@ -46,7 +44,7 @@ async def explain(operations: Operations, operation_id: str) -> pb.ExplainRespon
         if operation_id:
             raise refuse(Reason.UNKNOWN_OPERATION, f"No operation {operation_id} is known here.")
         return pb.ExplainResponse()
-    events = found.history if isinstance(found, Ended) else _kept(found)
+    events = found.history if isinstance(found, Ended) else found.kept_events()
     answer = pb.ExplainResponse(operation=found.status(), events=events)
     if answer.operation.HasField("begin_time"):
         after = answer.operation.begin_time.ToMilliseconds()
@@ -94,12 +92,6 @@ def _looked_up(history: History, operations: Operations, operation_id: str) -> R
         if not outcome and found.operation_id != running:
             return history.find(found.operation_id)
     return None
-
-
-def _kept(found: Record) -> Sequence[pb.OperationEvent]:
-    """The events that a running coordinator would have kept."""
-    passing = ("participant_progress", "participant_called")
-    return [told.event for told in found.events if told.event.WhichOneof("event") not in passing][-HISTORY_LENGTH:]
 
 
 async def _read(read: Callable[[], T], otherwise: T) -> T:

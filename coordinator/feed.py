@@ -9,11 +9,14 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
+import logging
 from typing import Final, Protocol
 
 from safepoint.v1 import coordinator_service_pb2
 
 QUEUE_LENGTH: Final = 1000
+log = logging.getLogger(__name__)
+
 HISTORY_LENGTH: Final = 200  # what Explain shows and a late follower is given
 
 
@@ -78,9 +81,13 @@ class Feed:
         return Follower(self, operation_id, limit)
 
     def publish(self, event: coordinator_service_pb2.OperationEvent) -> None:
-        """Tell everybody who follows; never waits."""
-        for follower in self._followers:
-            follower.offer(event)
+        """Tell everybody who follows; never waits, and never fails: one who cannot take it is told nothing more."""
+        for follower in tuple(self._followers):
+            try:
+                follower.offer(event)
+            except Exception:
+                log.exception("%s has failed and is left out: operations go on without it", type(follower).__name__)
+                self.remove(follower)
 
     def add(self, follower: Sink) -> None:
         """From now on `follower` is told of everything. A `Follower` calls it itself."""

@@ -17,12 +17,14 @@ from google.protobuf import json_format
 from safepoint.v1 import coordinator_service_pb2 as pb
 
 from coordinator import convert
+from coordinator.feed import HISTORY_LENGTH
 from coordinator.wire.beneath import Directory
 from coordinator.wire.errors import Reason, SafepointError
 from coordinator.wire.ids import is_wire_id
 from coordinator.wire.terms import OperationKind, Phase
 
 FORMAT: Final = 1
+MAX_LATER: Final = 20
 DIRECTORY: Final = "history"
 MAX_FILE_BYTES: Final = 2 << 20
 MAX_READ_BYTES: Final = 4 << 20  # a newer version may have higher limits
@@ -118,6 +120,11 @@ class Record:
         kept = totals.completed + totals.parked + totals.pending
         return kept / (kept + totals.excluded) if kept + totals.excluded else None
 
+    def kept_events(self) -> list[pb.OperationEvent]:
+        """The events that a running coordinator would have kept: the last ones, without how far anybody was."""
+        passing = ("participant_progress", "participant_called")
+        return [told.event for told in self.events if told.event.WhichOneof("event") not in passing][-HISTORY_LENGTH:]
+
     def status(self) -> pb.OperationStatus:
         """As GetStatus and Explain show it."""
         status = pb.OperationStatus(
@@ -147,7 +154,7 @@ class History:
     """The history of a root. Everything here blocks: callers on an event loop use a thread."""
 
     def __init__(self, root: str | Path) -> None:
-        self._path = Path(root) / "coordinator" / DIRECTORY
+        self.path = Path(root) / "coordinator" / DIRECTORY
 
     def list(self, limit: int = 200, *, begun_after_ms: int = 0) -> list[Record]:
         """The newest operations, newest first, without how far participants were. A root without history has none.
@@ -155,7 +162,7 @@ class History:
         Raises STORAGE_FAILED when the root does not answer; a file that cannot be read is passed over.
         """
         try:
-            with Directory.open(self._path) as directory:
+            with Directory.open(self.path) as directory:
                 wanted = [name for name, _ in names(directory) if int(name[:13]) > begun_after_ms]
                 newest = (_read(directory, name, progress=False) for name in reversed(wanted))
                 return [record for record, _ in zip(filter(None, newest), range(limit), strict=False)]
@@ -165,15 +172,23 @@ class History:
     def find(self, operation_id: str) -> Record | None:
         """One operation with everything that is known of it; the newest of that id. Raises as `list`."""
         try:
-            with Directory.open(self._path) as directory:
+            with Directory.open(self.path) as directory:
                 mine = [name for name, operation in names(directory) if operation == operation_id]
                 return next(filter(None, (_read(directory, name, progress=True) for name in reversed(mine))), None)
         except FileNotFoundError:
             return None
 
-    def last_failed(self) -> Record | None:
-        """The newest operation that ended without success, or whose coordinator died in it. Raises as `list`."""
-        return next((found for found in self.list() if found.outcome != "succeeded"), None)
+    def explain(self, operation_id: str = "") -> pb.ExplainResponse | None:
+        """As Explain answers, for when no coordinator does: of that operation (None: it is not known), or of the newest that
+        did not succeed. Raises as `list`.
+        """
+        listed = self.list()
+        name = operation_id or next((one.operation_id for one in listed if one.outcome != "succeeded"), "")
+        found = self.find(name) if name else None
+        if found is None:
+            return None if operation_id else pb.ExplainResponse()
+        later = [one.status() for one in listed if one.began_s > found.began_s]
+        return pb.ExplainResponse(operation=found.status(), events=found.kept_events(), later=later[:MAX_LATER])
 
 
 def _read(directory: Directory, name: str, *, progress: bool) -> Record | None:

@@ -182,6 +182,19 @@ class Opened:
 
 
 @dataclass(frozen=True, slots=True)
+class TaskStack:
+    """Where one task of a rollout stands in the server's code, outermost first. Each frame: file, line, function.
+
+    `rollout_id` is empty for what keeps a whole thread of the worker busy.
+    """
+
+    rollout_id: str
+    worker_id: str
+    task: str
+    frames: tuple[tuple[str, int, str], ...]
+
+
+@dataclass(frozen=True, slots=True)
 class Snapshot:
     """The status of the server now."""
 
@@ -252,6 +265,15 @@ class Adapter(Protocol):
 
     async def status(self, max_rollouts: int) -> Snapshot:
         """The truth now; answers within 1 s whatever is stuck, listing workers that did not answer."""
+        ...
+
+
+@runtime_checkable
+class ShowsStacks(Protocol):
+    """An adapter that can look into the server's tasks."""
+
+    async def stacks(self, limit: int) -> list[TaskStack]:
+        """What the tasks of its rollouts wait for, the longest-standing first. Raises nothing: who does not say is left out."""
         ...
 
 

@@ -19,7 +19,7 @@ from coordinator.wire import failpoints
 from coordinator.wire.beneath import storage_error
 from coordinator.wire.errors import Problem, Reason, Refused, SafepointError, refuse
 from coordinator.wire.terms import ParticipantState, Phase
-from participant_shims.adapter import Adapter, Closed, Description, Opened, Snapshot, Unloads
+from participant_shims.adapter import Adapter, Closed, Description, Opened, ShowsStacks, Snapshot, TaskStack, Unloads
 from participant_shims.fence import Accept, Cause, Decision, Ended, Fence, Refuse, Rpc
 from participant_shims.forgetting import Forgetting
 from participant_shims.running import Pulse, Running
@@ -287,6 +287,16 @@ class Operations:
         except SafepointError as error:
             return self._snapshot, error.problem.message
         return self._snapshot, ""
+
+    async def stacks(self, limit: int) -> list[TaskStack]:
+        """What the tasks of its rollouts wait for. Within 1 s; nothing where nobody can look."""
+        if not limit or not isinstance(self.adapter, ShowsStacks):
+            return []
+        try:
+            async with asyncio.timeout(STATUS_WAIT_S):
+                return await self.adapter.stacks(limit)
+        except TimeoutError:
+            return []
 
     # ---- parts ----------------------------------------------------------------------------------------------------
 

@@ -329,7 +329,9 @@ class ParticipantService(participant_service_pb2_grpc.ParticipantServicer):
 
     async def GetStatus(self, request: pb.GetStatusRequest, context: Context) -> pb.GetStatusResponse:
         time_budget(context)
-        return pb.GetStatusResponse(status=await self._status(request.max_rollouts))
+        stacks = self.operations.stacks(min(request.max_stacks, messages.MAX_STACKS))
+        status, found = await asyncio.gather(self._status(request.max_rollouts), stacks)
+        return pb.GetStatusResponse(status=status, stacks=messages.stacks(found))
 
     async def WatchStatus(
         self, request: pb.WatchStatusRequest, context: Context

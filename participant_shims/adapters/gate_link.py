@@ -19,12 +19,13 @@ from typing import Any, Final, cast
 
 from coordinator.wire.errors import Reason, SafepointError, refuse
 from coordinator.wire.terms import Activity
-from participant_shims.adapter import Counts, LiveRollout
+from participant_shims.adapter import Counts, LiveRollout, TaskStack
 from participant_shims.gate.process import fate, lives, started
 
 log = logging.getLogger(__name__)
 
 MAX_LINE_BYTES: Final = 16 << 20
+MAX_FRAMES: Final = 32
 HELLO_WITHIN_S: Final = 10.0
 END_SEEN_WITHIN_S: Final = 0.1  # the kernel closes a dead process's sockets a moment before it shows it as dead
 # What reading a line that is none can raise: numbers may be infinite, objects lists, and anything too deep.
@@ -112,6 +113,12 @@ def read_rollout(raw: object) -> LiveRollout:
         waiting_on=str(r.get("waiting_on") or ""),
         no_client_s=None if left is None else float(left),
     )
+
+
+def read_stack(worker_id: str, raw: Json) -> TaskStack:
+    """A task's stack as it came. Raises KeyError, TypeError, ValueError."""
+    frames = tuple((str(file)[-256:], int(line), str(name)[-128:]) for file, line, name in raw["frames"][-MAX_FRAMES:])
+    return TaskStack(str(raw["rollout_id"])[:256], worker_id, str(raw["task"])[:128], frames)
 
 
 class GateLink:

@@ -11,7 +11,8 @@ from collections.abc import Sequence
 from typing import Final, cast
 
 from coordinator.wire.errors import Reason, SafepointError, refuse
-from participant_shims.adapters.gate_link import GateLink, GateStatus, Json, read_status
+from participant_shims.adapter import TaskStack
+from participant_shims.adapters.gate_link import BAD_LINE, GateLink, GateStatus, Json, read_stack, read_status
 
 ANSWER_WITHIN_S: Final = 0.7  # status, open, renew: what must be answered within 1 s to our own caller
 # What a phase asks: a worker whose machine is busy must not void a cut. The coordinator waits 5 s for a confirmation, of
@@ -89,6 +90,19 @@ class Gates:
     async def ask(self, links: Sequence[GateLink], what: str, params: Json, timeout_s: float | None) -> list[Json]:
         """Ask all at once; every answer, or the first refusal after all have ended."""
         answers = await asyncio.gather(
+    async def stacks(self, links: Sequence[GateLink], limit: int) -> list[TaskStack]:
+        """What the tasks of each wait for; whoever does not say, or is too old to know, is left out."""
+
+        async def one(link: GateLink) -> list[TaskStack]:
+            try:
+                answer = await link.request("stacks", {"max_stacks": limit}, ANSWER_WITHIN_S)
+                return [read_stack(link.worker_id, raw) for raw in cast("list[Json]", answer["stacks"])]
+            except (SafepointError, *BAD_LINE):
+                return []
+
+        each = await asyncio.gather(*(one(link) for link in links))
+        return [stack for found in each for stack in found][:limit]
+
             *(link.request(what, params, timeout_s) for link in links), return_exceptions=True
         )  # fmt: skip
         for answer in answers:

@@ -33,6 +33,7 @@ from participant_shims.adapter import (
     Progress,
     Snapshot,
     Stillness,
+    TaskStack,
     Worker,
     WrittenFile,
 )
@@ -283,6 +284,9 @@ class GymAdapter:
             replayed_calls=sum(s.replayed_calls for s in statuses),
             diverged_rollouts=sum(s.diverged_rollouts for s in statuses),
         )
+
+    async def stacks(self, limit: int) -> list[TaskStack]:
+        return await self._gates.stacks(list(self._links.values()), limit)
 
     # ---- gates come, speak and go ---------------------------------------------------------------------------------
 

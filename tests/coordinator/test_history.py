@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from google.protobuf import json_format
 from safepoint.v1 import coordinator_service_pb2 as pb
 
 from coordinator import history_writing
@@ -164,6 +165,26 @@ async def test_a_disk_that_hangs_costs_no_time(bench: Bench, monkeypatch: pytest
         let_go.set()
 
 
+async def test_a_listener_that_fails_is_left_out_and_the_save_goes_on(
+    bench: Bench, caplog: pytest.LogCaptureFixture
+) -> None:
+    """History, metrics, traces, a page: none of them may end an operation, whatever is wrong with it."""
+
+    class Broken:
+        told = 0
+
+        def offer(self, event: pb.OperationEvent) -> None:
+            self.told += 1
+            raise NameError("a bug")
+
+    broken = Broken()
+    await bench.start()
+    bench.running.operations.feed.add(broken)
+    assert kinds(await bench.save())[-1] == "saved"
+    assert broken.told == 1
+    assert "Broken has failed and is left out" in caplog.text
+
+
 async def test_the_last_mebibyte_is_left_to_the_journal(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(history_writing, "LEAST_FREE_BYTES", 1 << 60)
     await bench.start()
@@ -248,3 +269,14 @@ def test_a_file_that_names_no_operation_is_none(tmp_path: Path) -> None:
     assert [r.operation_id for r in History(tmp_path).list()] == ["op-4"]
     assert History(tmp_path).find("op-2") is None
     assert History(tmp_path / "elsewhere").list() == []
+
+
+@pytest.mark.parametrize("kind", ["participant_called", "participant_progress"])
+def test_the_steps_that_are_made_by_hand_are_what_protobuf_makes_of_them(kind: str) -> None:
+    event = pb.OperationEvent(operation_id="save-1", sequence=7)
+    event.elapsed.FromMicroseconds(1_250_000)
+    getattr(event, kind).phase = 3
+    getattr(event, kind).participant_id = "agent"
+    if kind == "participant_progress":
+        event.participant_progress.done = True
+    assert history_writing._plain(event, kind) == json_format.MessageToDict(event, preserving_proto_field_name=True)
