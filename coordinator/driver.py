@@ -264,7 +264,7 @@ class Drive:
 
     async def _call(self, call: core.Call) -> None:
         now = self._around.clock
-        whom = next(p for p in self.transaction.topology.participants if p.participant_id == call.participant_id)
+        whom = self.transaction.course.participants[call.participant_id]
         if call.phase in OPENING:
             # A shim that was replaced has another address, and its server may be paused by the one that is gone.
             whom = self._around.present(whom)

@@ -52,8 +52,9 @@ CHANNEL_OPTIONS: Final[list[tuple[str, int]]] = [
     ("grpc.http2.ping_timeout_ms", 10_000),  # keepalive_timeout_ms has no effect; a stopped peer is else never noticed
     ("grpc.http2.max_pings_without_data", 0),
     ("grpc.keepalive_permit_without_calls", 1),
-    ("grpc.min_reconnect_backoff_ms", 100),  # the default back-off delays recovery by up to 20 s
-    ("grpc.max_reconnect_backoff_ms", 1_000),
+    # An attempt to connect may last so long: thousands at once take their time, and one that fails is made again later.
+    ("grpc.min_reconnect_backoff_ms", 2_000),
+    ("grpc.max_reconnect_backoff_ms", 1_000),  # the default delays recovery by up to 20 s
     ("grpc.initial_reconnect_backoff_ms", 100),
     ("grpc.compression_enabled_algorithms_bitset", 1),  # none: a few bytes can unpack to the limit of a message
 ]
