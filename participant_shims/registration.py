@@ -32,6 +32,7 @@ log = logging.getLogger(__name__)
 FIRST_WAIT_S: Final = 0.2
 MAX_WAIT_S: Final = 5.0
 WELCOME_WITHIN_S: Final = 10.0
+MAX_CAUSE_BYTES: Final = 500
 GOODBYE_WITHIN_S: Final = 0.3  # a server that is told to end has a second in Gym, and its shim no more
 MISSED_BEATS: Final = 3
 # Every call has a deadline. When this one is over the shim registers again, as after a lost connection.
@@ -100,7 +101,7 @@ class Registration:
         if self._outgoing is None or not self.welcomed.is_set():
             return
         self._outgoing.put_nowait(
-            pb.RegisterRequest(goodbye=pb.Goodbye(cause=cause.encode()[:500].decode(errors="ignore")))
+            pb.RegisterRequest(goodbye=pb.Goodbye(cause=cause.encode()[:MAX_CAUSE_BYTES].decode(errors="ignore")))
         )
         self._outgoing.put_nowait(None)
         with contextlib.suppress(TimeoutError):

@@ -20,7 +20,8 @@ from typing import Any, Final, cast
 from coordinator.wire.errors import Reason, SafepointError, refuse
 from coordinator.wire.terms import Activity
 from participant_shims.adapter import Counts, LiveRollout, TaskStack
-from participant_shims.gate.process import fate, lives, started
+from participant_shims.gate.process import fate, lives, output_of, started
+from participant_shims.last_words import last_words
 
 log = logging.getLogger(__name__)
 
@@ -127,7 +128,8 @@ class GateLink:
     def __init__(self, hello: GateHello, writer: asyncio.StreamWriter) -> None:
         self.hello = hello
         self.began = started(hello.pid)
-        self._end = ""
+        self._end = self._words = ""
+        self._log_path = output_of(hello.pid)  # of a process that has ended nobody can see it any more
         self.status = GateStatus()
         self.connected = True
         self._writer = writer
@@ -144,12 +146,21 @@ class GateLink:
         while lives(self.hello.pid, self.began) and asyncio.get_running_loop().time() < until:  # noqa: ASYNC110
             await asyncio.sleep(END_SEEN_WITHIN_S / 10)
         self._end = fate(self.hello.pid, self.began)
+        if self._end:
+            with contextlib.suppress(TimeoutError):  # a log on a file server that hangs holds nobody up
+                async with asyncio.timeout(END_SEEN_WITHIN_S):
+                    self._words = await asyncio.to_thread(last_words, self._log_path)
 
     @property
     def fate(self) -> str:
         """What has become of its process, as a part of a sentence."""
         how = self._end or fate(self.hello.pid, self.began)
         return f"its process {how}" if how else "its process lives, and has closed the line"
+
+    @property
+    def last_words(self) -> str:
+        """The end of its log, as a sentence with a blank before it; empty while it lives, or when that cannot be read."""
+        return self._words
 
     async def request(
         self,
@@ -199,13 +210,13 @@ class GateLink:
         self.connected = False
         for answer, _ in list(self._waiting.values()):
             if not answer.done():
-                answer.set_exception(self._missing(f"is gone: {self.fate}"))
+                answer.set_exception(self._missing(f"is gone: {self.fate}", self.last_words))
         self._writer.close()
 
-    def _missing(self, what: str) -> SafepointError:
+    def _missing(self, what: str, words: str = "") -> SafepointError:
         return refuse(
             Reason.WORKERS_MISSING,
-            f"Worker {self.worker_id} (pid {self.hello.pid}) of {self.hello.server_name} {what}.",
+            f"Worker {self.worker_id} (pid {self.hello.pid}) of {self.hello.server_name} {what}.{words}",
         )
 
     def _refusal(self, error: Json) -> SafepointError:

@@ -63,9 +63,12 @@ class Gates:
             raise refuse(
                 reason,
                 f"{len(links)} of {configured} workers of {self._participant_id} are connected ({there}); "
-                f"missing: {', '.join(absent)}.",
+                f"missing: {', '.join(absent)}.{self._last_words()}",
             )
         return links
+
+    def _last_words(self) -> str:
+        return next((link.last_words for name, link in sorted(self.left.items()) if name not in self.here), "")
 
     async def statuses(self, lease_left_s: float | None) -> list[GateStatus]:
         """The status of every worker, asked now, for a phase. Raises WORKERS_MISSING."""

@@ -352,7 +352,10 @@ class GymAdapter:
             if link is None:
                 left = self._gates.left.get(worker_id)
                 how = f": {left.fate}" if left is not None and left.hello.pid == pid else ""
-                raise refuse(Reason.WORKERS_MISSING, f"Worker {worker_id} (pid {pid}) left after it had closed{how}.")
+                words = left.last_words if how and left is not None else ""
+                raise refuse(
+                    Reason.WORKERS_MISSING, f"Worker {worker_id} (pid {pid}) left after it had closed{how}.{words}"
+                )
             if link.hello.pid != pid:
                 raise refuse(
                     Reason.WORKERS_MISSING, f"Worker {worker_id} was restarted: pid {link.hello.pid}, not {pid}."

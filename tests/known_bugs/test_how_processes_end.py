@@ -93,6 +93,8 @@ async def test_the_error_of_a_killed_server_has_its_signal_its_pid_and_its_log(b
     await bench.start(resources=0)
     log = short_path / "server.log"
     async with gated_server(bench, short_path / "run", log) as (server, _):
+        with log.open("ab") as out:
+            out.write(b"MemoryError: 3 GB\n")
         error = await failing_save(bench, lambda: os.kill(server.pid, signal.SIGKILL))
         # Either its gate is missed first, or its shim has said goodbye first.
         assert error.participant_id == "sandbox"
@@ -101,6 +103,8 @@ async def test_the_error_of_a_killed_server_has_its_signal_its_pid_and_its_log(b
         registry = bench.running.operations.discovery.registry
         await until(lambda: bool(registry.missing()), 20)
         assert f"Its server (pid {server.pid}, log {log}) was ended by signal 9" in registry.missing()[0].why
+        assert '"MemoryError: 3 GB".' in registry.missing()[0].why
+        assert '"MemoryError: 3 GB".' in error.problem.message
 
 
 async def test_a_shim_that_is_told_to_go_says_so_before_it_goes(bench: Bench, short_path: Path) -> None:
