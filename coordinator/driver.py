@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections import deque
 from collections.abc import Awaitable, Callable, Coroutine
 from dataclasses import dataclass
 from typing import Any, Final, Protocol
@@ -38,6 +39,7 @@ log = logging.getLogger(__name__)
 RENEW_SOON_S: Final = 0.5
 RECORD_TIMEOUT_S: Final = 10.0  # a journal that takes longer has failed, as far as an operation is concerned
 DISK_RETRY_S: Final = 1.0
+CALLS_AT_ONCE: Final = 32  # begun before the loop looks at anything else
 _PLACES: Final = {  # before and after each call of a wave
     Phase.PREPARE: ("driver.before_prepare", "driver.after_prepare"),
     Phase.COMMIT: ("driver.before_commit", "driver.after_commit"),
@@ -202,15 +204,20 @@ class Drive:
         return self.done.is_set() and not self._calls and self._timer is None and self._inbox.empty()
 
     async def _step(self, event: core.Event) -> None:
-        effects = self.transaction.step(event)
+        effects = deque(self.transaction.step(event))
+        calls = 0
         while effects:
-            effect = effects.pop(0)
+            effect = effects.popleft()
             if isinstance(effect, core.Record):
                 problem = await self._record(effect)
                 if problem is not None:
-                    effects = self.transaction.step(core.RecordFailed(self._around.clock(), problem))
+                    effects = deque(self.transaction.step(core.RecordFailed(self._around.clock(), problem)))
             else:
                 await self._perform(effect, event)
+                calls += isinstance(effect, core.Call)
+                if calls == CALLS_AT_ONCE:  # of thousands: heartbeats are answered in between
+                    calls = 0
+                    await asyncio.sleep(0)
 
     async def _record(self, record: core.Record) -> Problem | None:
         """None when it is durable, or need not be."""

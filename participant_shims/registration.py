@@ -173,13 +173,16 @@ class Registration:
 
     @staticmethod
     async def _next(call: Any, within_s: float) -> pb.RegisterEvent:
+        # Not `timeout`: after a sleep of our own it would end a wait whose answer has come meanwhile.
+        reading: asyncio.Future[Any] = asyncio.ensure_future(call.read())
         try:
-            async with asyncio.timeout(within_s):
-                event: Any = await call.read()
-        except TimeoutError:
-            raise Unanswered(
-                Problem(Reason.UNREACHABLE, f"The coordinator has been silent for {within_s:.1f} s.")
-            ) from None
+            await asyncio.wait({reading}, timeout=within_s)
+        finally:
+            if not reading.done():
+                reading.cancel()
+        if not reading.done():
+            raise Unanswered(Problem(Reason.UNREACHABLE, f"The coordinator has been silent for {within_s:.1f} s."))
+        event: Any = reading.result()
         if event is aio.EOF:
             code = await call.code()
             raise Unanswered(Problem(Reason.UNREACHABLE, f"The coordinator ended the registration ({code.name})."))

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
+import threading
+import time
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -201,3 +203,18 @@ async def test_a_shim_that_was_refused_to_the_end_leaves_no_task_and_one_line(
     assert shim.trouble is not None
     assert shim.trouble.reason is Reason.DUPLICATE_PARTICIPANT
     await coordinator.die()
+
+
+async def test_a_sleep_of_its_own_is_not_taken_for_the_silence_of_the_coordinator() -> None:
+    loop = asyncio.get_running_loop()
+    answer: asyncio.Future[pb.RegisterEvent] = loop.create_future()
+
+    class Call:
+        async def read(self) -> pb.RegisterEvent:
+            return await answer
+
+    waiting = asyncio.create_task(Registration._next(Call(), 0.05))
+    await asyncio.sleep(0)
+    threading.Timer(0.1, loop.call_soon_threadsafe, (answer.set_result, pb.RegisterEvent())).start()
+    time.sleep(0.3)  # noqa: ASYNC251 - the point of it
+    assert await waiting == pb.RegisterEvent()
