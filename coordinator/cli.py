@@ -11,8 +11,8 @@ cli_exit         exit codes by cause
 cli_output       JSON, text, failures
 cli_options      options that many commands share
 cli_progress     bars and lines while an operation runs
-cli_views        tables
-cli_operations, cli_past, cli_snapshots, cli_retention, cli_archive, cli_processes, cli_doctor, cli_certs      the commands
+cli_views, cli_live        tables; what status shows
+cli_operations, cli_status, cli_past, cli_snapshots, cli_retention, cli_archive, cli_processes, cli_doctor, cli_certs      the commands
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ from coordinator import (
     cli_processes,
     cli_retention,
     cli_snapshots,
+    cli_status,
 )
 from coordinator.cli_exit import epilog
 
@@ -46,8 +47,20 @@ app = typer.Typer(
 )
 
 
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        from importlib.metadata import version
+
+        typer.echo(f"safepoint {version('safepoint')}")
+        raise typer.Exit
+
+
 @app.callback()
 def everywhere(
+    version: Annotated[
+        bool,
+        typer.Option("--version", is_eager=True, callback=_print_version, help="Print the version, and end."),
+    ] = False,
     tls_dir: Annotated[
         str,
         typer.Option("--tls-dir", envvar="SAFEPOINT_TLS_DIR", metavar="DIR", help="With ca.crt, tls.crt and tls.key."),
@@ -74,7 +87,7 @@ app.command(rich_help_panel=OPERATE)(cli_operations.save)
 app.command(rich_help_panel=OPERATE)(cli_operations.restore)
 app.command(rich_help_panel=OPERATE)(cli_operations.resume)
 app.command(rich_help_panel=OPERATE)(cli_operations.abort)
-app.command(rich_help_panel=LOOK)(cli_operations.status)
+app.command(rich_help_panel=LOOK)(cli_status.status)
 app.command(rich_help_panel=LOOK)(cli_operations.topology)
 app.command(rich_help_panel=LOOK)(cli_past.why)
 app.command(rich_help_panel=LOOK)(cli_past.history)
