@@ -278,6 +278,18 @@ class ShowsStacks(Protocol):
 
 
 @runtime_checkable
+class StaysClosed(Protocol):
+    """An adapter whose server stays closed, until the lease, when its shim is killed."""
+
+    async def left_closed_for(self) -> str:
+        """The operation for which a shim before this one has left it closed; empty when there is none.
+
+        Raises UNAVAILABLE when the server does not say.
+        """
+        ...
+
+
+@runtime_checkable
 class Unloads(Protocol):
     """An adapter whose server would act on what was loaded, also when the restore is given up."""
 

@@ -84,7 +84,7 @@ class ParticipantService(participant_service_pb2_grpc.ParticipantServicer):
             capabilities=messages.capabilities(await self.operations.describe()),
             incarnation_id=self.operations.incarnation_id,
             state=cast(Any, int(self._fence.state)),
-            operation_id=self._fence.operation_id or self.operations.in_question,
+            operation_id=await self.operations.held(),
             coordinator_epoch=self._fence.highest_epoch,
         )
 

@@ -233,6 +233,13 @@ class GymAdapter:
         async with self._order:
             return await self._open_all()
 
+    async def left_closed_for(self) -> str:
+        if self._last_operation:  # since then it is closed for nobody but us
+            return ""
+        links = self._gates.all(Reason.UNAVAILABLE)
+        answers = await self._gates.ask(links, "status", {"max_rollouts": 0}, ANSWER_WITHIN_S)
+        return next((s.operation_id for s in map(read_status, answers) if s.closed), "")
+
     async def renew(self, lease_ttl_s: float) -> None:
         pause, clock = self._pause, asyncio.get_running_loop().time
         asked_at, links = clock(), list(self._links.values())

@@ -106,7 +106,8 @@ class GetCapabilitiesResponse(_message.Message):
     """REQUIRED. Where it stands now."""
     operation_id: _builtins.str
     """OPTIONAL. The operation that owns the fence. When open: the restore whose state is loaded and of which the
-    participant has not heard whether it was resumed; it refuses Prepare until Resume or Abort of it says so.
+    participant has not heard whether it was resumed; it refuses Prepare until Resume or Abort of it says so. Or the
+    operation in which the shim before this one was killed, while its server is still closed for it.
     """
     coordinator_epoch: _builtins.int
     """REQUIRED. The highest coordinator_epoch seen; zero before the first."""
