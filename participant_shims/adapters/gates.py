@@ -90,9 +90,6 @@ class Gates:
 
         return list(await asyncio.gather(*(one(link) for link in links)))
 
-    async def ask(self, links: Sequence[GateLink], what: str, params: Json, timeout_s: float | None) -> list[Json]:
-        """Ask all at once; every answer, or the first refusal after all have ended."""
-        answers = await asyncio.gather(
     async def stacks(self, links: Sequence[GateLink], limit: int) -> list[TaskStack]:
         """What the tasks of each wait for; whoever does not say, or is too old to know, is left out."""
 
@@ -106,6 +103,9 @@ class Gates:
         each = await asyncio.gather(*(one(link) for link in links))
         return [stack for found in each for stack in found][:limit]
 
+    async def ask(self, links: Sequence[GateLink], what: str, params: Json, timeout_s: float | None) -> list[Json]:
+        """Ask all at once; every answer, or the first refusal after all have ended."""
+        answers = await asyncio.gather(
             *(link.request(what, params, timeout_s) for link in links), return_exceptions=True
         )  # fmt: skip
         for answer in answers:
