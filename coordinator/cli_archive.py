@@ -49,7 +49,7 @@ def push(snapshot: SnapshotName, url: Url, root: Root = "", as_json: AsJson = Fa
             )
         else:
             there = f", {done.found} were there" if done.found else ""
-            say(f"{name} is at {url}: {done.files} files, {size_text(done.size_bytes)}{there}")
+            say(f"{name} is at {url}: {done.files} files, {size_text(done.size_bytes)} with their manifests{there}")
 
 
 def pull(
@@ -80,7 +80,7 @@ def pull(
         if as_json:
             emit({"snapshot_id": name, "url": url, "files": done.files, "size_bytes": done.size_bytes})
         else:
-            say(f"{name} is in {into}: {done.files} files, {size_text(done.size_bytes)}")
+            say(f"{name} is in {into}: {done.files} files, {size_text(done.size_bytes)} with their manifests")
 
 
 def _given(root: str) -> str:

@@ -17,6 +17,7 @@ import typer
 
 from coordinator.cli_options import AsJson, Root, TokenFile, folder, missing
 from coordinator.cli_output import emit, note, reporting, say
+from coordinator.wire.extras import install_extra
 
 if TYPE_CHECKING:
     from coordinator.settings import Settings
@@ -127,7 +128,7 @@ def _on_ray(settings: Settings, name: str, namespace: str, address: str, resourc
     try:
         from coordinator import ray_host
     except ImportError as error:
-        missing(f"Ray is not installed here ({error.name}).", "pip install 'safepoint[ray]'", as_json=False)
+        missing(f"Ray is not installed here ({error.name}).", install_extra("ray"), as_json=False)
     ray_host.connect(address)
     try:
         started = ray_host.start(settings, name, namespace, dict.fromkeys(resources, 0.001))
@@ -194,7 +195,7 @@ def demo(
             else:
                 from coordinator.demo.story import run_demo
         except ImportError as error:
-            missing(f"The demo needs {error.name}.", "pip install 'safepoint[demo,ray]', or `make demo`.", as_json)
+            missing(f"The demo needs {error.name}.", f"{install_extra('demo', 'ray')}, or `make demo`.", as_json)
         code = run_demo(json=as_json, rollouts=rollouts or (16 if vllm else 32), seed=seed)
     raise typer.Exit(code)
 

@@ -20,6 +20,7 @@ from safepoint.v1 import coordinator_service_pb2 as pb
 from coordinator import convert
 from coordinator.protocol.topology import Participant
 from coordinator.wire.errors import Reason, refuse
+from coordinator.wire.extras import install_extra
 from coordinator.wire.terms import OperationKind, Phase
 
 # Seconds. A pause under hold is a tenth of a second, a drain may take an hour.
@@ -194,7 +195,7 @@ def _client() -> Any:
     except ImportError as error:
         raise refuse(
             Reason.INVALID_ARGUMENT, "metrics_bind is set and prometheus-client is not installed.",
-            next_step="pip install 'safepoint[metrics]', or leave metrics_bind empty.",
+            next_step=f"{install_extra('metrics')}, or leave metrics_bind empty.",
         ) from error  # fmt: skip
 
 

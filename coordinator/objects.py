@@ -23,6 +23,7 @@ from typing import Any, Final, Protocol
 
 from coordinator.wire.beneath import Directory
 from coordinator.wire.errors import Reason, SafepointError, refuse
+from coordinator.wire.extras import install_extra
 
 _CHUNK: Final = 4 << 20
 
@@ -101,7 +102,7 @@ class FsspecObjects:
             self._fs, self._path = core.url_to_fs(self.url, use_listings_cache=False)
         except (ImportError, ValueError) as error:
             raise refuse(
-                Reason.INVALID_ARGUMENT, f"{url} cannot be used: {error}.", next_step="pip install 'safepoint[s3]' for s3."
+                Reason.INVALID_ARGUMENT, f"{url} cannot be used: {error}.", next_step=f"{install_extra('s3')} for s3."
             ) from error  # fmt: skip
 
     def put_new(self, key: str, file: int) -> None:

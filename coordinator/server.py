@@ -90,8 +90,9 @@ class Coordinator:
     _ending: asyncio.Task[None] | None = None
 
     def announcement(self) -> str:
-        """One line of JSON: address, epoch and nonce."""
-        return json.dumps({"address": self.address, "epoch": self.epoch, "nonce": self.nonce})
+        """One line of JSON: address, epoch and nonce, and where metrics are, if anywhere."""
+        said = {"address": self.address, "epoch": self.epoch, "nonce": self.nonce}
+        return json.dumps(said | ({"metrics": self.metrics.address} if self.metrics is not None else {}))
 
     async def stop(self) -> None:
         """Stop in good order: what is not published is aborted, everybody connected is told. Twice is harmless."""

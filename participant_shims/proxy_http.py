@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any, Final, cast
 
 from coordinator.wire.errors import Reason, refuse
+from coordinator.wire.extras import install_extra
 
 READ_BYTES: Final = 64 << 10
 MAX_HEAD_BYTES: Final = 256 << 10
@@ -31,7 +32,7 @@ def load_httptools() -> Any:
         return importlib.import_module("httptools")
     except ImportError:
         raise refuse(
-            Reason.UNSUPPORTED, "The proxy needs httptools.", next_step="pip install 'safepoint[proxy]'"
+            Reason.UNSUPPORTED, "The proxy needs httptools.", next_step=install_extra("proxy")
         ) from None
 
 

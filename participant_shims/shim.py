@@ -119,6 +119,7 @@ class Shim:
             )  # fmt: skip
         self._options = options
         self._security = read_security(options.token_file or None, options.tls_dir or None, options.insecure or None)
+        self._adapter = adapter
         self.incarnation_id = new_incarnation_id()
         self.address = ""
         self.service = ParticipantService(adapter, options.participant_id, self.incarnation_id, options.root, clock)
@@ -196,13 +197,15 @@ class Shim:
             self._listening.close()
 
     def announcement(self) -> dict[str, object]:
-        """What is printed once it can be called."""
-        return {
+        """What is printed once it can be called. `listens`: where a proxy takes its server's calls."""
+        said: dict[str, object] = {
             "participant_id": self._options.participant_id,
             "incarnation_id": self.incarnation_id,
             "address": self.address,
             "pid": os.getpid(),
         }
+        listens = getattr(self._adapter, "listens", "")
+        return said | ({"listens": listens} if listens else {})
 
     async def until_told_to_go(self) -> None:
         """Until SIGTERM, SIGINT, or the end of the parent. Raises what ended the registration for good."""

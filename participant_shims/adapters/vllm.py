@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
+from coordinator.wire import failpoints
 from coordinator.wire.errors import Reason, SafepointError, refuse
 from coordinator.wire.terms import Activity, CheckpointMode, QuiesceMode, Role
 from participant_shims.adapter import (
@@ -119,6 +120,11 @@ class VllmAdapter:
         return self.front.proxy
 
     @property
+    def listens(self) -> str:
+        """Where it takes calls, host:port; empty where there is no proxy."""
+        return self.proxy.address if isinstance(self.front, HttpFront) else ""
+
+    @property
     def control(self) -> EngineControl:
         """Its control calls."""
         assert isinstance(self.front, HttpFront)
@@ -207,6 +213,7 @@ class VllmAdapter:
             await asyncio.gather(looking, return_exceptions=True)
         await self._until_quiet()
         self._frozen_at = asyncio.get_running_loop().time()
+        failpoints.reach("engine.after_quiet")
         counts = self._counts()
         yield Drain(Counts(0, counts.parked, counts.held + counts.in_flight), quiesced=True, excluded=tuple(aborted))
 
@@ -287,7 +294,9 @@ class VllmAdapter:
             return
         self._ours = True
         self._note.write(self.doors.operation_id)
+        failpoints.reach("engine.before_pause")
         await self.front.pause(mode)
+        failpoints.reach("engine.after_pause")
         self._check_closed()
 
     async def _until_quiet(self) -> None:
@@ -427,7 +436,9 @@ class VllmAdapter:
     # ---- parts ----------------------------------------------------------------------------------------------------
 
     async def _resume(self) -> None:
+        failpoints.reach("engine.before_resume")
         await self.front.resume()
+        failpoints.reach("engine.after_resume")
         self._ours = False
         self._note.remove()
 
