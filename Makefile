@@ -132,6 +132,19 @@ FUZZ_SECONDS ?= 60
 fuzz: setup ## every reader of foreign bytes, for a minute in all: FUZZ_SECONDS=600 for longer; writes build/fuzz.json
 	PYTHONPATH=.:gen $(PY) -m tests.fuzz.fuzzing --seconds $(FUZZ_SECONDS) --out build/fuzz.json
 
+.PHONY: docs docs-reference check-docs
+docs: setup ## the documentation site, in build/site
+	NO_MKDOCS_2_WARNING=1 $(VENV)/bin/mkdocs build --strict --quiet
+	@echo "build/site/index.html"
+
+docs-reference: setup setup-proto ## rewrite docs/reference/ from its sources
+	PYTHONPATH=.:gen $(PY) -m scripts.docs_reference
+
+check-docs: setup setup-proto ## fail if docs/reference/ is stale, a link leads nowhere, or the site loads anything from elsewhere
+	PYTHONPATH=.:gen $(PY) -m scripts.docs_reference --check
+	$(MAKE) --no-print-directory docs
+	PYTHONPATH=.:gen $(PY) -m scripts.docs_site build/site
+
 demo: setup setup-gym ## save, kill and restore 32 live rollouts on real NeMo Gym servers
 	$(PY) -m coordinator.cli demo
 
@@ -139,9 +152,10 @@ demo: setup setup-gym ## save, kill and restore 32 live rollouts on real NeMo Gy
 demo-vllm: setup setup-gym setup-vllm ## the same with a real vLLM, and long generations in flight at the cut
 	$(PY) -m coordinator.cli demo --vllm
 
-check: ## what CI runs: check-proto, check-stubs, lint, types, 500 seeds of sim, mutants, test
+check: ## what CI runs: check-proto, check-stubs, check-docs, lint, types, 500 seeds of sim, mutants, test
 	$(MAKE) --no-print-directory check-proto
 	$(MAKE) --no-print-directory check-stubs
+	$(MAKE) --no-print-directory check-docs
 	$(MAKE) --no-print-directory lint
 	$(MAKE) --no-print-directory types
 	$(MAKE) --no-print-directory sim SIM_SEEDS=500

@@ -116,7 +116,12 @@ def _forwarded(name: str, command: Any) -> str:
                 ("<br>".join(f"`{o}{takes}`" for o in action.option_strings), cell(_expanded(action)), default, "")
             )
     usage = f"{name} [OPTIONS]" + (" -- COMMAND [ARGUMENT ...]" if name.endswith("serve") else "")
-    parts = [f"## {name}\n", text, f"\n```text\n{usage}\n```\n", table(("option", "meaning", "default", "variable"), *rows)]
+    parts = [
+        f"## {name}\n",
+        text,
+        f"\n```text\n{usage}\n```\n",
+        table(("option", "meaning", "default", "variable"), *rows),
+    ]
     return "\n".join([*parts, f"\n```bash\n{example}\n```\n"] if example else parts)
 
 

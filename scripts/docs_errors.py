@@ -55,7 +55,7 @@ def render() -> str:
     parts = [
         generated("Errors", "`proto/safepoint/v1/errors.proto` and `coordinator/wire/errors.py`"),
         "Every failure has a reason. In Python it is `error.reason`, on the wire `ErrorDetail.reason`, with `--json` "
-        '`error.reason`. An error often carries a better next step than the one here, and says in `safepoint why` who it '
+        "`error.reason`. An error often carries a better next step than the one here, and says in `safepoint why` who it "
         "was. [The checkpoint did not happen](../runbook.md) begins from what you see.\n\n"
         "*May be paused* says whether somebody can still be closed when the reason is reported; nobody stays closed for "
         "longer than the lease.\n",

@@ -47,7 +47,10 @@ def main(arguments: list[str]) -> int:
             DIRECTORY.mkdir(parents=True, exist_ok=True)
             path.write_text(text, encoding="utf-8")
     if stale and "--check" in arguments:
-        print(f"stale: {', '.join(f'docs/reference/{name}' for name in stale)}. Run `make docs-reference`.", file=sys.stderr)
+        print(
+            f"stale: {', '.join(f'docs/reference/{name}' for name in stale)}. Run `make docs-reference`.",
+            file=sys.stderr,
+        )
         return 1
     return 0
 
