@@ -239,7 +239,7 @@ class GateHub:
         self._path = path
         self._on_join, self._on_event, self._on_leave = on_join, on_event, on_leave
         self._server: asyncio.Server | None = None
-        self._links: set[GateLink] = set()
+        self._links: dict[GateLink, None] = {}  # in the order in which they came, which is the order in which they end
         self._serving: set[asyncio.Task[None]] = set()
 
     async def start(self) -> None:
@@ -270,7 +270,7 @@ class GateHub:
         try:
             async with asyncio.timeout(HELLO_WITHIN_S):
                 link = GateLink(read_hello(await reader.readline()), writer)
-            self._links.add(link)
+            self._links[link] = None
             self._on_join(link)
             while line := await reader.readline():
                 message: object = json.loads(line)
@@ -292,7 +292,7 @@ class GateHub:
             if link is not None:
                 with contextlib.suppress(asyncio.CancelledError):
                     await link.settle()
-                self._links.discard(link)
+                self._links.pop(link, None)
                 link.lost()
                 self._on_leave(link)
 

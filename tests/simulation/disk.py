@@ -196,6 +196,17 @@ class SimDisk:
             return sorted(self.resolve(path).names)
         return []
 
+    def content(self, path: str) -> object:
+        """All that lies below a directory, to be compared; None when there is none."""
+        with contextlib.suppress(OSError):
+            return self._content(self.resolve(path))
+        return None
+
+    def _content(self, node: Node) -> object:
+        if not node.directory:
+            return bytes(node.data)
+        return {name: self._content(child) for name, child in node.names.items()}
+
     # ---- nodes ------------------------------------------------------------------------------------------------------------
 
     def new(self, directory: bool) -> Node:

@@ -23,10 +23,12 @@ from pathlib import Path
 from typing import Any
 
 from tests.simulation.faults import make
+from tests.simulation.loop import SimLoop
 from tests.simulation.shrink import kind_of, shrink
 from tests.simulation.story import Result, play
 
 OTHER_CLOCK_EVERY = 20
+CHUNK, CHUNKS = 4, 12  # seeds that a process gets at once, and how often: then it ends, with 4 MB for each of them
 SHRUNK = 3  # failing seeds of a batch, at some 20 s each
 
 
@@ -56,9 +58,8 @@ def _difference(result: Result, other: Result) -> str:
 
 def _begin() -> None:
     warnings.simplefilter("ignore")
-    gc.disable()  # a run collects for itself
-    gc.collect()
-    gc.freeze()  # what was imported is not looked through each time
+    gc.disable()  # a run collects for itself, but here the end of the process is cheaper
+    SimLoop.collect_every = 0
 
 
 def one(seed: int) -> dict[str, Any]:
@@ -76,9 +77,10 @@ def many(first: int, count: int, jobs: int, within_s: float = 0.0) -> dict[str, 
     """Run seeds in processes of their own; at most `within_s` seconds when that is given."""
     began, done = time.monotonic(), list[dict[str, Any]]()
     faults: Counter[str] = Counter()
-    context = multiprocessing.get_context("spawn")
-    with context.Pool(jobs, _begin, maxtasksperchild=400) as pool:
-        for found in pool.imap_unordered(one, range(first, first + count), chunksize=4):
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["tests.simulation.story"])
+    with context.Pool(jobs, _begin, maxtasksperchild=CHUNKS) as pool:
+        for found in pool.imap_unordered(one, range(first, first + count), chunksize=CHUNK):
             done.append(found)
             faults.update(found["faults"])
             if found["violations"]:
