@@ -76,7 +76,7 @@ class Operations:
         self.storage_lock = asyncio.Lock()  # prune never meets the beginning of an operation
         self._publisher = Publisher(store, journal.epoch)
         self._writer = ThreadPoolExecutor(1, "journal")  # one thread: records keep their order
-        self._lingering: set[Drive] = set()
+        self._lingering: dict[Drive, None] = {}  # in the order in which they ended
         self._memory: OrderedDict[OperationId, Ended] = OrderedDict()
         self._recorded: set[OperationId] = set()  # those of `_memory` whose id is used up
         self._work: set[asyncio.Task[None]] = set()
@@ -355,7 +355,7 @@ class Operations:
         if self.active is drive:
             self.active = None
         if drive.task is not None:
-            self._lingering.add(drive)  # it goes on telling whoever has not said that it is open
+            self._lingering[drive] = None  # it goes on telling whoever has not said that it is open
             drive.task.add_done_callback(lambda _: self._over(drive))
         if drive.recorded:
             self._recorded.add(ended.operation_id)
@@ -369,7 +369,7 @@ class Operations:
             self.spawn(self._discard(drive.operation.snapshot_id))
 
     def _over(self, drive: Drive) -> None:
-        self._lingering.discard(drive)
+        self._lingering.pop(drive, None)
         if drive.operation.kind is OperationKind.RESTORE and drive.done.is_set() and not self._closing:
             for name in drive.unconfirmed:  # what it loaded stays in question until it hears
                 if (here := self.discovery.registry.get(name)) is not None:
