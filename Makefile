@@ -82,7 +82,7 @@ types: setup ## mypy strict and pyright strict
 	$(VENV)/bin/pyright --warnings
 
 test: setup setup-gym ## all tests, with real NeMo Gym servers and a real Ray
-	$(PY) -m pytest
+	$(PY) -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
 VERSION ?= 3.13
 test-python: ## tests that need no Gym, Ray or torch, under another Python: make test-python VERSION=3.13

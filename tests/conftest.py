@@ -5,6 +5,9 @@
   there. Checked once, after all fixtures are gone, since a module's fixture may keep servers for several tests; the
   report names the test during which each leftover appeared.
 
+`make test` runs two workers (pytest-xdist), a file at a time: each looks after what it started itself, and tells the
+process that people read. Files that wait for real servers come first, so that both workers end together.
+
 How they are found where they hide: `tests/leftovers.py`. A server of grpc.aio that a test has not stopped is stopped with
 the test's loop, since it would hang the whole run at its end.
 """
@@ -55,6 +58,18 @@ def pytest_configure(config: pytest.Config) -> None:
     config.add_cleanup(lambda: setattr(tempfile, "mkdtemp", make))
     config.add_cleanup(note_started(lambda pid: _started.setdefault(pid, _current)))
     config.add_cleanup(stop_servers_with_their_loop(lambda what: _leaks.append(f"{what}, by the end of {_current}")))
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if hasattr(config, "workerinput"):
+        waits = {item.path for item in items if any(item.iter_markers("slow"))}
+        items.sort(key=lambda item: item.path not in waits)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node: Any) -> None:
+    _leaks.extend(getattr(node, "workeroutput", {}).get("leaks", ()))
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
@@ -113,6 +128,8 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
         # pytest keeps the folders of the last three runs on purpose.
         if os.path.isdir(folder) and "pytest-of-" not in folder:
             _leaks.append(f"folder {folder}, made in {test}")
+    if hasattr(session.config, "workeroutput"):
+        session.config.workeroutput["leaks"] = _leaks
     if _leaks and session.exitstatus in (pytest.ExitCode.OK, pytest.ExitCode.NO_TESTS_COLLECTED):
         session.exitstatus = pytest.ExitCode.TESTS_FAILED
 
