@@ -20,7 +20,7 @@ from typing import Any, Final, cast
 from coordinator.wire.errors import Reason, SafepointError, refuse
 from coordinator.wire.terms import Activity
 from participant_shims.adapter import Counts, LiveRollout, TaskStack
-from participant_shims.gate.process import fate, lives, output_of, started
+from participant_shims.gate.process import fate, lives, output_of, standstill, started
 from participant_shims.last_words import last_words
 
 log = logging.getLogger(__name__)
@@ -29,6 +29,10 @@ MAX_LINE_BYTES: Final = 16 << 20
 MAX_FRAMES: Final = 32
 HELLO_WITHIN_S: Final = 10.0
 END_SEEN_WITHIN_S: Final = 0.1  # the kernel closes a dead process's sockets a moment before it shows it as dead
+_BUSY: Final = (
+    "Its process (pid {}) runs and does not answer: see how busy its machine is, and what its threads do; then repeat, or "
+    "restart the server"
+)
 # What reading a line that is none can raise: numbers may be infinite, objects lists, and anything too deep.
 BAD_LINE: Final = (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError)
 Json = Mapping[str, Any]
@@ -185,7 +189,9 @@ class GateLink:
             async with asyncio.timeout(timeout_s):
                 return await answer
         except TimeoutError:
-            raise self._missing(f"has not answered {what} within {timeout_s:.1f} s") from None
+            raise self._missing(
+                f"has not answered {what} within {timeout_s:.1f} s", next_step=f"{self.standing}."
+            ) from None
         finally:
             self._waiting.pop(number, None)
 
@@ -213,10 +219,17 @@ class GateLink:
                 answer.set_exception(self._missing(f"is gone: {self.fate}", self.last_words))
         self._writer.close()
 
-    def _missing(self, what: str, words: str = "") -> SafepointError:
+    @property
+    def standing(self) -> str:
+        """What a process that does not answer is seen to do, and what helps: a sentence without its end."""
+        how = standstill(self.hello.pid)
+        return f"Its process (pid {self.hello.pid}) {how}" if how else _BUSY.format(self.hello.pid)
+
+    def _missing(self, what: str, words: str = "", next_step: str = "") -> SafepointError:
         return refuse(
             Reason.WORKERS_MISSING,
             f"Worker {self.worker_id} (pid {self.hello.pid}) of {self.hello.server_name} {what}.{words}",
+            next_step=next_step,
         )
 
     def _refusal(self, error: Json) -> SafepointError:

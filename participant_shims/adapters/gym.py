@@ -272,7 +272,11 @@ class GymAdapter:
         statuses = [link.status for link in links]
         rollouts = sorted((r for s in statuses for r in s.rollouts), key=lambda r: -r.age_s)
         configured = links[0].hello.configured_workers if links else 1
-        remarks = [f"{link.worker_id} does not answer" for link, ok in zip(links, answered, strict=True) if not ok]
+        remarks = [
+            f"{link.worker_id} does not answer. {link.standing}"
+            for link, ok in zip(links, answered, strict=True)
+            if not ok
+        ]
         if len(links) < configured:
             remarks.append(f"{len(links)} of {configured} workers are connected")
         closed_for = [s.closed_for_s for s in statuses if s.closed_for_s is not None]

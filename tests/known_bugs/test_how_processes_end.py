@@ -21,7 +21,7 @@ from safepoint.v1 import coordinator_service_pb2 as pb
 from coordinator.wire.errors import Reason, SafepointError
 from participant_shims.ends import Predecessor, ServerWatch, predecessor_in
 from participant_shims.gate import life
-from participant_shims.gate.process import fate, output_of, started
+from participant_shims.gate.process import fate, output_of, standstill, started
 from participant_shims.gate.shim_process import ANNOUNCEMENT, BEFORE_VARIABLE, ShimProcess
 from tests.coordinator.conftest import Bench, unary, until
 
@@ -171,6 +171,19 @@ def test_how_a_process_ended_is_seen_until_its_parent_has_collected_it(code: str
     assert fate(process.pid, began) == how
     process.wait()
     assert fate(process.pid, began) == "has ended"
+
+
+def test_a_process_that_is_stopped_is_told_from_one_that_is_busy(tmp_path: Path) -> None:
+    process = subprocess.Popen([sys.executable, "-S", "-E", "-c", "input()"], stdin=subprocess.PIPE)
+    try:
+        assert standstill(process.pid) == ""
+        os.kill(process.pid, signal.SIGSTOP)
+        os.waitid(os.P_PID, process.pid, os.WSTOPPED | os.WNOWAIT)
+        assert f"is stopped: `kill -CONT {process.pid}`" in standstill(process.pid)
+    finally:
+        process.kill()
+        process.communicate()
+    assert standstill(process.pid) == ""
 
 
 def test_where_a_process_writes_is_its_log_when_that_is_a_file(tmp_path: Path) -> None:
