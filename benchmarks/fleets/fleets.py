@@ -11,7 +11,7 @@ from collections.abc import Generator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final, Protocol
+from typing import Any, Final, Protocol
 
 import grpc
 from safepoint.v1 import coordinator_service_pb2 as pb
@@ -76,9 +76,9 @@ class OurFleet:
         self._cpu = _Cpu(control, participants)
         self._members = members
         self._channel = grpc.insecure_channel(address, options=CHANNEL_OPTIONS)
-        self._stub = coordinator_service_pb2_grpc.CoordinatorStub(self._channel)
+        self.stub = coordinator_service_pb2_grpc.CoordinatorStub(self._channel)
         self._numbers = itertools.count()
-        seen = len(self._stub.GetTopology(pb.GetTopologyRequest(), timeout=SAVE_WITHIN_S).participants)
+        seen = len(self.stub.GetTopology(pb.GetTopologyRequest(), timeout=SAVE_WITHIN_S).participants)
         if seen != len(members):
             raise RuntimeError(f"{seen} of {len(members)} participants are registered")
 
@@ -93,7 +93,7 @@ class OurFleet:
         request.options.straggler_grace.FromSeconds(60)
         before, began = self._cpu.used(), time.perf_counter()
         last = None
-        for last in self._stub.Save(request, timeout=SAVE_WITHIN_S):
+        for last in self.stub.Save(request, timeout=SAVE_WITHIN_S):
             if last.HasField("failed"):
                 raise RuntimeError(f"the save failed: {last.failed.primary.message}")
         elapsed = time.perf_counter() - began
@@ -159,18 +159,31 @@ def bare(count: int) -> Generator[AskedFleet]:
 
 
 @contextmanager
+def peer_servers(count: int) -> Generator[dict[str, int]]:
+    """The peer's participants alone: name -> port."""
+    with scratch("peer") as root, ExitStack() as stack:
+        _, where = _serving(stack, ["benchmarks.fleets.peer_servers"], work.members(count), root)
+        yield where
+
+
+@contextmanager
 def _asked(count: int, serve: list[str], control: list[str]) -> Generator[AskedFleet]:
     members = work.members(count)
     with scratch(serve[0].rpartition(".")[2]) as root, ExitStack() as stack:
-        workers = [
-            stack.enter_context(Worker(*serve, json.dumps(share), log=root / "servers.log"))
-            for share in shares(members)
-        ]
-        where = {name: at for worker in workers for name, at in worker.ready().items()}
+        workers, where = _serving(stack, serve, members, root)
         plan = json.dumps([(member.name, member.role, where[member.name]) for member in members])
         controller = stack.enter_context(Worker(*control, plan, log=root / "control.log"))
         controller.ready()
         yield AskedFleet(members, controller, workers, root)
+
+
+def _serving(
+    stack: ExitStack, serve: list[str], members: list[work.Member], root: Path
+) -> tuple[list[Worker], dict[str, Any]]:
+    workers = [
+        stack.enter_context(Worker(*serve, json.dumps(share), log=root / "servers.log")) for share in shares(members)
+    ]
+    return workers, {name: at for worker in workers for name, at in worker.ready().items()}
 
 
 def _taken(

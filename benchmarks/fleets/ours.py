@@ -65,12 +65,12 @@ class SmallAdapter:
         now = time.monotonic()
         self._generation += 1
         self._closed_at = now
-        self._busy_until = now + work.drain_s(operation_id, self._member.name, self._member.role)
+        self._busy_until = work.quiet_at(operation_id, self._member.name, self._member.role, now)
         return Closed(self._workers, self._counts(), self._generation)
 
     async def quiesce(self, mode: QuiesceMode, exclude_after_s: float | None) -> AsyncIterator[Drain]:
         left = self._busy_until - time.monotonic()
-        if left > 0:
+        if left > 0:  # as the gates do: told at once when the last handler ends
             yield Drain(self._counts(), (LiveRollout("r-1", Activity.UNSPECIFIED),), 1)
             await asyncio.sleep(left)
         yield Drain(Counts(parked=1), quiesced=True)

@@ -99,11 +99,10 @@ class Participant:
             self.check(asked, "idle", "preparing", "prepared")
             if self.phase == "idle":
                 self.phase, self.checkpoint_id = "preparing", asked.checkpoint_id
-                self._quiet_at = time.monotonic() + work.drain_s(
-                    asked.checkpoint_id, self.member.name, self.member.role
+                self._quiet_at = work.quiet_at(
+                    asked.checkpoint_id, self.member.name, self.member.role, time.monotonic()
                 )
-        left = self._quiet_at - time.monotonic()
-        if asked.wait and left > 0:
+        while asked.wait and (left := self._quiet_at - time.monotonic()) > 0:
             await asyncio.sleep(left)
         return self.status()
 

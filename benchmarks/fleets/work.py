@@ -44,13 +44,33 @@ def operation_name(label: str, drain_s: tuple[float, float]) -> str:
     return f"{label}.{low}-{high}"
 
 
+def operation_name_at(label: str, quiet_at: tuple[float, float]) -> str:
+    """The name of one that says when they are quiet: from, to, on this machine's monotonic clock (seconds)."""
+    low, high = (round(seconds * 1000) for seconds in quiet_at)
+    return f"{label}.at-{low}-{high}"
+
+
 def drain_s(operation: str, name: str, role: str) -> float:
     """How long this participant needs to be quiet. Agents and models hold what they have, and need no time."""
-    low, _, high = operation.rpartition(".")[2].partition("-")
-    if role != RESOURCES or not high.isdigit() or int(high) == 0:
+    low, high = _range(operation)
+    if role != RESOURCES or not high:
         return 0.0
-    share = int.from_bytes(hashlib.sha256(f"{operation} {name}".encode()).digest()[:4], "big") / 2**32
-    return (int(low) + share * (int(high) - int(low))) / 1000
+    return low + _share(operation, name) * (high - low)
+
+
+def quiet_at(operation: str, name: str, role: str, now: float) -> float:
+    """When it is quiet, if it is asked at `now` (monotonic seconds)."""
+    at = drain_s(operation, name, role)
+    return max(now, at) if ".at-" in operation else now + at
+
+
+def _range(operation: str) -> tuple[float, float]:
+    numbers = [int(each) / 1000 for each in operation.rpartition(".")[2].split("-") if each.isdigit()]
+    return (numbers[0], numbers[1]) if len(numbers) == 2 else (0.0, 0.0)
+
+
+def _share(operation: str, name: str) -> float:
+    return int.from_bytes(hashlib.sha256(f"{operation} {name}".encode()).digest()[:4], "big") / 2**32
 
 
 def last_drain_s(operation: str, fleet: list[Member]) -> float:
