@@ -15,7 +15,7 @@ import asyncio
 import json
 import logging
 from collections.abc import Callable
-from typing import Any, Final
+from typing import Any, Final, cast
 
 from participant_shims.admission import ANONYMOUS, Doors, Entry
 from participant_shims.identity import CallIdentity, from_headers
@@ -63,8 +63,9 @@ class Link(asyncio.StreamReaderProtocol):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         super().connection_made(transport)
-        assert isinstance(transport, asyncio.Transport)
-        self.writer = asyncio.StreamWriter(transport, self, self.reader, asyncio.get_running_loop())
+        # Not asked whether it is an asyncio.Transport: uvloop's is of no class of asyncio's.
+        its = cast(asyncio.Transport, transport)
+        self.writer = asyncio.StreamWriter(its, self, self.reader, asyncio.get_running_loop())
         if self._on_connected is not None:
             self._on_connected(self)
 
@@ -92,6 +93,11 @@ class Link(asyncio.StreamReaderProtocol):
         """Write, whether the peer is slow or not: for what is bounded anyway."""
         assert self.writer is not None
         self.writer.write(data)
+
+    async def drained(self) -> None:
+        """Wait while the peer is slow. Raises ConnectionError when it is gone."""
+        assert self.writer is not None
+        await self.writer.drain()
 
     def drop(self, *, now: bool) -> None:
         """Close; `now` without sending what is buffered, which the peer sees as a lost connection."""

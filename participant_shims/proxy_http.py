@@ -11,7 +11,7 @@ import asyncio
 import importlib
 from collections import deque
 from dataclasses import dataclass, field
-from typing import Any, Final, cast
+from typing import Any, Final, NamedTuple, cast
 
 from coordinator.wire.errors import Reason, refuse
 from coordinator.wire.extras import install_extra
@@ -77,15 +77,13 @@ class Head:
         return first + b"".join(b"%s: %s\r\n" % header for header in self.headers) + b"\r\n"
 
 
-@dataclass(frozen=True, slots=True)
-class Body:
+class Body(NamedTuple):
     """A piece of a body."""
 
     data: bytes
 
 
-@dataclass(frozen=True, slots=True)
-class End:
+class End(NamedTuple):
     """The message is complete. `trailers` of a chunked body."""
 
     trailers: tuple[Header, ...] = ()

@@ -138,24 +138,31 @@ class Serving:
                 return await self._send_whole(at, record, stream.whole(), response)
             # What is told is what came, unless something has to be taken out of it.
             as_it_came = ask.wants_ids and ask.wants_logprobs
-            chunked = response.chunked
-            await doors.hold(entry)
-            client.write(response.encode())
+            head, chunked = [response.encode()], response.chunked
+
+            def tell(told: bytes, ended: bool) -> None:
+                parts = [head.pop()] if head else []
+                if told:
+                    parts.append(encode_body(told, chunked))
+                if ended:
+                    parts += encode_body(answer.DONE, chunked), encode_end(End(), chunked)
+                client.write(b"".join(parts))
+
             try:
                 await stream.pass_on(
                     (lambda chunk, piece: piece.raw)
                     if as_it_came
                     else (lambda chunk, _: answer.event_without(chunk, ask)),
-                    lambda told: client.write(encode_body(told, chunked)),
+                    tell,
                     lambda: not doors.closed,
                     lambda: doors.hold(entry),
                 )
             except Failure as failure:
                 client.write(encode_body(answer.event(failure.event), chunked))
+                tell(b"", True)
         finally:
             stream.close()
-        await doors.hold(entry)
-        await client.send(encode_body(answer.DONE, chunked) + encode_end(End(), chunked))
+        await client.drained()
         return self._again(at, response)
 
     async def _send_whole(
