@@ -11,6 +11,7 @@ Modes: HOLD freezes what runs (`keep`), token-exact after opening. DRAIN waits u
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import os
 from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
@@ -137,6 +138,11 @@ class VllmAdapter:
 
     async def start(self, on_change: Callable[[], None]) -> None:
         self._changed = on_change
+        if self._restored.there():
+            # Whoever had asked the shim before this one asks again within a moment, and must not be answered anew.
+            with contextlib.suppress(SafepointError, TimeoutError):
+                async with asyncio.timeout(PATIENT_S):
+                    await self.describe()
         try:
             await self.front.start()
         except OSError as error:

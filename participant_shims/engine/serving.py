@@ -12,6 +12,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, cast
 
+from coordinator.wire import failpoints
 from participant_shims.admission import Doors, Entry
 from participant_shims.engine import answer
 from participant_shims.engine.call import NotSent, Unknown, call
@@ -85,6 +86,7 @@ class Serving:
             why, was = restored.anew or record.anew, restored.request_id
             if not why:
                 try:
+                    failpoints.reach("engine.before_continue")
                     again = await self._continue(at, restored)
                     self._pool.on_over(was)
                     return again

@@ -6,38 +6,43 @@ import itertools
 from collections import Counter
 
 from coordinator.wire import failpoints
-from coordinator.wire.failpoint_names import COORDINATOR, GATE, PLACES, SHIM
+from coordinator.wire.failpoint_names import COORDINATOR, ENGINE, GATE, PLACES, SHIM
 from tests.faults.cases import OUTSIDE, Case, all_cases, few_cases
+from tests.faults.engine_cases import ENGINE_CASES
 from tests.faults.fleet import SERVERS
+
+EVERY_CASE = [*all_cases(), *ENGINE_CASES]
 
 
 def kind(case: Case) -> str:
     if case.process == "coordinator":
         return COORDINATOR
+    if case.owner == "engine":
+        return ENGINE
     return SHIM if case.process.endswith("/shim") else GATE
 
 
 def test_every_failpoint_is_in_the_matrix_with_a_kill() -> None:
-    killed = {case.failpoint for case in all_cases() if case.fault == "kill"}
+    killed = {case.failpoint for case in EVERY_CASE if case.fault == "kill"}
     assert killed == set(PLACES)
 
 
 def test_every_place_on_a_disk_is_in_it_with_both_errors() -> None:
     for error in ("error(EIO)", "error(ENOSPC)"):
-        assert {c.failpoint for c in all_cases() if c.fault == error} == {p.name for p in PLACES.values() if p.disk}
+        assert {c.failpoint for c in EVERY_CASE if c.fault == error} == {p.name for p in PLACES.values() if p.disk}
 
 
 def test_every_kind_of_process_is_killed_and_stopped_and_hangs() -> None:
     for fault in ("kill", "stop", "delay"):
-        assert {kind(c) for c in all_cases() if c.fault.startswith(fault)} == {COORDINATOR, SHIM, GATE}, fault
+        assert {kind(c) for c in EVERY_CASE if c.fault.startswith(fault)} == {COORDINATOR, SHIM, GATE, ENGINE}, fault
     assert {c.fault for c in all_cases()} >= set(OUTSIDE)
 
 
 def test_a_case_hits_the_process_that_reaches_its_place() -> None:
-    for case in all_cases():
-        if case.failpoint and PLACES[case.failpoint].process in (COORDINATOR, SHIM, GATE):
+    for case in EVERY_CASE:
+        if case.failpoint and PLACES[case.failpoint].process in (COORDINATOR, SHIM, GATE, ENGINE):
             assert kind(case) == PLACES[case.failpoint].process, case.name
-        assert case.owner in ("coordinator", *SERVERS)
+        assert case.owner in ("coordinator", "engine", *SERVERS)
         assert case.failpoint or case.fault in OUTSIDE
         if case.failpoint:
             failpoints.parse(case.specification)
