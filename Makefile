@@ -132,6 +132,11 @@ FUZZ_SECONDS ?= 60
 fuzz: setup ## every reader of foreign bytes, for a minute in all: FUZZ_SECONDS=600 for longer; writes build/fuzz.json
 	PYTHONPATH=.:gen $(PY) -m tests.fuzz.fuzzing --seconds $(FUZZ_SECONDS) --out build/fuzz.json
 
+.PHONY: wheel
+wheel: ## a wheel in build/wheel, for machines without this clone
+	$(PYTHON) -m pip wheel --quiet --no-deps --wheel-dir build/wheel .
+	@ls build/wheel/*.whl
+
 .PHONY: docs docs-reference check-docs
 docs: setup ## the documentation site, in build/site
 	NO_MKDOCS_2_WARNING=1 $(VENV)/bin/mkdocs build --strict --quiet
