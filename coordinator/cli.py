@@ -3,7 +3,7 @@
     safepoint coordinator | shim | serve              start something
     safepoint save | restore | resume | abort         operate
     safepoint status | topology | why | history | snapshots     look
-    safepoint doctor | certs | inspect | demo | version   this machine
+    safepoint doctor | config | certs | inspect | demo | version   this machine
 
 The rule: `safepoint --help` answers at once, so nothing but Typer is imported before a command runs.
 
@@ -12,7 +12,7 @@ cli_output       JSON, text, failures
 cli_options      options that many commands share
 cli_progress     bars and lines while an operation runs
 cli_views, cli_live        tables; what status shows
-cli_operations, cli_status, cli_past, cli_snapshots, cli_retention, cli_archive, cli_processes, cli_doctor, cli_certs      the commands
+cli_operations, cli_status, cli_past, cli_snapshots, cli_retention, cli_archive, cli_processes, cli_doctor, cli_config, cli_certs      the commands
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ import typer
 from coordinator import (
     cli_archive,
     cli_certs,
+    cli_config,
     cli_doctor,
     cli_operations,
     cli_past,
@@ -107,6 +108,7 @@ for command in (cli_retention.prune, cli_retention.pin, cli_retention.unpin, cli
     cli_snapshots.app.command()(command)
 app.add_typer(cli_snapshots.app, name="snapshots", rich_help_panel=LOOK)
 app.command(rich_help_panel=HERE)(cli_doctor.doctor)
+app.add_typer(cli_config.app, name="config", rich_help_panel=HERE)
 app.add_typer(cli_certs.app, name="certs", rich_help_panel=HERE)
 app.command(rich_help_panel=HERE)(cli_processes.inspect)
 app.command(rich_help_panel=HERE)(cli_processes.demo)

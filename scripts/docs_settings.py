@@ -47,7 +47,7 @@ def _table(model: type[BaseModel], prefix: str) -> str:
     rows = []
     for name, field in model.model_fields.items():
         meaning = field.description or said.get(name, "")
-        rows.append((f"`{name}`", _type(field), _default(field), "" if prefix else _variable(name), cell(meaning)))
+        rows.append((f"`{name}`", _type(field), _default(field), _variable(name, prefix), cell(meaning)))
     return table(("setting", "type", "default", "variable", "meaning"), *rows)
 
 
@@ -84,6 +84,8 @@ def _default(field: FieldInfo) -> str:
     return f"`{str(value).lower() if isinstance(value, bool) else value}`"
 
 
-def _variable(name: str) -> str:
+def _variable(name: str, prefix: str) -> str:
+    if prefix:
+        return f"`SAFEPOINT_{prefix.upper()}_{name.upper()}`"
     shared = {setting: variable for variable, setting in module._SHARED.items()}
     return f"`{shared.get(name, module._PREFIX + name.upper())}`"

@@ -78,6 +78,7 @@ RULES = (
     Rule("coordinator.demo.policy", STDLIB | {"torch", "coordinator.demo", "aiohttp"}),
     Rule("coordinator.demo.engine_log", STDLIB),  # loaded into vLLM
     Rule("coordinator.demo*", COORDINATOR | {"aiohttp", "rich", "psutil", "participant_shims.gate.bootstrap_path"}),
+    Rule("coordinator.client_config", STDLIB | {"coordinator.settings"}),
     Rule("coordinator.client*", CLIENT),
     # One command starts everything, shims too; it loads them only when it does.
     Rule("coordinator.cli*", COORDINATOR | {"typer", "rich"}, frozenset({"participant_shims"})),
