@@ -8,8 +8,10 @@ from collections import Counter
 from coordinator.wire import failpoints
 from coordinator.wire.failpoint_names import COORDINATOR, ENGINE, GATE, PLACES, SHIM
 from tests.faults.cases import OUTSIDE, Case, all_cases, few_cases
+from tests.faults.cut import generated, wrong_sessions
 from tests.faults.engine_cases import ENGINE_CASES
 from tests.faults.fleet import SERVERS
+from tests.faults.rollouts import number_of
 
 EVERY_CASE = [*all_cases(), *ENGINE_CASES]
 
@@ -65,3 +67,14 @@ def test_the_share_of_every_test_run_is_part_of_the_matrix() -> None:
     names = {case.name for case in all_cases()}
     assert {case.name for case in few_cases()} <= names
     assert {kind(case) for case in few_cases()} == {COORDINATOR, SHIM, GATE}
+
+
+def test_a_session_that_lacks_an_addition_or_has_one_twice_is_found() -> None:
+    first, second, third = (number_of("r", turn) for turn in range(3))
+    starts, after_two = {"r": 5}, 5 + first + second
+    assert generated({"r": 5, "new": 0}) == {("r", 0), ("r", 1)}
+    assert wrong_sessions({"r": 5}, starts, [1, after_two]) == []  # seed, and two turns
+    assert wrong_sessions({"r": 6}, starts, [after_two + third]) == []  # its addition was executed, not answered
+    assert wrong_sessions({"new": 0, "gone": 3}, starts, []) == []
+    for sessions in ([], [5 + first], [after_two + third], [after_two + second]):
+        assert len(wrong_sessions({"r": 5}, starts, sessions)) == 1, sessions
