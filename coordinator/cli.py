@@ -56,20 +56,8 @@ def _print_version(wanted: bool) -> None:
         raise typer.Exit
 
 
-def _print_version(wanted: bool) -> None:
-    if wanted:
-        from importlib.metadata import version
-
-        typer.echo(f"safepoint {version('safepoint')}")
-        raise typer.Exit
-
-
 @app.callback()
 def everywhere(
-    version: Annotated[
-        bool,
-        typer.Option("--version", is_eager=True, callback=_print_version, help="Print the version, and end."),
-    ] = False,
     version: Annotated[
         bool,
         typer.Option("--version", is_eager=True, callback=_print_version, help="Print the version, and end."),
