@@ -31,9 +31,7 @@ def load_httptools() -> Any:
     try:
         return importlib.import_module("httptools")
     except ImportError:
-        raise refuse(
-            Reason.UNSUPPORTED, "The proxy needs httptools.", next_step=install_extra("proxy")
-        ) from None
+        raise refuse(Reason.UNSUPPORTED, "The proxy needs httptools.", next_step=install_extra("proxy")) from None
 
 
 @dataclass(slots=True)
@@ -51,7 +49,10 @@ class Head:
 
     def value(self, name: bytes) -> bytes:
         """The last header of that (lower-case) name; empty when there is none."""
-        return next((v for n, v in reversed(self.headers) if n.lower() == name), b"")
+        for header, value in reversed(self.headers):
+            if header.lower() == name:
+                return value
+        return b""
 
     def lower(self) -> dict[str, str]:
         """The headers by lower-case name."""
@@ -74,7 +75,7 @@ class Head:
             first = b"HTTP/%s %d %s\r\n" % (self.version.encode(), self.status, self.phrase)
         else:
             first = b"%s %s HTTP/%s\r\n" % (self.method, self.url, self.version.encode())
-        return first + b"".join(b"%s: %s\r\n" % header for header in self.headers) + b"\r\n"
+        return b"".join([first, *[b"%s: %s\r\n" % header for header in self.headers], b"\r\n"])
 
 
 class Body(NamedTuple):

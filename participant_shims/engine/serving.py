@@ -6,7 +6,6 @@ connection that carries it is known to whoever has to cut it (`Exchange.upstream
 
 from __future__ import annotations
 
-import asyncio
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import dataclass
@@ -315,7 +314,7 @@ class Serving:
 
     @staticmethod
     def _again(at: Exchange, response: Head) -> Upstream | None:
-        at.upstream.used_at = asyncio.get_running_loop().time()
+        at.upstream.used()
         return at.upstream if at.head.keep_alive and response.keep_alive else None
 
 

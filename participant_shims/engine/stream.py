@@ -215,7 +215,7 @@ class Stream:
             self._wake()
 
     async def _change(self) -> None:
-        self._waiter = asyncio.get_running_loop().create_future()
+        self._waiter = self._link.loop.create_future()
         try:
             await self._waiter
         finally:
