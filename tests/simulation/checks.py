@@ -10,7 +10,7 @@ import json
 from typing import TYPE_CHECKING, Any
 
 from coordinator.snapshot_reading import SnapshotReader
-from coordinator.wire.errors import Reason, SafepointError
+from coordinator.wire.errors import Problem, Reason, SafepointError
 from coordinator.wire.terms import RolloutState
 from tests.simulation.behaviour import Behaviour
 from tests.simulation.cut import check_cut
@@ -58,6 +58,7 @@ class Checks:
         self.published: dict[str, str] = {}  # what a client was told: snapshot -> operation
         self._whole: dict[str, object] = {}  # snapshot -> what its files held when they were verified
         self.aborted: dict[str, str] = {}  # operation -> snapshot
+        self.failures: list[tuple[str, Problem]] = []  # in the order in which they were told
         self.keeps = 0  # the fewest that a prune was asked to keep; zero before the first
         self.decisions: list[str] = []
         self.coordinators: dict[int, Coordinator] = {}
