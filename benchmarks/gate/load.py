@@ -35,12 +35,19 @@ def request(port: int, path: str, body: bytes, headers: dict[str, str] | None = 
     return "\r\n".join([*lines, "", ""]).encode() + body
 
 
-async def closed_loop(port: int, make: Callable[[], bytes], connections: int, seconds: float) -> Served:
-    """Ask for so many seconds. Raises RuntimeError when an answer is not 200."""
+Next = tuple[bytes, object] | None
+Answered = Callable[[object, bytes], None]
+
+
+async def closed_loop(
+    port: int, make: Callable[[], Next], connections: int, seconds: float, answered: Answered | None = None
+) -> Served:
+    """Ask for so many seconds, or until `make` gives no more. `make` gives a request and what to call it when `answered`
+    is told the head of its answer. Raises RuntimeError when an answer is not 200."""
     took: list[float] = []
     loop = asyncio.get_running_loop()
     began = time.perf_counter()
-    callers = [_Caller(make, began + seconds, took) for _ in range(connections)]
+    callers = [_Caller(make, began + seconds, took, answered) for _ in range(connections)]
     links = [await loop.create_connection(lambda caller=caller: caller, "127.0.0.1", port) for caller in callers]
     async with asyncio.timeout(seconds + END_WITHIN_S):
         await asyncio.gather(*(caller.done for caller in callers))
@@ -51,11 +58,12 @@ async def closed_loop(port: int, make: Callable[[], bytes], connections: int, se
 
 
 class _Caller(asyncio.Protocol):
-    def __init__(self, make: Callable[[], bytes], until: float, took: list[float]) -> None:
-        self._make, self._until, self._took = make, until, took
+    def __init__(self, make: Callable[[], Next], until: float, took: list[float], answered: Answered | None) -> None:
+        self._make, self._until, self._took, self._answered = make, until, took, answered
         self.done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._buffer = b""
         self._sent_at = 0.0
+        self._name: object = None
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport: asyncio.Transport = transport  # type: ignore[assignment]
@@ -71,19 +79,23 @@ class _Caller(asyncio.Protocol):
             self._fail(f"answered with {self._buffer[:300]!r}")
         elif len(body) >= int(found[1]):
             self._buffer = b""
-            now = time.perf_counter()
-            self._took.append(now - self._sent_at)
-            if now < self._until:
-                self._send()
-            elif not self.done.done():
-                self.done.set_result(None)
+            self._took.append(time.perf_counter() - self._sent_at)
+            if self._answered is not None:
+                self._answered(self._name, head)
+            self._send()
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._fail(f"connection lost: {exc}")
 
     def _send(self) -> None:
         self._sent_at = time.perf_counter()
-        self._transport.write(self._make())
+        following = self._make() if self._sent_at < self._until else None
+        if following is None:
+            if not self.done.done():
+                self.done.set_result(None)
+            return
+        message, self._name = following
+        self._transport.write(message)
 
     def _fail(self, why: str) -> None:
         if not self.done.done():

@@ -13,7 +13,7 @@ import psutil
 
 from benchmarks.fleets.fleets import scratch
 from benchmarks.fleets.processes import REPOSITORY, Worker
-from benchmarks.gate.load import request
+from benchmarks.gate.load import Next, request
 from participant_shims.identity import CallIdentity
 from tests.gym.fleet import TOOLS, Fleet, counter_config, free_ports
 
@@ -23,7 +23,7 @@ CHEAPEST: Final = REPOSITORY / "benchmarks" / "gate" / "cheapest"
 class Server:
     """A contender: where it listens, the next request for it, and the server's process (not its shim's, nor a proxy's)."""
 
-    def __init__(self, port: int, make: Callable[[], bytes], pid: int) -> None:
+    def __init__(self, port: int, make: Callable[[], Next], pid: int) -> None:
         self.port, self.make = port, make
         self._process = psutil.Process(pid)
 
@@ -88,32 +88,33 @@ def _proxy(stack: ExitStack, root: Path, upstream: int) -> int:
     return port
 
 
-def _anonymous(port: int) -> Callable[[], bytes]:
+def _anonymous(port: int) -> Callable[[], Next]:
     made = request(port, "/increment_counter", b'{"count": 1}')
-    return lambda: made
+    return lambda: (made, None)
 
 
-def _identified(port: int) -> Callable[[], bytes]:
-    """As one agent asks with 32 rollouts: each call is new, and says that the one before it was recorded."""
-    numbers = itertools.count()
+def _identified(port: int) -> Callable[[], Next]:
+    """As an agent asks with 16 rollouts: each call is new, and says that the one before it was recorded."""
+    numbers = itertools.count(16)
 
-    def make() -> bytes:
-        rollout, number = next(numbers) % 32, next(numbers) + 1
-        identity = CallIdentity(f"r-{rollout}", 0, f"0.{number}")
-        return request(port, "/increment_counter", b'{"count": 1}', identity.headers([f"0.{number - 32}"]))
+    def make() -> Next:
+        number = next(numbers)
+        identity = CallIdentity(f"r-{number % 16}", 0, f"0.{number}")
+        headers = identity.headers([f"0.{number - 16}"])
+        return request(port, "/increment_counter", b'{"count": 1}', headers), None
 
     return make
 
 
-def _rollouts(port: int) -> Callable[[], bytes]:
+def _rollouts(port: int) -> Callable[[], Next]:
     numbers = itertools.count()
 
-    def make() -> bytes:
+    def make() -> Next:
         row: dict[str, Any] = {
             "responses_create_params": {"input": [{"role": "user", "content": "add 1"}], "tools": TOOLS},
             "initial_count": 0, "expected_count": 3, "_ng_rollout_id": f"r-{next(numbers)}",
             "agent_ref": {"type": "responses_api_agents", "name": "counter_agent"},
         }  # fmt: skip
-        return request(port, "/run", json.dumps(row).encode())
+        return request(port, "/run", json.dumps(row).encode()), None
 
     return make
