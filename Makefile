@@ -112,9 +112,10 @@ faults: setup setup-gym ## kill, stop, hang and starve real processes at every f
 	PYTHONPATH=.:gen $(PY) -m tests.faults.run --out build/faults.json
 
 SIM_SEEDS ?= 2000
+SINGLES ?= 120
 .PHONY: sim soak mutants
-sim: setup ## 2,000 seeds of the deterministic simulation; writes build/sim.json
-	PYTHONPATH=.:gen $(PY) -m tests.simulation.run --seeds $(SIM_SEEDS) --out build/sim.json
+sim: setup ## 2,000 seeds of the deterministic simulation, and 120 runs with a single fault; writes build/sim.json
+	PYTHONPATH=.:gen $(PY) -m tests.simulation.run --seeds $(SIM_SEEDS) --singles $(SINGLES) --out build/sim.json
 
 soak: setup ## more seeds: SEEDS=20000 FIRST=2001; writes build/soak.json
 	PYTHONPATH=.:gen $(PY) -m tests.simulation.run --seeds $(SEEDS) --first $(FIRST) --out build/soak.json
@@ -157,13 +158,13 @@ demo: setup setup-gym ## save, kill and restore 32 live rollouts on real NeMo Gy
 demo-vllm: setup setup-gym setup-vllm ## the same with a real vLLM, and long generations in flight at the cut
 	$(PY) -m coordinator.cli demo --vllm
 
-check: ## what CI runs: check-proto, check-stubs, check-docs, lint, types, 500 seeds of sim, mutants, test
+check: ## what CI runs: check-proto, check-stubs, check-docs, lint, types, sim, mutants, test
 	$(MAKE) --no-print-directory check-proto
 	$(MAKE) --no-print-directory check-stubs
 	$(MAKE) --no-print-directory check-docs
 	$(MAKE) --no-print-directory lint
 	$(MAKE) --no-print-directory types
-	$(MAKE) --no-print-directory sim SIM_SEEDS=500
+	$(MAKE) --no-print-directory sim
 	$(MAKE) --no-print-directory mutants
 	$(MAKE) --no-print-directory test
 
