@@ -122,9 +122,7 @@ async def control(plan: str) -> None:
     print("{}", flush=True)
     while line := await lines.readline():
         asked = json.loads(line)
-        directory = Path(asked["directory"])
-        directory.mkdir(parents=True)
-        print(json.dumps({"elapsed_s": await fanout.cut(asked["id"], directory)}), flush=True)
+        print(json.dumps({"elapsed_s": await fanout.cut(asked["id"], Path(asked["directory"]))}), flush=True)
 
 
 if __name__ == "__main__":

@@ -138,8 +138,10 @@ class AskedFleet:
     def cut(self, drain_s: tuple[float, float] = (0.0, 0.0)) -> Taken:
         """One checkpoint, as the control itself measures it."""
         operation = work.operation_name(f"save-{next(self._numbers)}", drain_s)
+        directory = self._directory / operation
+        directory.mkdir()
         before = self._cpu.used()
-        answer = self.control.ask(id=operation, directory=str(self._directory / operation), waits=self.waits)
+        answer = self.control.ask(id=operation, directory=str(directory), waits=self.waits)
         return _taken(operation, self._members, answer["elapsed_s"], before, self._cpu.used())
 
 

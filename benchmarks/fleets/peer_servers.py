@@ -102,7 +102,7 @@ class Participant:
                 self._quiet_at = work.quiet_at(
                     asked.checkpoint_id, self.member.name, self.member.role, time.monotonic()
                 )
-        while asked.wait and (left := self._quiet_at - time.monotonic()) > 0:
+        while asked.wait and (left := self._quiet_at - time.monotonic()) > 0:  # noqa: ASYNC110 - a sleep may end early
             await asyncio.sleep(left)
         return self.status()
 
