@@ -207,17 +207,9 @@ class Shim:
         listens = getattr(self._adapter, "listens", "")
         return said | ({"listens": listens} if listens else {})
 
-    async def until_told_to_go(self) -> None:
-        """Until SIGTERM, SIGINT, or the end of the parent. Raises what ended the registration for good."""
-        gone: asyncio.Future[int] = asyncio.get_running_loop().create_future()
+    async def until_told_to_go(self, gone: asyncio.Future[int]) -> None:
+        """Until `gone` has a signal, or the end of the parent. Raises what ended the registration for good."""
         server = ServerWatch(self._options.life)
-
-        def told(number: int) -> None:
-            if not gone.done():
-                gone.set_result(number)
-
-        for number in (signal.SIGTERM, signal.SIGINT):
-            asyncio.get_running_loop().add_signal_handler(number, told, number)
         watching = asyncio.create_task(_watch_parent(self._options.parent_pid))
         both: set[asyncio.Future[Any]] = {gone, watching}
         if self._registering is not None:
@@ -237,11 +229,26 @@ class Shim:
         return messages.capabilities(await self.service.operations.describe())
 
 
+def told_to_go() -> asyncio.Future[int]:
+    """The signal that tells this process to end, once it has come: SIGTERM or SIGINT."""
+    loop = asyncio.get_running_loop()
+    gone: asyncio.Future[int] = loop.create_future()
+
+    def told(number: int) -> None:
+        if not gone.done():
+            gone.set_result(number)
+
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, told, number)
+    return gone
+
+
 async def serve_shim(options: ShimOptions, adapter: Adapter) -> None:
     """Serve until told to go. Raises SafepointError when it can't be served."""
     failpoints.arm()
     raise_open_files()
     with only_shim_of(options.life):
+        gone = told_to_go()  # before anybody knows whom to tell: a shim that is just killed opens nothing
         async with Shim(options, adapter) as shim:
             watching = asyncio.create_task(
                 watch(shim.service.marks, lambda: uses_of(options.life)), name="watch limits"
@@ -251,7 +258,7 @@ async def serve_shim(options: ShimOptions, adapter: Adapter) -> None:
             _write_announcement(options.life, line)
             print(line, flush=True)
             try:
-                await shim.until_told_to_go()
+                await shim.until_told_to_go(gone)
             finally:
                 watching.cancel()
                 (options.life / "shim.json").unlink(missing_ok=True)
