@@ -94,6 +94,13 @@ test-ray: setup ## nodes of a Ray cluster are killed under the coordinator, in e
 test-vllm: setup setup-vllm ## the engine's tests, against a real vLLM on CPUs
 	$(PY) -m pytest tests/vllm -m "vllm or not vllm"
 
+.PHONY: bench bench-quick
+bench: setup setup-gym ## everything that costs time, beside something that does the same: tables, plots, build/bench.json; under 15 minutes
+	PYTHONPATH=.:gen $(PY) -m benchmarks --out build/bench
+
+bench-quick: setup setup-gym ## the same without the large fleets, in two minutes; fails on a ratio that fell by more than a third
+	PYTHONPATH=.:gen $(PY) -m benchmarks --quick --out build/bench-quick --against benchmarks/reference.json
+
 .PHONY: bench-engine check-vllm
 bench-engine: setup setup-vllm ## what freezing an engine takes and its proxy costs; needs a quiet machine; writes build/vllm-figures.json
 	SAFEPOINT_MEASURES=1 $(PY) -m pytest tests/vllm/test_proxy_cost.py tests/vllm/test_freeze.py tests/vllm/test_freeze_length.py tests/vllm/test_continuation.py -m vllm
