@@ -36,6 +36,12 @@ def coordinator(
         str,
         typer.Option("--bind", metavar="ADDRESS", help="host:port (port 0: any) or unix:PATH. [default: 127.0.0.1:0]"),
     ] = "",
+    page_bind: Annotated[
+        str,
+        typer.Option(
+            "--page-bind", metavar="ADDRESS", help="Loopback host:port of the page for browsers; port 0: any."
+        ),
+    ] = "",
     advertise: Annotated[str, typer.Option("--advertise", metavar="HOST", help="Host that others reach it by.")] = "",
     participant: Annotated[
         list[str] | None, typer.Option("--participant", metavar="ADDRESS", help="A shim that does not register itself.")
@@ -97,6 +103,7 @@ def coordinator(
             root=folder(root) if root and not os.path.isabs(root) else given("root", folder(root)),
             job_id=given("job", job),
             bind=bind or None,
+            page_bind=page_bind or None,
             advertise=advertise or None,
             participants=tuple(participant) if participant else None,
             policy_endpoints=tuple(policy_endpoint) if policy_endpoint else None,
