@@ -8,7 +8,6 @@ from __future__ import annotations
 import asyncio
 import importlib.metadata
 import importlib.util
-import logging
 import os
 import platform
 import sys
@@ -68,6 +67,9 @@ def coordinator(
     ray: Annotated[
         bool, typer.Option("--ray", help="Host it as a named detached Ray actor, and return once it serves.")
     ] = False,
+    log_format: Annotated[
+        str, typer.Option("--log-format", envvar="SAFEPOINT_LOG_FORMAT", help="text, or json: one object a line.")
+    ] = "text",
     show_settings: Annotated[
         bool, typer.Option("--show-settings", help="Print the settings with their origins, and start nothing.")
     ] = False,
@@ -122,8 +124,9 @@ def coordinator(
             _on_ray(settings, name, namespace, ray_address, ray_resource or [])
             return
         from coordinator.server import run
+        from coordinator.wire import logs
 
-        logging.basicConfig(level=logging.INFO, stream=sys.stderr, format="%(asctime)s %(levelname)s %(message)s")
+        logs.configure(log_format)
         note(f"For shims and trainers: export SAFEPOINT_COORDINATOR=file:{settings.root}/coordinator/address.json")
         asyncio.run(run(settings))
 

@@ -29,7 +29,7 @@ from coordinator.protocol.proofs import Opened, Progress
 from coordinator.protocol.topology import Participant
 from coordinator.protocol.transaction import Transaction
 from coordinator.reporting import Reporter
-from coordinator.wire import failpoints
+from coordinator.wire import failpoints, logs
 from coordinator.wire.errors import Misanswered, Problem, Reason, Refused, SafepointError
 from coordinator.wire.ids import ParticipantId
 from coordinator.wire.terms import Phase
@@ -185,6 +185,7 @@ class Drive:
     # ---- the loop ---------------------------------------------------------------------------------------------------
 
     async def _run(self) -> None:
+        logs.about(self.operation.operation_id)
         renewing = self._spawn(self._renew_leases(soon=self.recorded))
         try:
             while not self._nothing_left():

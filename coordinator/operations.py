@@ -39,7 +39,7 @@ from coordinator.retention import Retention
 from coordinator.settings import Settings
 from coordinator.settling import Settling
 from coordinator.snapshots import SnapshotStore
-from coordinator.wire import failpoints
+from coordinator.wire import failpoints, logs
 from coordinator.wire.errors import Problem, Reason, Refused, SafepointError, refuse
 from coordinator.wire.ids import OperationId, SnapshotId
 from coordinator.wire.terms import OperationKind, Phase, Role, RolloutState
@@ -124,6 +124,7 @@ class Operations:
             drive.fail_early(_aborted_early(drive))
 
     async def _check_and_start(self, drive: Drive, deadline: float) -> None:
+        logs.about(drive.operation.operation_id)
         try:
             drive.reporter.announce(core.PhaseStarted(Phase.DISCOVER, ()))
             begun = self.clock()
@@ -340,13 +341,7 @@ class Operations:
         self._memory.move_to_end(ended.operation_id)
         while len(self._memory) > KEPT_IN_MEMORY:
             self._recorded.discard(self._memory.popitem(last=False)[0])
-        log.info(
-            "%s %s: %s %s",
-            ended.kind.name.lower(),
-            ended.operation_id,
-            ended.outcome.name.lower(),
-            outcomes.primary_reason(ended),
-        )
+        log.info("%s", outcomes.line(ended), extra={logs.FIELDS: outcomes.fields(ended)})
         if drive.operation.kind is OperationKind.RESTORE and drive.outcome is Outcome.SUCCEEDED:
             # What runs now is the snapshot, and who is in that was checked: nobody else can be missing.
             mine = {p.participant_id for p in drive.transaction.topology.participants}
