@@ -89,9 +89,21 @@ class SnapshotStore(SnapshotReader):
                     raise refuse(Reason.STALE_EPOCH, taken) from None
                 raise refuse(Reason.SNAPSHOT_EXISTS, f"The snapshot {manifest.snapshot_id} is published.") from None
         failpoints.reach("snapshots.after_publish")
-        if self.published_by(SnapshotId(manifest.snapshot_id), manifest.operation_id) is None:
+        if not self._has(manifest.snapshot_id, written):
             raise refuse(Reason.STALE_EPOCH, taken)  # we wrote into a directory that was being deleted
         return written
+
+    def _has(self, snapshot_id: str, written: FileDigest) -> bool:
+        """Whether the snapshot of that name has this manifest. Raises STORAGE_FAILED when the disk cannot say."""
+        try:
+            with self.open(snapshot_id) as directory:
+                return directory.digest(MANIFEST_NAME) == written
+        except FileNotFoundError:
+            return False
+        except SafepointError as error:
+            if error.reason is Reason.STORAGE_FAILED:
+                raise
+            return False
 
     def void(self, snapshot_id: SnapshotId) -> None:
         """Take the manifest's name, so that a coordinator before us that still runs cannot publish this snapshot.
