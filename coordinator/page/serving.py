@@ -12,6 +12,7 @@ import hmac
 import json
 import logging
 import secrets
+import select
 import socket
 import threading
 import time
@@ -34,10 +35,11 @@ log = logging.getLogger(__name__)
 
 RECORD_NAME: Final = "page.json"
 MAX_CONNECTIONS: Final = 32
-MAX_STREAMS: Final = 8  # of changes; each keeps a thread
+MAX_STREAMS: Final = 16  # of changes; each keeps a thread
 MAX_URL: Final = 2048
 IDLE_S: Final = 10.0  # a client that says nothing, or takes nothing, for so long is let go
 BEAT_S: Final = 5.0
+LOOK_S: Final = 1.0  # how soon it is noticed that a page was closed
 POLL_S: Final = 0.1  # how soon a close is noticed
 CALM_S: Final = 10.0  # without an event the overview is as old as this at most
 BUSY_S: Final = 0.5  # and with events not made more often
@@ -298,12 +300,25 @@ class _Handler(BaseHTTPRequestHandler):
             self.send_response(HTTPStatus.OK)
             self._headers({"Content-Type": "text/event-stream", "Connection": "close"})
             self.close_connection = True
-            version = self._page.wait(-1, 0) if self.command == "GET" else None
-            while version is not None:
-                self.wfile.write(f"data: {version}\n\n".encode())
-                version = self._page.wait(version, BEAT_S)
+            self.wfile.write(b"retry: 1000\n\n")
+            version, told_at = self._page.wait(-1, 0), -BEAT_S
+            known = None
+            while version is not None and self.command == "GET" and not self._has_left():
+                if version != known or time.monotonic() - told_at >= BEAT_S:
+                    self.wfile.write(f"data: {version}\n\n".encode())
+                    known, told_at = version, time.monotonic()
+                version = self._page.wait(version, LOOK_S)
         finally:
             room.release()
+
+    def _has_left(self) -> bool:
+        """Whether the client has closed its end: a write would notice only the second time."""
+        looking = select.poll()  # and not select(): a coordinator of a large fleet has thousands of descriptors
+        looking.register(self.connection, select.POLLIN)
+        try:
+            return bool(looking.poll(0)) and self.connection.recv(1, socket.MSG_PEEK) == b""
+        except OSError:
+            return True
 
     def _json(self, status: HTTPStatus, document: timeline.Document) -> None:
         self._send(status, json.dumps(document, separators=(",", ":")).encode(), "application/json")

@@ -122,6 +122,9 @@ class Tab:
         await asyncio.to_thread(path.write_bytes, base64.b64decode(said["data"]))
 
     async def close(self) -> None:
+        """Twice is harmless."""
+        if not self._socket.closed:
+            await self.do("Page.close")
         self._reading.cancel()
         await self._socket.close()
 

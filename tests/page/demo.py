@@ -1,6 +1,6 @@
 """A fleet that looks like a real one, for pictures and for the tests in a browser.
 
-    python -m tests.page.demo          writes docs/images/page.png
+python -m tests.page.demo          writes docs/images/page.png
 """
 
 from __future__ import annotations

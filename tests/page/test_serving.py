@@ -209,6 +209,22 @@ def test_so_many_may_listen_and_one_more_is_told(server: PageServer, monkeypatch
             one.close()
 
 
+def test_a_page_that_was_closed_makes_room_for_another(server: PageServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(serving, "LOOK_S", 0.02)
+    address = ("127.0.0.1", int(server.address.split(":")[1]))
+    for _ in range(serving.MAX_STREAMS):
+        with socket.create_connection(address, timeout=10) as one:
+            one.sendall(f"GET /events HTTP/1.1\r\nHost: {server.address}\r\n\r\n".encode())
+            assert one.recv(12) == b"HTTP/1.1 200"
+    end = time.monotonic() + 10
+    while True:
+        with socket.create_connection(address, timeout=10) as one:
+            one.sendall(f"GET /events HTTP/1.1\r\nHost: {server.address}\r\n\r\n".encode())
+            if one.recv(12) == b"HTTP/1.1 200":
+                return
+        assert time.monotonic() < end
+
+
 def test_more_connections_than_there_is_room_for_are_let_go(server: PageServer) -> None:
     address = ("127.0.0.1", int(server.address.split(":")[1]))
     silent = [socket.create_connection(address, timeout=10) for _ in range(serving.MAX_CONNECTIONS)]

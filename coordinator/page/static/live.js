@@ -55,12 +55,12 @@
         if (key !== shown) views.show(view, built.parts());
         shown = key;
         document.title = `${built.title} · Safepoint`;
-        timer = setTimeout(refresh, built.soon ? 500 : 5000);
+        timer = document.hidden ? 0 : setTimeout(refresh, built.soon ? 500 : 5000);
       } else again = true;
     } catch (error) {
       shown = "";
       views.show(view, [draw.el("p", {class: "card failure"}, error.message === "Failed to fetch" ? "The coordinator does not answer." : error.message)]);
-      timer = setTimeout(refresh, 2000);
+      timer = document.hidden ? 0 : setTimeout(refresh, 2000);
     }
     busy = false;
     for (const link of document.querySelectorAll("nav a")) {
@@ -78,11 +78,14 @@
     refresh();
   }
 
+  // A browser has six connections to a place, for all of its tabs: one that nobody looks at gives its own back.
+  let source = null, version = "";
+
   function listen() {
-    const source = new EventSource("events");
+    if (document.hidden || source) return;
+    source = new EventSource("events");
     source.onopen = () => { live.textContent = "live"; live.className = "on"; };
     source.onerror = () => { live.textContent = "not connected"; live.className = "off"; };
-    let version = "";
     source.onmessage = (event) => {
       if (event.data === version) return;
       version = event.data;
@@ -90,6 +93,12 @@
     };
   }
 
+  document.addEventListener("visibilitychange", () => {
+    if (!document.hidden) { listen(); refresh(); return; }
+    if (source) source.close();
+    source = null;
+    clearTimeout(timer);
+  });
   if (location.search) window.history.replaceState(null, "", location.pathname + location.hash);
   window.addEventListener("hashchange", () => { refresh().then(() => view.focus({preventScroll: true})); window.scrollTo(0, 0); });
   refresh();
