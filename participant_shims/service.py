@@ -159,7 +159,7 @@ class ParticipantService(participant_service_pb2_grpc.ParticipantServicer):
         assert closed is not None  # the fence lets nobody commit who has not prepared
         what = messages.capabilities(await operations.describe())
         await operations.check_freeze(closed.generation)
-        running.progress(pb.CommitEvent(export_progress=pb.ExportProgress()))
+        running.resting(pb.CommitEvent(export_progress=pb.ExportProgress()))
         self._snapshots[operation_id] = snapshot_id
         begin = partial(exports.begin, snapshot_id, operation_id)
         directory = await until_seen(partial(operations.on_disk, begin))
