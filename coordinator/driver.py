@@ -14,7 +14,7 @@ import asyncio
 import logging
 from collections import deque
 from collections.abc import Awaitable, Callable, Coroutine
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Final, Protocol
 
 from safepoint.v1 import coordinator_service_pb2, manifest_pb2
@@ -92,6 +92,7 @@ class Identity:
 
     digest: str
     metadata: dict[str, str]
+    trace: dict[str, str] = field(default_factory=dict[str, str])  # the caller's, when it sent one and traces are on
 
 
 class Drive:

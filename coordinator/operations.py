@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import OrderedDict
-from collections.abc import Awaitable, Collection, Coroutine, Iterable
+from collections.abc import Awaitable, Callable, Collection, Coroutine, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any, Final, Protocol
@@ -52,7 +52,9 @@ EXPLAIN_WITHIN_S: Final = 3.0  # the successor of a shim that died needs a secon
 
 
 class Chronicle(Protocol):
-    """Who writes down what operations do (`history_writing`): called on the event loop, it returns without waiting."""
+    """Who writes down what operations do (`history_writing`, `tracing`): called on the event loop, returns without waiting."""
+
+    def offer(self, event: coordinator_service_pb2.OperationEvent) -> None: ...
 
     def began(self, drive: Drive, *, taken_over: bool = False) -> None: ...
 
@@ -81,7 +83,7 @@ class Operations:
         self._recorded: set[OperationId] = set()  # those of `_memory` whose id is used up
         self._work: set[asyncio.Task[None]] = set()
         self._closing = False
-        self.history: Chronicle | None = None  # who writes down what each operation did
+        self.chronicles: list[Chronicle] = []  # who writes down what each operation did
         self._loop = asyncio.get_running_loop()
         self.membership = Membership(journal, discovery.registry, self._append)
         discovery.registry.follow(self._lost, self._joined, self._explained)
@@ -110,13 +112,30 @@ class Operations:
         drive = Drive(operation, Transaction(limits), identity, self, self.feed.publish)
         drive.answers.ask(START, identity.digest)
         self.active = drive
-        if self.history is not None:
-            self.history.began(drive)
+        self.told_began(drive)
         # A little more than the reserve: the end of a hung opening must still reach the caller.
         deadline = self.clock() + min(budget_s - 1.1 * limits.reserve_s, self._longest(operation))
         drive.checking = asyncio.create_task(self._check_and_start(drive, deadline))
         drive.checking.add_done_callback(lambda _: self._checked(drive))
         return drive
+
+    def keep(self, chronicle: Chronicle) -> None:
+        """From now on `chronicle` is told of everything."""
+        self.chronicles.append(chronicle)
+        self.feed.add(chronicle)
+
+    def told_began(self, drive: Drive, *, taken_over: bool = False) -> None:
+        """Tell the chronicles that an operation begins, or is gone on with after a restart."""
+        self._told(lambda each: each.began(drive, taken_over=taken_over))
+
+    def _told(self, tell: Callable[[Chronicle], None]) -> None:
+        for each in tuple(self.chronicles):
+            try:
+                tell(each)
+            except Exception:
+                log.exception("%s has failed and is left out: operations go on without it", type(each).__name__)
+                self.chronicles.remove(each)
+                self.feed.remove(each)
 
     def _checked(self, drive: Drive) -> None:
         # A task that is cancelled before its first step never runs its handlers: the operation would be active for ever.
@@ -335,8 +354,7 @@ class Operations:
 
     def ended(self, drive: Drive) -> None:
         ended = outcomes.ended(drive)
-        if self.history is not None:
-            self.history.ended(drive, ended)
+        self._told(lambda each: each.ended(drive, ended))
         self._memory[ended.operation_id] = ended
         self._memory.move_to_end(ended.operation_id)
         while len(self._memory) > KEPT_IN_MEMORY:

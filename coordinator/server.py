@@ -29,7 +29,7 @@ from coordinator.feed import Feed
 from coordinator.history_writing import HistoryWriter
 from coordinator.journal import Journal
 from coordinator.metrics import Metrics, MetricsServer
-from coordinator.operations import Operations
+from coordinator.operations import Chronicle, Operations
 from coordinator.page.host import serve_page
 from coordinator.page.serving import PageServer
 from coordinator.participants import Participants
@@ -52,6 +52,7 @@ from coordinator.wire.marks import Marks, Use
 from coordinator.wire.record import NonceInterceptor
 from coordinator.wire.rpc import SERVER_OPTIONS, ErrorInterceptor
 from coordinator.wire.terms import OperationKind
+from coordinator.wire.trace import Tracer
 from coordinator.wire.usage import open_files, raise_open_files, space, watch
 
 log = logging.getLogger(__name__)
@@ -220,6 +221,7 @@ async def serve(
     failpoints.arm()
     security = read_security(settings.token_file or None, settings.tls_dir or None, settings.insecure)
     check_bind(settings.bind, security)
+    tracer = Tracer("safepoint-coordinator") if settings.traces else None
     loop = asyncio.get_running_loop()
     lanes, marks = Lanes(loop.time), Marks()
     store = await asyncio.to_thread(SnapshotStore, settings.root, settings.job_id)
@@ -244,10 +246,11 @@ async def serve(
     )
     operations = Operations(settings, store, journal, discovery, Feed())
     history: HistoryWriter | None = None
+    if tracer is not None:
+        operations.keep(_traces(operations, tracer))
     if settings.history_keep:
         history = HistoryWriter(lambda: store.directory(_DIRECTORY), settings.job_id, settings.history_keep)
-        operations.history = history
-        operations.feed.add(history)
+        operations.keep(history)
 
     registration = Registration(registry, journal.epoch, settings.job_id, settings.heartbeat_s)
     coordinator_service_pb2_grpc.add_CoordinatorServicer_to_server(CoordinatorService(operations, registration), server)
@@ -339,6 +342,14 @@ class _Observed:
     def active(self) -> OperationKind | None:
         active = self.operations.active
         return active.operation.kind if active is not None else None
+
+
+def _traces(operations: Operations, tracer: Tracer) -> Chronicle:
+    from coordinator.tracing import Traces
+
+    traces = Traces(tracer)
+    operations.participants.carried = traces.carried
+    return traces
 
 
 def _serve_metrics(operations: Operations, marks: Marks) -> MetricsServer:
