@@ -27,7 +27,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("build/bench"), help="folder; OUT.json lies beside it")
     parser.add_argument("--against", type=Path, help="results of an earlier run: worse by more than a third fails")
     given = parser.parse_args()
-    results = Results(machine())
+    results = Results(machine(), "quick" if given.quick else "full")
     failed = False
     for name in given.only.split(",") if given.only else QUICK_SECTIONS if given.quick else SECTIONS:
         began = time.monotonic()
@@ -44,7 +44,7 @@ def main() -> None:
     print()
     print(results.markdown())
     if given.against is not None:
-        fallen = worse_than(json.loads(given.against.read_text())["ratios"], results)
+        fallen = worse_than(json.loads(given.against.read_text())[results.scale]["ratios"], results)
         for line in fallen:
             print(f"fell: {line}")
         failed = failed or bool(fallen)

@@ -52,6 +52,7 @@ class Results:
     """Filled by the sections."""
 
     machine: dict[str, object]
+    scale: str = "full"
     ratios: dict[str, Spread] = field(default_factory=dict[str, Spread])
     tables: list[Table] = field(default_factory=list[Table])
     curves: list[Curves] = field(default_factory=list[Curves])
@@ -62,6 +63,7 @@ class Results:
         """`bench.json` beside the folder `out`, and `out`/bench.md."""
         out.mkdir(parents=True, exist_ok=True)
         data = {
+            "scale": self.scale,
             "ratios": {name: asdict(found) for name, found in self.ratios.items()},
             "machine": self.machine,
             "not_measured": self.not_measured,

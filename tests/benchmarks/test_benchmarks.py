@@ -47,7 +47,7 @@ def test_a_ratio_is_taken_run_by_run_and_contenders_take_turns() -> None:
 
 def test_the_json_has_each_ratio_with_median_spread_and_runs(tmp_path: Path) -> None:
     assert set(BARS) == REQUIRED
-    results = Results({}, {name: spread([1.0, 2.0, 4.0]) for name in BARS})
+    results = Results({}, ratios={name: spread([1.0, 2.0, 4.0]) for name in BARS})
     results.write(tmp_path / "bench")
     read = json.loads((tmp_path / "bench.json").read_text())
     assert set(read["ratios"]) == REQUIRED
@@ -57,7 +57,7 @@ def test_the_json_has_each_ratio_with_median_spread_and_runs(tmp_path: Path) -> 
 
 def test_a_ratio_that_falls_by_more_than_a_third_is_told_whichever_way_is_better() -> None:
     def results(**ratios: float) -> Results:
-        return Results({}, {name: spread([value]) for name, value in ratios.items()})
+        return Results({}, ratios={name: spread([value]) for name, value in ratios.items()})
 
     before = {"gate_throughput": {"median": 0.99}, "limit_over_control_100": {"median": 2.0}, "gone": {"median": 1.0}}
     assert worse_than(before, results(gate_throughput=0.67, limit_over_control_100=2.9, throughput_vs_disk=0.1)) == []
