@@ -4,7 +4,8 @@ The rule: the page only looks. It is served on loopback, by a thread, from what 
 operation never waits for it, and nothing that it is asked changes anything.
 
 timeline      one operation as a document: lanes, bars, curves (PURE)
-overview      the list of operations, snapshots, who takes part, what differs between two snapshots
+past          the list of operations, read once
+overview      operations, snapshots, who takes part, what differs between two snapshots
 serving       the HTTP server, and who is let in
 report        one operation as one file that needs nothing else
 static/       the page itself; draw.js makes the figures, for the page and for a report alike

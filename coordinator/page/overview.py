@@ -12,8 +12,8 @@ from typing import Any, Final, Protocol
 from safepoint.v1 import manifest_pb2
 
 from coordinator import ledger_lines, pruning
-from coordinator.history import History
-from coordinator.page.timeline import Document, summary, totals
+from coordinator.page.past import Past
+from coordinator.page.timeline import Document, totals
 from coordinator.protocol.topology import Missing, Participant
 from coordinator.snapshot_reading import SnapshotReader
 from coordinator.wire.terms import OperationKind, RolloutState
@@ -36,17 +36,21 @@ class Looked(Protocol):
     def running(self) -> tuple[str, OperationKind] | None: ...
 
 
-def overview(looked: Looked, history: History, reader: SnapshotReader, job_id: str) -> Document:
-    """The start of the page. Raises SafepointError when the root does not answer."""
+def overview(looked: Looked, past: Past, listed: Document) -> Document:
+    """The start of the page: what is now, what was, and the snapshots as `listing` gave them. Raises STORAGE_FAILED."""
     running = looked.running()
-    listing, pinned = reader.list(), pruning.pins(reader)
+    name = running[0] if running is not None else ""
+    people = [*map(participant, looked.participants()), *map(missing, looked.gone())]
+    told = {"epoch": looked.epoch(), "running": name, "operations": past.summaries(name), "participants": people}
+    return told | listed
+
+
+def listing(reader: SnapshotReader) -> Document:
+    """The newest snapshots, and what is none. Reads every manifest: not for each look. Raises STORAGE_FAILED."""
+    found, pinned = reader.list(), pruning.pins(reader)
     return {
-        "job_id": job_id, "epoch": looked.epoch(), "root": str(reader.root),
-        "running": running[0] if running is not None else "",
-        "operations": [summary(record) for record in history.list(MAX_OPERATIONS)],
-        "snapshots": [snapshot(m, pinned.get(m.snapshot_id, "")) for m in listing.snapshots[:MAX_SNAPSHOTS]],
-        "snapshot_count": len(listing.snapshots), "invalid": dict(islice(listing.invalid.items(), 20)),
-        "participants": [*map(participant, looked.participants()), *map(missing, looked.gone())],
+        "snapshots": [snapshot(m, pinned.get(m.snapshot_id, "")) for m in found.snapshots[:MAX_SNAPSHOTS]],
+        "snapshot_count": len(found.snapshots), "invalid": dict(islice(found.invalid.items(), 20)),
     }  # fmt: skip
 
 

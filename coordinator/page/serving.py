@@ -28,6 +28,7 @@ from safepoint.v1 import coordinator_service_pb2 as pb
 
 from coordinator.history import History
 from coordinator.page import overview, timeline
+from coordinator.page.past import Past
 from coordinator.snapshot_reading import SnapshotReader
 from coordinator.wire.errors import Reason, SafepointError, refuse
 
@@ -43,6 +44,7 @@ LOOK_S: Final = 1.0  # how soon it is noticed that a page was closed
 POLL_S: Final = 0.1  # how soon a close is noticed
 CALM_S: Final = 10.0  # without an event the overview is as old as this at most
 BUSY_S: Final = 0.5  # and with events not made more often
+LISTED_S: Final = 30.0  # and snapshots are as old as this at most, unless an operation has ended since
 _LOOPBACK: Final = frozenset({"127.0.0.1", "localhost", "::1"})
 _COOKIE: Final = "safepoint_page"
 _STATIC: Final = {
@@ -73,6 +75,7 @@ class Page:
     def __init__(self, looked: overview.Looked, root: str, job_id: str) -> None:
         self._looked = looked
         self._history = History(root)
+        self._past = Past(self._history, overview.MAX_OPERATIONS)
         self._reader = SnapshotReader(root, job_id)
         self._job_id = job_id
         self._changed = threading.Condition()
@@ -81,11 +84,14 @@ class Page:
         self._making = threading.Lock()
         self._verifying = threading.Lock()
         self._made: tuple[int, float, timeline.Document] | None = None
+        self._listed: tuple[int, float, timeline.Document] | None = None
+        self._outcomes = 0  # how many operations have said how they ended
 
     def offer(self, event: pb.OperationEvent) -> None:
         """An event of the feed: whoever looks is told that something changed."""
         with self._changed:
             self._version += 1
+            self._outcomes += event.WhichOneof("event") in ("saved", "failed")
             self._changed.notify_all()
 
     def wait(self, version: int, within_s: float) -> int | None:
@@ -108,9 +114,18 @@ class Page:
                 known, at, document = self._made
                 if now - at < (CALM_S if known == version else BUSY_S):
                     return document
-            document = overview.overview(self._looked, self._history, self._reader, self._job_id)
+            document = {"job_id": self._job_id} | overview.overview(self._looked, self._past, self._snapshots(now))
             self._made = (version, now, document)
             return document
+
+    def _snapshots(self, now: float) -> timeline.Document:
+        """Read again when an operation has ended, and now and then: pins and prunes tell nobody."""
+        outcomes = self._outcomes
+        if self._listed is not None and self._listed[0] == outcomes and now - self._listed[1] < LISTED_S:
+            return self._listed[2]
+        listed = overview.listing(self._reader)
+        self._listed = (outcomes, now, listed)
+        return listed
 
     def operation(self, operation_id: str) -> timeline.Document:
         """One operation. Raises UNKNOWN_OPERATION, STORAGE_FAILED."""

@@ -270,18 +270,41 @@ def test_one_snapshot_is_verified_at_a_time(root: Path, monkeypatch: pytest.Monk
 def test_the_overview_is_made_once_for_all_who_look(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[int] = []
     now = [100.0]
+    monkeypatch.setattr(serving.overview, "listing", lambda _: {})
     monkeypatch.setattr(serving.overview, "overview", lambda *_: made.append(1) or {"n": len(made)})
     monkeypatch.setattr(serving.time, "monotonic", lambda: now[0])
     page = Page(Looked(), str(root), "default")
-    assert [page.overview(), page.overview()] == [{"n": 1}, {"n": 1}]
+    assert [page.overview()["n"], page.overview()["n"]] == [1, 1]
     page.offer(pb.OperationEvent())
-    assert page.overview() == {"n": 1}, "not at each event"
+    assert page.overview()["n"] == 1, "not at each event"
     now[0] += serving.BUSY_S
-    assert page.overview() == {"n": 2}
+    assert page.overview()["n"] == 2
     now[0] += serving.CALM_S - 0.1
-    assert page.overview() == {"n": 2}
+    assert page.overview()["n"] == 2
     now[0] += 0.1
-    assert page.overview() == {"n": 3}
+    assert page.overview()["n"] == 3
+
+
+def test_snapshots_are_listed_when_an_operation_has_ended_and_not_at_each_look(
+    root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made: list[int] = []
+    now = [100.0]
+    monkeypatch.setattr(serving.overview, "listing", lambda _: made.append(1) or {"snapshots": len(made)})
+    monkeypatch.setattr(serving.time, "monotonic", lambda: now[0])
+    page = Page(Looked(), str(root), "default")
+
+    def looked() -> int:
+        now[0] += serving.CALM_S
+        return int(page.overview()["snapshots"])
+
+    assert [looked(), looked()] == [1, 1]
+    page.offer(pb.OperationEvent(phase_started=pb.PhaseStarted()))
+    assert looked() == 1
+    page.offer(pb.OperationEvent(saved=pb.Saved()))
+    assert [looked(), looked()] == [2, 2]
+    now[0] += serving.LISTED_S
+    assert looked() == 3
 
 
 def test_a_root_that_is_gone_is_said(root: Path, server: PageServer) -> None:

@@ -114,8 +114,7 @@ const draw = (() => {
     for (let at = Math.ceil(from / size) * size; at <= to + size / 1e6; at += size) {
       root.append(svg("line", {x1: x(at), x2: x(at), y1: top, y2: height, class: "grid"}));
       const label = svg("text", {x: x(at), y: 16, class: "axis", "text-anchor": x(at) > width - 40 ? "end" : x(at) < left + 20 && narrow ? "start" : "middle"},
-        seconds(at).replace(/\.0+ /, " ") || "0");
-      if (at === 0) label.textContent = "0";
+        Math.abs(at) < size / 1e3 ? "0" : seconds(Math.round(at / size) * size + size / 1e6).replace(/\.0+ /, " "));
       root.append(label);
     }
     const visible = (bar) => (bar.to_s ?? end) >= from && bar.from_s <= to;
