@@ -139,14 +139,23 @@ class SnapshotStore(SnapshotReader):
             directory.discard_temporaries(MANIFEST_NAME)
 
     def published_by(self, snapshot_id: SnapshotId, operation_id: str) -> manifest_pb2.SnapshotManifest | None:
-        """The manifest, if that operation has published it. Raises STORAGE_FAILED when the disk cannot say."""
+        """The manifest, if that operation has published it: durable from now on, since whoever linked it may have died, or
+        failed, before its name was. Raises STORAGE_FAILED when the disk cannot say, STORAGE_* when it cannot keep it.
+        """
         try:
             manifest = self.load(snapshot_id)
         except SafepointError as error:
             if error.reason is Reason.STORAGE_FAILED:
                 raise
             return None
-        return manifest if manifest.operation_id == operation_id else None
+        if manifest.operation_id != operation_id:
+            return None
+        with self.open(snapshot_id) as directory:
+            try:
+                directory.sync()
+            except OSError as error:
+                raise storage_error(error, f"making the name of {directory.path / MANIFEST_NAME} durable") from error
+        return manifest
 
     def discard(self, snapshot_id: SnapshotId) -> None:
         """Delete what an operation without success left. Raises SNAPSHOT_IN_USE when it is published after all."""
