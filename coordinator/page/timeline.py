@@ -6,7 +6,7 @@ called and never heard of has a lane all the same.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Set
 from dataclasses import dataclass, field
 from typing import Any, Final
 
@@ -20,6 +20,7 @@ from coordinator.wire.rpc import problem_from_detail
 from coordinator.wire.terms import Phase
 
 MAX_POINTS: Final = 400  # of one lane; more are thinned out, since a lane is a thousand pixels wide at most
+MAX_LANES: Final = 100
 MAX_MARKS: Final = 200
 MAX_WAITING: Final = 5
 # Phases in which everybody is called; the coordinator has the others for itself.
@@ -47,12 +48,15 @@ def document(record: Record) -> Document:
         drawing.lane(str(who.get("participant_id", ""))).update(_described(who))
     for told in record.events:
         drawing.take(told)
+    details = [record.failed.primary, *record.failed.secondary] if record.failed is not None else []
+    blamed = frozenset(detail.participant_id for detail in details)
     return summary(record) | {
         "job_id": record.job_id, "epoch": record.epoch, "mode": record.mode, "stragglers": record.stragglers,
         "lease_s": record.lease_s, "trainer_driven": record.trainer_driven, "takeovers": record.takeovers,
         "dropped": record.dropped, "damaged": record.damaged, "unconfirmed": list(record.unconfirmed),
         "metadata": dict(record.snapshot.metadata) if record.snapshot is not None else {},
-        "pause": drawing.pause(record), "phases": drawing.phases, "lanes": drawing.ordered(),
+        "pause": drawing.pause(record), "phases": drawing.phases, "lanes": drawing.ordered(blamed),
+        "lane_count": len(drawing.lanes),
         "marks": drawing.marks[:MAX_MARKS], "failure": failure(record.failed),
     }  # fmt: skip
 
@@ -143,11 +147,19 @@ class _Drawing:
         to_s = self.opened_s if self.opened_s is not None else self.end_s
         return {"from_s": max(0.0, round(to_s - record.pause_s, 4)), "to_s": to_s}
 
-    def ordered(self) -> list[Document]:
-        """Lanes in the order in which admission closes, so that a save reads as stairs."""
+    def ordered(self, blamed: Set[str]) -> list[Document]:
+        """Lanes in the order in which admission closes, so that a save reads as stairs.
+
+        Of a large fleet: those that are to blame, and the slowest.
+        """
         first = {"policy_model": 0, "engine": 1, "agent": 2, "resources": 3}
-        found = [lane | {"points": _thinned(lane["points"])} for lane in self.lanes.values()]
+        chosen = sorted(self.lanes.values(), key=lambda lane: (lane["participant_id"] not in blamed, -self._slow(lane)))
+        found = [lane | {"points": _thinned(lane["points"])} for lane in chosen[:MAX_LANES]]
         return sorted(found, key=lambda lane: (first.get(lane["role"], 9), lane["participant_id"]))
+
+    def _slow(self, lane: Document) -> float:
+        ends = ((bar["to_s"] if bar["to_s"] is not None else self.end_s) - bar["from_s"] for bar in lane["bars"])
+        return float(max(ends, default=0.0))
 
     def _bar(self, name: str, phase: str, at: float) -> Document:
         bars: list[Document] = self.lane(name)["bars"]

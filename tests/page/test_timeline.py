@@ -8,7 +8,7 @@ import pytest
 from safepoint.v1 import errors_pb2
 
 from coordinator.history import Record
-from coordinator.page.timeline import MAX_POINTS, document, summary
+from coordinator.page.timeline import MAX_LANES, MAX_POINTS, document, summary
 from coordinator.wire.terms import Phase
 from tests.page.records import a_save, called, done, failed, finished, moved, record, started
 
@@ -101,3 +101,16 @@ def test_a_record_of_which_only_the_first_line_is_left_is_shown() -> None:
     assert summary(bare)["outcome"] == ""
     drawn = document(bare)
     assert (drawn["phases"], drawn["lanes"], drawn["failure"], drawn["pause_s"]) == ([], [], None, None)
+
+
+def test_of_a_large_fleet_the_slowest_are_drawn_and_those_to_blame() -> None:
+    names = [f"agent-{number:04d}" for number in range(500)]
+    events = [called(0, Phase.PREPARE, name) for name in names]
+    events += [done(number / 1000, Phase.PREPARE, name) for number, name in enumerate(names)]
+    events.append(failed(0.6, errors_pb2.REASON_DECLINED, "no", "agent-0003"))
+    drawn = document(record(*events, participants=(), outcome="aborted"))
+    shown = [each["participant_id"] for each in drawn["lanes"]]
+    assert drawn["lane_count"] == 500
+    assert len(shown) == MAX_LANES
+    assert "agent-0003" in shown
+    assert shown[1:] == names[-MAX_LANES + 1 :]

@@ -96,7 +96,8 @@ const views = (() => {
         ["lease", seconds(op.lease_s)], ["epoch", op.epoch || ""], ["driven by the trainer", op.trainer_driven ? "yes" : ""],
         ["not confirmed", op.unconfirmed.join(", ")], ["taken over", op.takeovers ? `${op.takeovers} times` : ""],
         ...Object.entries(op.metadata).map(([key, value]) => [`meta: ${key}`, value])]),
-      el("section", {class: "card"}, el("h3", {}, "Timeline"), legend, shown, counts),
+      el("section", {class: "card"}, el("h3", {}, "Timeline"), legend, shown, counts,
+        op.lane_count > op.lanes.length ? el("p", {class: "quiet"}, `The slowest ${op.lanes.length} of ${op.lane_count} participants.`) : null),
       op.marks.some((mark) => mark.kind === "warning") ? el("section", {class: "card"}, el("h3", {}, "Warnings"),
         el("ul", {class: "warnings"}, op.marks.filter((mark) => mark.kind === "warning").map((mark) =>
           el("li", {}, el("span", {class: "quiet"}, `${seconds(mark.at_s)} `), mark.text)))) : null,
