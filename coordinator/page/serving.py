@@ -11,6 +11,7 @@ from __future__ import annotations
 import hmac
 import json
 import logging
+import platform
 import secrets
 import select
 import socket
@@ -185,8 +186,8 @@ class PageServer:
         self._thread.join()
 
     def record(self) -> bytes:
-        """What is in page.json: where the page is, with its key."""
-        return json.dumps({"address": self.address, "url": self.url}).encode() + b"\n"
+        """What is in page.json: on which machine the page is, where there, with its key."""
+        return json.dumps({"host": platform.node(), "address": self.address, "url": self.url}).encode() + b"\n"
 
 
 def new_key() -> str:
