@@ -5,7 +5,6 @@ The rule: what a command needs is imported when it runs, and what is missing is 
 
 from __future__ import annotations
 
-import asyncio
 import importlib.metadata
 import importlib.util
 import os
@@ -128,6 +127,8 @@ def coordinator(
 
         logs.configure(log_format)
         note(f"For shims and trainers: export SAFEPOINT_COORDINATOR=file:{settings.root}/coordinator/address.json")
+        import asyncio
+
         asyncio.run(run(settings))
 
 
