@@ -123,6 +123,9 @@ def cause_text(answer: pb.ExplainResponse, with_events: bool, now_s: float) -> s
         began_s = operation.begin_time.ToMilliseconds() / 1e3
         lines.append(f"  began: {_when(began_s)} UTC, {_ago(now_s - began_s)} ago")
     if operation.HasField("failure"):
+        primary = problem_from_detail(operation.failure.primary)
+        where = f" in {primary.phase.name.lower()}" if primary.phase else ""
+        lines.append(f"  reason: {_cause(primary)}{where}")
         lines += [f"  also: {problem_from_detail(detail)}" for detail in operation.failure.secondary]
     elif not operation.outcome:
         lines.append("  its coordinator ended meanwhile, and none has started since")

@@ -122,13 +122,13 @@ def coordinator(
         if ray:
             _on_ray(settings, name, namespace, ray_address, ray_resource or [])
             return
+        import asyncio
+
         from coordinator.server import run
         from coordinator.wire import logs
 
         logs.configure(log_format)
         note(f"For shims and trainers: export SAFEPOINT_COORDINATOR=file:{settings.root}/coordinator/address.json")
-        import asyncio
-
         asyncio.run(run(settings))
 
 
