@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from coordinator.history import History
 
 _RECORD: Final = "file:"
+_ADDRESS: Final = "address.json"
 _ASK_S: Final = 2.0  # the root can be read instead, so nobody has to wait longer for a coordinator
 _MAX_STACKS_OF: Final = 20
 _FRAMEWORK: Final = frozenset({"starlette", "fastapi", "anyio", "uvicorn", "asyncio", "participant_shims"})
@@ -55,7 +56,7 @@ def why(
         health: list[pb.ParticipantHealth] = []
         here = history_here(target, root)
         try:
-            with make_client(target, root, token_file, wait if here is None else min(wait, _ASK_S), as_json) as client:
+            with make_client(target, root, token_file, _patience(here, wait), as_json) as client:
                 answer = client.explain(operation_id or None, timeout=timeout)
                 if stacks and (blocking := blamed(answer)):
                     status = client.status(stacks_of=blocking, timeout=timeout)
@@ -91,7 +92,7 @@ def history(
     with reporting(as_json):
         here = history_here(target, root)
         try:
-            with make_client(target, root, token_file, wait if here is None else min(wait, _ASK_S), as_json) as client:
+            with make_client(target, root, token_file, _patience(here, wait), as_json) as client:
                 found = list(client.operations(limit, timeout=timeout))
         except SafepointError as error:
             if not is_absent(error) or here is None:
