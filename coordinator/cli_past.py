@@ -248,6 +248,13 @@ def blamed(answer: pb.ExplainResponse) -> list[str]:
     return [name for name in dict.fromkeys([*named, *operation.pending_participants]) if name][:_MAX_STACKS_OF]
 
 
+def _patience(here: History | None, wait_s: float) -> float:
+    """How long a coordinator is waited for: not at all where none has said that it is there, and the root can be read."""
+    if here is None:
+        return wait_s
+    return min(wait_s, _ASK_S) if (here.path.parent / _ADDRESS).exists() else 0.0
+
+
 def history_here(target: str, root: str) -> History | None:
     """The history of the root that the options name, when it can be read from here."""
     from coordinator.history import History
