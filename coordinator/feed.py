@@ -18,7 +18,7 @@ from safepoint.v1 import coordinator_service_pb2
 log = logging.getLogger(__name__)
 
 QUEUE_LENGTH: Final = 1000
-FEW: Final = 64  # steps of one phase that are told one by one
+FEW: Final = 16  # steps of one phase that are told one by one
 GATHER_S: Final = 0.1
 HISTORY_LENGTH: Final = 200  # what Explain shows and a late follower is given
 

@@ -13,7 +13,7 @@ from safepoint.v1 import coordinator_service_pb2 as pb
 from safepoint.v1 import manifest_pb2
 
 from coordinator import convert, ledger_lines
-from coordinator.feed import Feed
+from coordinator.feed import FEW, Feed
 from coordinator.pause import PauseMeter
 from coordinator.protocol.ledger import Line
 from coordinator.protocol.topology import Participant
@@ -230,7 +230,7 @@ async def test_of_a_large_fleet_a_follower_is_not_told_who_was_done_when_the_pha
 async def test_of_a_small_fleet_each_step_is_told_at_once() -> None:
     feed = Feed()
     with feed.follow() as follower:
-        for number in range(64):
+        for number in range(FEW):
             feed.publish(step("participant_called", number))
             async with asyncio.timeout(10):
                 await follower.wait()
