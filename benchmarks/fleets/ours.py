@@ -39,7 +39,7 @@ from participant_shims.adapter import (
 from participant_shims.shim import Shim, ShimOptions
 
 ROLES = {work.POLICY: Role.POLICY_MODEL, work.AGENT: Role.AGENT, work.RESOURCES: Role.RESOURCES}
-REGISTERING_AT_ONCE = 50
+REGISTERING_AT_ONCE = 20
 
 
 class SmallAdapter:
