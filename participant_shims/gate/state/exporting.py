@@ -27,6 +27,16 @@ _NEVER_OWN: Final = frozenset(
 FRAMEWORK: Final = ("config", "server_client")
 
 
+@dataclass(frozen=True, slots=True)
+class Made:
+    """One session as it is written, and what it hangs on. See `shelf.Kept`."""
+
+    state: Any
+    used: Mapping[int, int] = field(default_factory=dict[int, int])
+    roots: tuple[Any, ...] = ()
+    owned: tuple[object, ...] = ()
+
+
 @dataclass(slots=True)
 class Export:
     """An export in the making. Admission is closed: nothing changes between its steps but sessions in `ids` that run."""
@@ -62,7 +72,28 @@ class Export:
             "random": codec.encode(dict(layout.global_randomness()), self.scope),
         }
 
-    def session(self, session_id: str) -> dict[str, Any] | None:
+    @property
+    def session_places(self) -> set[str]:
+        """Names of the places that hold something per session."""
+        return {place.name for place in self._keyed}
+
+    @property
+    def alive(self) -> object:
+        """The objects that documents may refer to: while they are held, their ids are theirs."""
+        return self._kept
+
+    def fits(self, session_id: str, roots: tuple[Any, ...], used: Mapping[int, int]) -> bool:
+        """Whether the places hold the same values for the session, and what it refers to has the same numbers."""
+        now = self._roots(session_id)
+        if len(now) != len(roots) or any(a is not b for a, b in zip(now, roots, strict=True)):
+            return False
+        return not used or all(self._outer.get(at) == number for at, number in used.items())
+
+    def own(self, session_id: str, objects: Sequence[object]) -> None:
+        """These objects are in a session that is not encoded again."""
+        self._owners.update({id(obj): (session_id, obj) for obj in objects})
+
+    def session(self, session_id: str) -> Made | None:
         """The document of one session; None when the server holds nothing of it. Raises Unencodable."""
         parts = self._by_session.get(session_id)
         if not parts:
@@ -74,8 +105,20 @@ class Export:
                 value = place.value
                 state[place.name] = {k: value[k] for k in keys if k in value} if a_dict(value) else set(keys)
         made = codec.encode_with_numbers(state, self.scope, outer=self._outer, named=True)
-        self._claim(made.kept, session_id)
-        return made.document
+        owned = self._claim(made.kept, session_id)
+        return Made(made.document, made.used, self._roots(session_id), owned)
+
+    def _roots(self, session_id: str) -> tuple[Any, ...]:
+        parts = self._by_session.get(session_id)
+        if not parts:
+            return ()
+        return tuple(
+            value[k] if a_dict(value) and k in value else k
+            for place in self._keyed
+            if place.name in parts
+            for value in (place.value,)
+            for k in parts[place.name]
+        )
 
     def _sort(self, found: Sequence[Place]) -> tuple[dict[str, Any], dict[str, Any]]:
         """Places that have changed, and those that stand where they did when the server was started."""
@@ -111,7 +154,7 @@ class Export:
                 continue  # the restored server must have set it up itself
         return made
 
-    def _claim(self, objects: Sequence[Any], session_id: str) -> None:
+    def _claim(self, objects: Sequence[Any], session_id: str) -> tuple[object, ...]:
         """Note which session an object of the server's own classes was saved with.
 
         Two sessions that share one would each get a copy, and would no longer see each other's changes. Containers are
@@ -125,4 +168,5 @@ class Export:
             if owner is not None and owner[0] != session_id:
                 raise codec.Unencodable("session", type_name(obj), f"is shared with session {owner[0]}")
             mine.append(obj)
-        self._owners.update({id(obj): (session_id, obj) for obj in mine})
+        self.own(session_id, mine)
+        return tuple(mine)
