@@ -127,6 +127,14 @@ class Chunks:
         except FileNotFoundError:
             return
 
+    def touched_s(self, sha256: str) -> float | None:
+        """When a chunk was last written or asked for, by the clock of the file system; None when it is not there."""
+        try:
+            with self._folder(sha256) as folder:
+                return folder.size_and_time(sha256)[1]
+        except FileNotFoundError:
+            return None
+
     def remove(self, sha256: str) -> None:
         """Delete a chunk. One that is not there is no error."""
         with suppress(FileNotFoundError), self._folder(sha256) as folder:
