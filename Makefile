@@ -82,14 +82,14 @@ types: setup ## mypy strict and pyright strict
 	$(VENV)/bin/pyright --warnings
 
 test: setup setup-gym ## all tests, with real NeMo Gym servers and a real Ray
-	$(PY) -m pytest
+	$(PY) -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
 VERSION ?= 3.13
 test-python: ## tests that need no Gym, Ray or torch, under another Python: make test-python VERSION=3.13
 	$(PYTHON) scripts/test_python.py $(VERSION)
 
 test-ray: setup ## nodes of a Ray cluster are killed under the coordinator, in every phase
-	$(PY) -m pytest tests/ray tests/coordinator/test_ray_host.py -m "ray_cluster or not ray_cluster"
+	$(PY) -m pytest tests/ray -m "ray_cluster or not ray_cluster"
 
 test-vllm: setup setup-vllm ## the engine's tests, against a real vLLM on CPUs
 	$(PY) -m pytest tests/vllm -m "vllm or not vllm"
@@ -112,9 +112,10 @@ faults: setup setup-gym ## kill, stop, hang and starve real processes at every f
 	PYTHONPATH=.:gen $(PY) -m tests.faults.run --out build/faults.json
 
 SIM_SEEDS ?= 2000
+SINGLES ?= 120
 .PHONY: sim soak mutants
-sim: setup ## 2,000 seeds of the deterministic simulation; writes build/sim.json
-	PYTHONPATH=.:gen $(PY) -m tests.simulation.run --seeds $(SIM_SEEDS) --out build/sim.json
+sim: setup ## 2,000 seeds of the deterministic simulation, and 120 runs with a single fault; writes build/sim.json
+	PYTHONPATH=.:gen $(PY) -m tests.simulation.run --seeds $(SIM_SEEDS) --singles $(SINGLES) --out build/sim.json
 
 soak: setup ## more seeds: SEEDS=20000 FIRST=2001; writes build/soak.json
 	PYTHONPATH=.:gen $(PY) -m tests.simulation.run --seeds $(SEEDS) --first $(FIRST) --out build/soak.json
@@ -132,6 +133,24 @@ FUZZ_SECONDS ?= 60
 fuzz: setup ## every reader of foreign bytes, for a minute in all: FUZZ_SECONDS=600 for longer; writes build/fuzz.json
 	PYTHONPATH=.:gen $(PY) -m tests.fuzz.fuzzing --seconds $(FUZZ_SECONDS) --out build/fuzz.json
 
+.PHONY: wheel
+wheel: ## a wheel in build/wheel, for machines without this clone
+	$(PYTHON) -m pip wheel --quiet --no-deps --wheel-dir build/wheel .
+	@ls build/wheel/*.whl
+
+.PHONY: docs docs-reference check-docs
+docs: setup ## the documentation site, in build/site
+	NO_MKDOCS_2_WARNING=1 $(VENV)/bin/mkdocs build --strict --quiet
+	@echo "build/site/index.html"
+
+docs-reference: setup setup-proto ## rewrite docs/reference/ from its sources
+	PYTHONPATH=.:gen $(PY) -m scripts.docs_reference
+
+check-docs: setup setup-proto ## fail if docs/reference/ is stale, a link leads nowhere, or the site loads anything from elsewhere
+	PYTHONPATH=.:gen $(PY) -m scripts.docs_reference --check
+	$(MAKE) --no-print-directory docs
+	PYTHONPATH=.:gen $(PY) -m scripts.docs_site build/site
+
 demo: setup setup-gym ## save, kill and restore 32 live rollouts on real NeMo Gym servers
 	$(PY) -m coordinator.cli demo
 
@@ -139,12 +158,13 @@ demo: setup setup-gym ## save, kill and restore 32 live rollouts on real NeMo Gy
 demo-vllm: setup setup-gym setup-vllm ## the same with a real vLLM, and long generations in flight at the cut
 	$(PY) -m coordinator.cli demo --vllm
 
-check: ## what CI runs: check-proto, check-stubs, lint, types, 500 seeds of sim, mutants, test
+check: ## what CI runs: check-proto, check-stubs, check-docs, lint, types, sim, mutants, test
 	$(MAKE) --no-print-directory check-proto
 	$(MAKE) --no-print-directory check-stubs
+	$(MAKE) --no-print-directory check-docs
 	$(MAKE) --no-print-directory lint
 	$(MAKE) --no-print-directory types
-	$(MAKE) --no-print-directory sim SIM_SEEDS=500
+	$(MAKE) --no-print-directory sim
 	$(MAKE) --no-print-directory mutants
 	$(MAKE) --no-print-directory test
 

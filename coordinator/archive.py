@@ -15,7 +15,8 @@ A copy is made afterwards, while rollouts run. Everything here blocks: callers o
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
@@ -74,24 +75,35 @@ def push(reader: SnapshotReader, snapshot_id: str, objects: Objects) -> Copied:
     return Copied(snapshot_id, files, size, found)
 
 
-def pull(objects: Objects, snapshot_id: str, root: Path) -> Copied:
+def pull(objects: Objects, snapshot_id: str, root: Path, still_valid: Callable[[], None] = lambda: None) -> Copied:
     """Copy a snapshot out of a store into a root, which is made and claimed for its job when it is new.
 
-    No coordinator may run on the root. Raises SNAPSHOT_NOT_FOUND, SNAPSHOT_EXISTS (the root has it), SNAPSHOT_FOREIGN (the
-    root is another job's), SNAPSHOT_CORRUPT, SNAPSHOT_UNSAFE, SNAPSHOT_TOO_NEW, STORAGE_*: then the root is as it was.
+    No coordinator may run on the root: `still_valid` is asked right before the manifest is written, and raises to forbid it.
+    One that starts meanwhile takes what is half there for what a crash left, and deletes it. It may give the name away again,
+    so everything here is done in the directory that we have made, and nothing is removed by its name.
+
+    Raises SNAPSHOT_NOT_FOUND, SNAPSHOT_EXISTS (the root has it), SNAPSHOT_FOREIGN (the root is another job's),
+    SNAPSHOT_IN_USE (a coordinator has started), SNAPSHOT_CORRUPT, SNAPSHOT_UNSAFE, SNAPSHOT_TOO_NEW, STORAGE_*: then the
+    root is as it was.
     """
     raw, manifest = _manifest(objects, snapshot_id)
     store = SnapshotStore(root, manifest.job_id)
     name = SnapshotId(snapshot_id)
     store.begin(name)
-    try:
-        with store.open(name) as directory:
+    with store.open(name) as directory:
+        try:
             copied = _fetch(objects, manifest, directory, root)
+            still_valid()
             directory.write_new(MANIFEST_NAME, raw)
-        store.verify(name)
-    except BaseException:
-        store.remove(name)
-        raise
+            store.verify(name)
+        except (FileNotFoundError, FileExistsError) as error:
+            raise refuse(
+                Reason.SNAPSHOT_IN_USE, f"Somebody has removed what was there of {name} in {root}: a coordinator has started.",
+                next_step="Stop it first, or pull into another root and start one there.",
+            ) from error  # fmt: skip
+        except BaseException:
+            _clear(store, name, directory)
+            raise
     return Copied(snapshot_id, copied.files + 1, copied.size_bytes + len(raw))
 
 
@@ -211,6 +223,16 @@ def _get(objects: Objects, key: str, directory: Directory, path: str, expected: 
         raise refuse(
             Reason.SNAPSHOT_CORRUPT, f"{objects.url}/{key} is damaged: its bytes are not those that were saved."
         )
+
+
+def _clear(store: SnapshotStore, name: SnapshotId, directory: Directory) -> None:
+    """Take back what we have written; the name goes only with a directory that holds nothing. Never raises."""
+    with suppress(OSError, SafepointError):
+        directory.remove_file(MANIFEST_NAME)  # first: without it there is no snapshot
+        for each in directory.names():
+            (directory.remove_child if directory.is_directory(each) else directory.remove_file)(each)
+        with store.snapshots() as snapshots:
+            snapshots.remove_empty(name)
 
 
 def _at_most(chunks: Iterator[bytes], size: int) -> Iterator[bytes]:

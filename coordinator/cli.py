@@ -2,8 +2,8 @@
 
     safepoint coordinator | shim | serve              start something
     safepoint save | restore | resume | abort         operate
-    safepoint status | topology | why | snapshots     look
-    safepoint doctor | certs | inspect | demo | version   this machine
+    safepoint status | topology | why | history | snapshots     look
+    safepoint doctor | config | certs | inspect | demo | version   this machine
 
 The rule: `safepoint --help` answers at once, so nothing but Typer is imported before a command runs.
 
@@ -11,8 +11,8 @@ cli_exit         exit codes by cause
 cli_output       JSON, text, failures
 cli_options      options that many commands share
 cli_progress     bars and lines while an operation runs
-cli_views        tables
-cli_operations, cli_snapshots, cli_retention, cli_archive, cli_processes, cli_doctor, cli_certs      the commands
+cli_views, cli_live        tables; what status shows
+cli_operations, cli_status, cli_past, cli_snapshots, cli_retention, cli_archive, cli_processes, cli_doctor, cli_config, cli_certs      the commands
 """
 
 from __future__ import annotations
@@ -22,7 +22,18 @@ from typing import Annotated
 
 import typer
 
-from coordinator import cli_archive, cli_certs, cli_doctor, cli_operations, cli_processes, cli_retention, cli_snapshots
+from coordinator import (
+    cli_archive,
+    cli_certs,
+    cli_config,
+    cli_doctor,
+    cli_operations,
+    cli_past,
+    cli_processes,
+    cli_retention,
+    cli_snapshots,
+    cli_status,
+)
 from coordinator.cli_exit import epilog
 
 app = typer.Typer(
@@ -37,8 +48,20 @@ app = typer.Typer(
 )
 
 
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        from importlib.metadata import version
+
+        typer.echo(f"safepoint {version('safepoint')}")
+        raise typer.Exit
+
+
 @app.callback()
 def everywhere(
+    version: Annotated[
+        bool,
+        typer.Option("--version", is_eager=True, callback=_print_version, help="Print the version, and end."),
+    ] = False,
     tls_dir: Annotated[
         str,
         typer.Option("--tls-dir", envvar="SAFEPOINT_TLS_DIR", metavar="DIR", help="With ca.crt, tls.crt and tls.key."),
@@ -65,13 +88,15 @@ app.command(rich_help_panel=OPERATE)(cli_operations.save)
 app.command(rich_help_panel=OPERATE)(cli_operations.restore)
 app.command(rich_help_panel=OPERATE)(cli_operations.resume)
 app.command(rich_help_panel=OPERATE)(cli_operations.abort)
-app.command(rich_help_panel=LOOK)(cli_operations.status)
+app.command(rich_help_panel=LOOK)(cli_status.status)
 app.command(rich_help_panel=LOOK)(cli_operations.topology)
-app.command(rich_help_panel=LOOK)(cli_operations.why)
+app.command(rich_help_panel=LOOK)(cli_past.why)
+app.command(rich_help_panel=LOOK)(cli_past.history)
 for command in (cli_retention.prune, cli_retention.pin, cli_retention.unpin, cli_archive.push, cli_archive.pull):
     cli_snapshots.app.command()(command)
 app.add_typer(cli_snapshots.app, name="snapshots", rich_help_panel=LOOK)
 app.command(rich_help_panel=HERE)(cli_doctor.doctor)
+app.add_typer(cli_config.app, name="config", rich_help_panel=HERE)
 app.add_typer(cli_certs.app, name="certs", rich_help_panel=HERE)
 app.command(rich_help_panel=HERE)(cli_processes.inspect)
 app.command(rich_help_panel=HERE)(cli_processes.demo)

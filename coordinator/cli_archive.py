@@ -5,14 +5,15 @@ The rule: a root is written only while no coordinator runs on it; a copy is made
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
+from coordinator.alone import require_alone
 from coordinator.cli_options import AsJson, Root, TokenFile, folder
 from coordinator.cli_output import emit, reporting, say
-from coordinator.cli_retention import refuse_beside_a_coordinator
 from coordinator.cli_snapshots import SnapshotName, newest, open_store
 from coordinator.wire.errors import Reason, refuse
 
@@ -48,7 +49,7 @@ def push(snapshot: SnapshotName, url: Url, root: Root = "", as_json: AsJson = Fa
             )
         else:
             there = f", {done.found} were there" if done.found else ""
-            say(f"{name} is at {url}: {done.files} files, {size_text(done.size_bytes)}{there}")
+            say(f"{name} is at {url}: {done.files} files, {size_text(done.size_bytes)} with their manifests{there}")
 
 
 def pull(
@@ -64,7 +65,10 @@ def pull(
 
     with reporting(as_json):
         into = Path(folder(_given(root)))
-        refuse_beside_a_coordinator(str(into), token_file)
+        alone = partial(
+            require_alone, into, token_file, "Stop it first, or pull into another root and start one there."
+        )
+        alone()
         objects = objects_at(url)
         name = snapshot
         if snapshot == "latest":
@@ -72,11 +76,11 @@ def pull(
             if not found:
                 raise refuse(Reason.SNAPSHOT_NOT_FOUND, f"There is no copy of a snapshot at {url}.")
             name = found[0].snapshot_id
-        done = archive.pull(objects, name, into)
+        done = archive.pull(objects, name, into, alone)
         if as_json:
             emit({"snapshot_id": name, "url": url, "files": done.files, "size_bytes": done.size_bytes})
         else:
-            say(f"{name} is in {into}: {done.files} files, {size_text(done.size_bytes)}")
+            say(f"{name} is in {into}: {done.files} files, {size_text(done.size_bytes)} with their manifests")
 
 
 def _given(root: str) -> str:

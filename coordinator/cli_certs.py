@@ -101,12 +101,17 @@ def ls(directory: Directory, as_json: AsJson = False) -> None:
         _needs_cryptography(as_json)
         from coordinator import certs
 
-        _show(certs.listed(Path(folder(directory))), as_json)
+        where = Path(folder(directory))
+        certs.job_of(where)  # raises where there are none
+        _show(certs.listed(where), as_json)
 
 
 def _needs_cryptography(as_json: bool) -> None:
     if importlib.util.find_spec("cryptography") is None:
-        missing("cryptography is not installed here.", "pip install 'safepoint[tls]'", as_json)
+        from coordinator.wire.extras import install_extra
+
+        what = "Making and reading certificates needs the extra `tls` (cryptography), which is not installed here."
+        missing(what, f"{install_extra('tls')}; processes that only use certificates do not need it.", as_json)
 
 
 def _show(found: list[Issued], as_json: bool) -> None:

@@ -1,12 +1,11 @@
-"""Commands about operations: save, restore, resume, abort, status, topology, why.
+"""Commands about operations: save, restore, resume, abort, topology.
 
 The rule: a command is a thin shell around one client call. What it means is written at the client and in the contract.
 """
 
 from __future__ import annotations
 
-import time
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
@@ -23,12 +22,7 @@ from coordinator.cli_options import (
     make_client,
 )
 from coordinator.cli_output import emit, note, plain, reporting, say, show
-from coordinator.wire.errors import Reason, SafepointError, refuse
-
-if TYPE_CHECKING:
-    from rich.console import RenderableType
-
-    from coordinator.client import Client
+from coordinator.wire.errors import Reason, refuse
 
 
 def save(
@@ -193,67 +187,6 @@ def abort(
                 )
 
 
-def status(
-    watch: Annotated[bool, typer.Option("--watch", "-w", help="Go on until interrupted.")] = False,
-    interval: Annotated[
-        float, typer.Option("--interval", min=0.1, metavar="S", help="Seconds between two looks.")
-    ] = 1.0,
-    rollouts: Annotated[
-        int, typer.Option("--rollouts", min=0, max=1000, help="Live rollouts to show of each participant.")
-    ] = 0,
-    timeout: Timeout = None,
-    target: Target = "",
-    root: Root = "",
-    token_file: TokenFile = "",
-    wait: Wait = DEFAULT_WAIT_S,
-    as_json: AsJson = False,
-) -> None:
-    """Show the operation, every participant, and on request what each rollout is doing.
-
-    With --watch a table that is kept up to date on a terminal, a block of lines or (--json) a line of JSON at each look.
-
-    Example: safepoint status --watch --rollouts 10
-    """
-    from coordinator.cli_views import status_view
-
-    with reporting(as_json), make_client(target, root, token_file, wait, as_json) as client:
-        if watch:
-            _watch(client, interval, rollouts, timeout, as_json)
-            return
-        answer = client.status(participants=True, max_rollouts=rollouts, timeout=timeout)
-        if as_json:
-            emit(plain(answer))
-        else:
-            show(status_view(answer))
-
-
-def _watch(client: Client, interval_s: float, rollouts: int, timeout_s: float | None, as_json: bool) -> None:
-    from rich.console import Console
-    from rich.live import Live
-    from rich.text import Text
-
-    from coordinator.cli_views import status_view
-
-    console = Console(highlight=False)
-    if as_json or not console.is_terminal:
-        while True:
-            answer = client.status(participants=True, max_rollouts=rollouts, timeout=timeout_s)
-            if as_json:
-                emit(plain(answer))
-            else:
-                show(status_view(answer))
-            time.sleep(interval_s)
-    with Live(console=console, auto_refresh=False, screen=False) as live:
-        while True:
-            view: RenderableType
-            try:
-                view = status_view(client.status(participants=True, max_rollouts=rollouts, timeout=timeout_s))
-            except SafepointError as error:  # a coordinator that restarts is a sight, not the end of watching
-                view = Text(str(error))
-            live.update(view, refresh=True)
-            time.sleep(interval_s)
-
-
 def topology(
     refresh: Annotated[bool, typer.Option("--refresh", help="Ask every participant again.")] = False,
     timeout: Timeout = None,
@@ -278,33 +211,6 @@ def topology(
             show(topology_view(answer))
     if any(finding.blocking for finding in answer.findings):
         raise typer.Exit(int(ExitCode.TOPOLOGY))
-
-
-def why(
-    operation_id: Annotated[
-        str, typer.Argument(help="The operation; the last one that did not finish when absent.")
-    ] = "",
-    events: Annotated[bool, typer.Option("--events", help="Show its last events too.")] = False,
-    timeout: Timeout = None,
-    target: Target = "",
-    root: Root = "",
-    token_file: TokenFile = "",
-    wait: Wait = DEFAULT_WAIT_S,
-    as_json: AsJson = False,
-) -> None:
-    """Say why an operation did not finish: one primary cause, and what followed from it.
-
-    Example: safepoint why --events
-    """
-    from coordinator.cli_views import cause_text
-
-    with reporting(as_json):
-        with make_client(target, root, token_file, wait, as_json) as client:
-            answer = client.explain(operation_id or None, timeout=timeout)
-        if as_json:
-            emit(plain(answer))
-        else:
-            say(cause_text(answer, events))
 
 
 def _pairs(texts: list[str]) -> dict[str, str]:

@@ -47,8 +47,10 @@ DEFAULT_WAIT_S: Final = 5.0
 ROOT_VARIABLE: Final = "SAFEPOINT_ROOT"
 
 
-def make_client(target: str, root: str, token_file: str, wait_s: float, as_json: bool) -> Client:
-    """A client for the options; ends with MISSING when nothing names a coordinator."""
+def make_client(
+    target: str, root: str, token_file: str, wait_s: float, as_json: bool, *, patient: bool = True
+) -> Client:
+    """A client for the options; ends with MISSING when nothing names a coordinator. Without patience it asks but once."""
     if not target and not root:
         no_coordinator(as_json)
     from coordinator.client import Budgets, Client
@@ -56,6 +58,8 @@ def make_client(target: str, root: str, token_file: str, wait_s: float, as_json:
     if not target:
         target = f"file:{Path(root) / 'coordinator' / 'address.json'}"
     budgets = Budgets(unreachable_s=wait_s, lost_reply_s=max(wait_s, 60.0), not_ready_s=max(wait_s, 30.0))
+    if not patient:
+        budgets = Budgets(unreachable_s=0.0, lost_reply_s=0.0, not_ready_s=0.0)
     return Client(target, token_file=token_file or None, budgets=budgets)
 
 

@@ -13,12 +13,19 @@ import sys
 from collections.abc import Generator, Mapping
 from dataclasses import asdict, is_dataclass
 from enum import IntEnum
-from typing import Any, NoReturn, cast
+from typing import Any, Final, NoReturn, cast
 
 import typer
 
 from coordinator.cli_exit import ExitCode, exit_code
-from coordinator.wire.errors import Problem, SafepointError
+from coordinator.wire.errors import Misanswered, Problem, Refused, SafepointError, Unanswered
+
+# What became of the call, in one word; anything else has failed before a call was made.
+_HOW: Final[Mapping[type[SafepointError], str]] = {
+    Refused: "refused",
+    Unanswered: "no answer",
+    Misanswered: "wrong answer",
+}
 
 
 def emit(document: Any) -> None:
@@ -67,7 +74,9 @@ def reporting(as_json: bool) -> Generator[None, None, None]:
         if as_json:
             emit({"error": problem_document(error.problem) | {"exit_code": int(code), "notes": notes}})
         else:
-            note(f"safepoint: {type(error).__name__.lower()} ({error.reason.name}): {error}")
+            note(
+                f"safepoint: {next((word for kind, word in _HOW.items() if isinstance(error, kind)), 'failed')} ({error.reason.name}): {error}"
+            )
             for text in notes:
                 note(f"  {text}")
         raise typer.Exit(int(code)) from None

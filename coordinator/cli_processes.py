@@ -9,14 +9,17 @@ import asyncio
 import importlib.metadata
 import importlib.util
 import logging
+import os
 import platform
 import sys
 from typing import TYPE_CHECKING, Annotated, Any, Final
 
 import typer
 
+from coordinator.cli_config import Config, print_settings
 from coordinator.cli_options import AsJson, Root, TokenFile, folder, missing
 from coordinator.cli_output import emit, note, reporting, say
+from coordinator.wire.extras import install_extra
 
 if TYPE_CHECKING:
     from coordinator.settings import Settings
@@ -25,10 +28,9 @@ FORWARDED: Final[dict[str, Any]] = {"allow_extra_args": True, "ignore_unknown_op
 
 
 def coordinator(
+    ctx: typer.Context,
     root: Root = "",
-    config: Annotated[
-        str, typer.Option("--config", metavar="FILE", help="YAML file with settings; arguments win over it.")
-    ] = "",
+    config: Config = "",
     job: Annotated[str, typer.Option("--job", envvar="SAFEPOINT_JOB", metavar="ID", help="The job it serves.")] = "",
     bind: Annotated[
         str,
@@ -60,6 +62,9 @@ def coordinator(
     ray: Annotated[
         bool, typer.Option("--ray", help="Host it as a named detached Ray actor, and return once it serves.")
     ] = False,
+    show_settings: Annotated[
+        bool, typer.Option("--show-settings", help="Print the settings with their origins, and start nothing.")
+    ] = False,
     name: Annotated[str, typer.Option("--name", help="With --ray: name of the actor.")] = "safepoint",
     namespace: Annotated[str, typer.Option("--namespace", help="With --ray: its namespace.")] = "safepoint",
     ray_address: Annotated[
@@ -80,12 +85,17 @@ def coordinator(
     Example: safepoint coordinator --root /data/safepoint
     """
     with reporting(as_json=False):
-        from coordinator.settings import load_settings
+        from coordinator.settings import resolve
 
-        settings = load_settings(
+        def given(name: str, value: str) -> str | None:
+            # What comes from the environment is read there, and says so.
+            source = ctx.get_parameter_source(name)
+            return None if not value or (source is not None and source.name == "ENVIRONMENT") else value
+
+        resolved = resolve(
             config or None,
-            root=folder(root) or None,
-            job_id=job or None,
+            root=folder(root) if root and not os.path.isabs(root) else given("root", folder(root)),
+            job_id=given("job", job),
             bind=bind or None,
             advertise=advertise or None,
             participants=tuple(participant) if participant else None,
@@ -94,9 +104,13 @@ def coordinator(
             keep_last=keep_last,
             keep_every=keep_every,
             keep_interval_s=keep_interval,
-            token_file=token_file or None,
+            token_file=given("token_file", token_file),
             insecure=insecure or None,
         )
+        if show_settings:
+            print_settings(resolved, as_json=False)
+            return
+        settings = resolved.settings
         if ray:
             _on_ray(settings, name, namespace, ray_address, ray_resource or [])
             return
@@ -127,7 +141,7 @@ def _on_ray(settings: Settings, name: str, namespace: str, address: str, resourc
     try:
         from coordinator import ray_host
     except ImportError as error:
-        missing(f"Ray is not installed here ({error.name}).", "pip install 'safepoint[ray]'", as_json=False)
+        missing(f"Ray is not installed here ({error.name}).", install_extra("ray"), as_json=False)
     ray_host.connect(address)
     try:
         started = ray_host.start(settings, name, namespace, dict.fromkeys(resources, 0.001))
@@ -194,7 +208,7 @@ def demo(
             else:
                 from coordinator.demo.story import run_demo
         except ImportError as error:
-            missing(f"The demo needs {error.name}.", "pip install 'safepoint[demo,ray]', or `make demo`.", as_json)
+            missing(f"The demo needs {error.name}.", f"{install_extra('demo', 'ray')}, or `make demo`.", as_json)
         code = run_demo(json=as_json, rollouts=rollouts or (16 if vllm else 32), seed=seed)
     raise typer.Exit(code)
 

@@ -12,6 +12,7 @@ from typing import Annotated
 
 import typer
 
+from coordinator.alone import require_alone
 from coordinator.cli_options import (
     DEFAULT_WAIT_S,
     ROOT_VARIABLE,
@@ -25,7 +26,6 @@ from coordinator.cli_options import (
 )
 from coordinator.cli_output import emit, reporting, say
 from coordinator.cli_snapshots import OfflineRoot, SnapshotName, named, newest, open_store
-from coordinator.wire.errors import Reason, SafepointError, Unanswered, refuse
 
 
 def prune(
@@ -70,7 +70,7 @@ def prune(
             from coordinator.retention import Retention
 
             store = open_store(root, as_json)
-            refuse_beside_a_coordinator(folder(root), token_file)
+            require_alone(Path(folder(root)), token_file)
             retention = Retention(keep, keep_every or 0, keep_interval or 0.0)
             pruned = pruning.prune(store, retention, dry_run=dry_run, spare=pruning.spared(store, retention))
             deleted, size, kept = list(pruned.deleted), pruned.size_bytes, dict(pruned.kept)
@@ -110,7 +110,7 @@ def pin(
             from coordinator import pruning
 
             store = open_store(root, as_json)
-            refuse_beside_a_coordinator(folder(root), token_file)
+            require_alone(Path(folder(root)), token_file)
             name = newest(store) if snapshot == "latest" else snapshot
             pruning.pin(store, name, reason)
         else:
@@ -141,7 +141,7 @@ def unpin(
             from coordinator import pruning
 
             store = open_store(root, as_json)
-            refuse_beside_a_coordinator(folder(root), token_file)
+            require_alone(Path(folder(root)), token_file)
             reason = pruning.unpin(store, snapshot)
         else:
             with make_client(target, os.environ.get(ROOT_VARIABLE, ""), token_file, wait, as_json) as client:
@@ -150,25 +150,3 @@ def unpin(
             emit({"snapshot_id": snapshot, "pin_reason": reason})
         else:
             say(f"{snapshot} is not pinned any more: {reason}" if reason else f"{snapshot} was not pinned")
-
-
-def refuse_beside_a_coordinator(root: str, token_file: str) -> None:
-    """Raises Refused(SNAPSHOT_IN_USE) when a coordinator answers at the root: only it knows what is being restored."""
-    from coordinator.client import Budgets, Client
-
-    address = Path(root) / "coordinator" / "address.json"
-    if not address.exists():
-        return
-    with Client(f"file:{address}", token_file=token_file or None, budgets=Budgets(0, 0, 0)) as client:
-        try:
-            client.status(timeout=2.0)
-        except Unanswered as silence:
-            if "handshake" not in silence.problem.metadata:
-                return  # else somebody is there, and does not like our certificate
-        except SafepointError:
-            pass  # it lives, and does not like our token
-    raise refuse(
-        Reason.SNAPSHOT_IN_USE,
-        f"A coordinator runs on {root}.",
-        next_step="Leave out --root: the coordinator knows what is being restored.",
-    )

@@ -140,15 +140,26 @@ def verify(
             name = newest(store) if snapshot == "latest" else snapshot
             checked = store.verify(name)
             files, size, unlisted = checked.files, checked.size_bytes, list(checked.unlisted)
+            state = _summary(checked.manifest, "").size_bytes
         else:
             with make_client(target, os.environ.get(ROOT_VARIABLE, ""), token_file, wait, as_json) as client:
                 name = named(client.snapshots().published, snapshot).snapshot_id if snapshot == "latest" else snapshot
                 answer = client.verify(name, timeout=timeout)
             files, size, unlisted = answer.files, answer.size_bytes, list(answer.unlisted)
+            state = _summary(answer.manifest, "").size_bytes
         if as_json:
-            emit({"snapshot_id": name, "files": files, "size_bytes": size, "unlisted": unlisted})
+            emit(
+                {
+                    "snapshot_id": name,
+                    "files": files,
+                    "size_bytes": size,
+                    "state_bytes": state,
+                    "unlisted": unlisted,
+                }
+            )
             return
-        say(f"{name} is whole: {files} files, {size_text(size)}")
+        # The first is what a list says; everything that was read is that and the manifests which vouch for it.
+        say(f"{name} is whole: {files} files, {size_text(state)}, and {size_text(size - state)} of manifests")
         if unlisted:
             note(f"ignored, not part of it: {', '.join(unlisted)}")
 

@@ -6,11 +6,10 @@ import datetime
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from safepoint.v1 import capabilities_pb2
 from safepoint.v1 import coordinator_service_pb2 as pb
 
 from coordinator.cli_output import short
-from coordinator.client_results import SnapshotSummary, describe, no_client_s, seconds, size_text
+from coordinator.client_results import SnapshotSummary, seconds, size_text
 from coordinator.wire.rpc import problem_from_detail
 
 if TYPE_CHECKING:
@@ -30,14 +29,6 @@ def table(*columns: str) -> Table:
     return made
 
 
-def status_text(status: pb.GetCoordinatorStatusResponse) -> str:
-    """What goes on, in two or three lines."""
-    lines = [f"coordinator epoch {status.coordinator_epoch}, job {status.job_id}, root {status.snapshot_root}"]
-    lines.append(f"latest snapshot: {status.latest_snapshot_id or 'none yet'}")
-    lines.append(operation_text(status.operation) if status.HasField("operation") else "no operation yet")
-    return "\n".join(lines)
-
-
 def operation_text(operation: pb.OperationStatus) -> str:
     """One operation: how it stands, in which phase, who is waited for, what became of it."""
     kind, outcome, phase = (short(operation, field) for field in ("kind", "outcome", "phase"))
@@ -52,62 +43,6 @@ def operation_text(operation: pb.OperationStatus) -> str:
     if operation.unconfirmed and not outcome.endswith("paused"):  # that it says itself
         text += f"\n  may still be paused: {', '.join(operation.unconfirmed)} (their leases free them)"
     return text
-
-
-def status_view(status: pb.GetCoordinatorStatusResponse) -> Group:
-    """Status with its participants, and their live rollouts when they were asked for."""
-    from rich.console import Group
-    from rich.text import Text
-
-    people = table("participant", "role", "state", "in flight", "parked", "held", "workers", "lease", "waits for")
-    rollouts = table("rollout", "participant", "attempt", "turn", "activity", "age", "waits for")
-    for health in status.participants:
-        who = health.info.capabilities
-        known = health.HasField("status")
-        people.add_row(
-            who.participant_id,
-            short(who, "role"),
-            short(health.status, "state") if known else ("registered" if health.reachable else "no answer"),
-            *(str(n) if known else "" for n in (health.status.in_flight, health.status.parked, health.status.held)),
-            f"{sum(w.acknowledged for w in health.status.workers)}/{who.configured_workers}" if known else "",
-            f"{seconds(health.status.lease_remaining):.0f} s" if health.status.HasField("lease_remaining") else "",
-            (health.status.waiting_for or _past(health.status.last_failure)) if known else health.problem,
-        )
-        for live in health.status.rollouts:
-            rollouts.add_row(
-                live.rollout_id,
-                who.participant_id,
-                str(live.attempt),
-                str(live.turn),
-                short(live, "activity"),
-                f"{seconds(live.age):.0f} s",
-                _waits_for(live),
-            )
-    parts: list[Any] = [Text(status_text(status)), people if people.row_count else Text("nobody is registered")]
-    if rollouts.row_count:
-        parts.append(rollouts)
-    parts += [Text(line) for health in status.participants for line in _remarks(health)]
-    return Group(*parts)
-
-
-def _waits_for(live: capabilities_pb2.RolloutActivity) -> str:
-    left = no_client_s(live)
-    return ", ".join(filter(None, [live.waiting_on, f"no client for {left:.0f} s" if left is not None else ""]))
-
-
-def _remarks(health: pb.ParticipantHealth) -> list[str]:
-    name, seen = health.info.capabilities.participant_id, health.status
-    lines = [f"warning: {name}: {warning}" for warning in seen.warnings]
-    if seen.replayed_calls or seen.diverged_rollouts:
-        lines.append(
-            f"{name}: {seen.replayed_calls} calls answered from the call log; "
-            f"{seen.diverged_rollouts} rollouts asked something else and began again"
-        )
-    return lines
-
-
-def _past(failure: str) -> str:
-    return f"nothing (before: {failure})" if failure else ""
 
 
 def topology_view(topology: pb.GetTopologyResponse) -> Group:
@@ -178,19 +113,6 @@ def snapshot_text(one: SnapshotSummary) -> str:
     ]
     lines += [f"metadata      {key} = {value}" for key, value in sorted(one.metadata.items())]
     lines += [f"pinned        {one.pin_reason}"] if one.pin_reason else []
-    return "\n".join(lines)
-
-
-def cause_text(answer: pb.ExplainResponse, with_events: bool) -> str:
-    """Why an operation did not finish: the one primary cause first, then what followed from it."""
-    if not answer.HasField("operation"):
-        return "No operation has failed."
-    operation = answer.operation
-    lines = [operation_text(operation)]
-    if operation.HasField("failure"):
-        lines += [f"  also: {problem_from_detail(detail)}" for detail in operation.failure.secondary]
-    if with_events:
-        lines += [text for text in map(describe, answer.events) if text]
     return "\n".join(lines)
 
 

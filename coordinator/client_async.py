@@ -249,10 +249,20 @@ class AsyncClient:
     # Looking
 
     async def status(
-        self, *, participants: bool = False, max_rollouts: int = 0, timeout: float | None = None
+        self,
+        *,
+        participants: bool = False,
+        max_rollouts: int = 0,
+        stacks_of: Sequence[str] = (),
+        timeout: float | None = None,
     ) -> pb.GetCoordinatorStatusResponse:
-        """The coordinator's status now; `participants` asks each of them too, `max_rollouts` for its live rollouts."""
-        request = pb.GetCoordinatorStatusRequest(participants=participants, max_rollouts=max_rollouts)
+        """The coordinator's status now; `participants` asks each of them too, `max_rollouts` for its live rollouts.
+
+        `stacks_of`: of these participants what the tasks of their rollouts wait for, as files, lines and functions.
+        """
+        request = pb.GetCoordinatorStatusRequest(
+            participants=participants or bool(stacks_of), max_rollouts=max_rollouts, stacks_of=stacks_of
+        )
         return await self._calls.ask("GetStatus", "Status", lambda stub: stub.GetStatus, request, timeout)
 
     async def topology(self, *, refresh: bool = False, timeout: float | None = None) -> pb.GetTopologyResponse:
@@ -375,3 +385,9 @@ class AsyncClient:
         """Why the named operation, or the last one that did not finish, ended as it did."""
         request = pb.ExplainRequest(operation_id=operation_id or "")
         return await self._calls.ask("Explain", "Explain", lambda stub: stub.Explain, request, timeout)
+
+    async def operations(self, limit: int = 20, *, timeout: float | None = None) -> Sequence[pb.OperationSummary]:
+        """The newest operations, newest first, as the history has them."""
+        request = pb.ListOperationsRequest(page_size=limit)
+        answer = await self._calls.ask("ListOperations", "History", lambda stub: stub.ListOperations, request, timeout)
+        return answer.operations

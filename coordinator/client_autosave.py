@@ -30,14 +30,12 @@ from types import FrameType
 from typing import Any, Final, Protocol
 
 from coordinator.client_results import ProgressCallback, SaveResult
-from coordinator.client_schedule import Due, SaveRules, SaveSchedule, Trigger
+from coordinator.client_schedule import SNAPSHOT_NAME, TERM_GRACE_S, Due, SaveRules, SaveSchedule, Trigger
 from coordinator.wire.errors import SafepointError
 
 log = logging.getLogger("safepoint.client")
 
 SLURM_END: Final = "SLURM_JOB_END_TIME"
-# Kubernetes' terminationGracePeriodSeconds and Slurm's KillWait are both 30 s by default.
-TERM_GRACE_S: Final = 30.0
 _IDLE_S: Final = 3600.0
 _BY_HAND: Final = Due(Trigger.DEMAND)
 
@@ -67,7 +65,7 @@ class Autosave:
         rules: SaveRules,
         *,
         term_grace_s: float = TERM_GRACE_S,
-        snapshot_name: str = "step-{step}",
+        snapshot_name: str = SNAPSHOT_NAME,
         environ: Mapping[str, str] | None = None,
         clock: Callable[[], float] = time.monotonic,
         wall_clock: Callable[[], float] = time.time,
@@ -86,6 +84,29 @@ class Autosave:
         ends_in_s = _slurm_ends_in_s(os.environ if environ is None else environ, wall_clock())
         now = clock()
         self.schedule = SaveSchedule(rules, now, None if ends_in_s is None else now + ends_in_s)
+
+    @classmethod
+    def from_config(
+        cls,
+        client: Saver,
+        path: str | os.PathLike[str] | None = None,
+        *,
+        environ: Mapping[str, str] | None = None,
+        clock: Callable[[], float] = time.monotonic,
+        wall_clock: Callable[[], float] = time.time,
+        on_progress: ProgressCallback | None = None,
+    ) -> Autosave:
+        """As the section `autosave` of the settings file says (`path`, or SAFEPOINT_CONFIG), and SAFEPOINT_AUTOSAVE_<NAME>.
+
+        It is the coordinator's file; a trainer needs nothing else of it. Raises INVALID_ARGUMENT naming what is wrong.
+        """
+        from coordinator.client_config import autosave_settings
+
+        found = autosave_settings(path, environ)
+        return cls(
+            client, found.rules, term_grace_s=found.term_grace_s, snapshot_name=found.snapshot_name, environ=environ,
+            clock=clock, wall_clock=wall_clock, on_progress=on_progress,
+        )  # fmt: skip
 
     def __enter__(self) -> Autosave:
         if threading.current_thread() is threading.main_thread():

@@ -39,6 +39,7 @@ DEADLINES_S: Final[Mapping[str, float]] = {
     "UnpinSnapshot": 30.0,
     "RetireRollouts": 30.0,
     "Explain": 10.0,
+    "ListOperations": 10.0,
     "Watch": 3600.0,
 }
 

@@ -22,6 +22,9 @@ from coordinator.wire.errors import Reason, refuse
 
 # What a save needs for itself when it has to be done by a certain time: the publish, and everybody's opening.
 MARGIN_S: Final = 1.0
+# Kubernetes' terminationGracePeriodSeconds and Slurm's KillWait are both 30 s by default.
+TERM_GRACE_S: Final = 30.0
+SNAPSHOT_NAME: Final = "step-{step}"
 # A failed save without a gap would be tried again at once, for ever.
 RETRY_S: Final = 5.0
 

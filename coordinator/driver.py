@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections import deque
 from collections.abc import Awaitable, Callable, Coroutine
 from dataclasses import dataclass
 from typing import Any, Final, Protocol
@@ -38,6 +39,7 @@ log = logging.getLogger(__name__)
 RENEW_SOON_S: Final = 0.5
 RECORD_TIMEOUT_S: Final = 10.0  # a journal that takes longer has failed, as far as an operation is concerned
 DISK_RETRY_S: Final = 1.0
+CALLS_AT_ONCE: Final = 32  # begun before the loop looks at anything else
 _PLACES: Final = {  # before and after each call of a wave
     Phase.PREPARE: ("driver.before_prepare", "driver.after_prepare"),
     Phase.COMMIT: ("driver.before_commit", "driver.after_commit"),
@@ -107,6 +109,7 @@ class Drive:
         self.transaction = transaction
         self.identity = identity
         self.began_at = around.clock()
+        self.began_ms = 0  # milliseconds since 1970, for people; 0: not known
         self.ended_at: float | None = None
         self.reporter = Reporter(operation, around.clock, self.began_at, publish_event)
         self.meter = PauseMeter()
@@ -201,15 +204,20 @@ class Drive:
         return self.done.is_set() and not self._calls and self._timer is None and self._inbox.empty()
 
     async def _step(self, event: core.Event) -> None:
-        effects = self.transaction.step(event)
+        effects = deque(self.transaction.step(event))
+        calls = 0
         while effects:
-            effect = effects.pop(0)
+            effect = effects.popleft()
             if isinstance(effect, core.Record):
                 problem = await self._record(effect)
                 if problem is not None:
-                    effects = self.transaction.step(core.RecordFailed(self._around.clock(), problem))
+                    effects = deque(self.transaction.step(core.RecordFailed(self._around.clock(), problem)))
             else:
                 await self._perform(effect, event)
+                calls += isinstance(effect, core.Call)
+                if calls == CALLS_AT_ONCE:  # of thousands: heartbeats are answered in between
+                    calls = 0
+                    await asyncio.sleep(0)
 
     async def _record(self, record: core.Record) -> Problem | None:
         """None when it is durable, or need not be."""
@@ -234,6 +242,7 @@ class Drive:
     async def _perform(self, effect: core.Effect, cause: core.Event) -> None:
         match effect:
             case core.Call():
+                self.reporter.called(effect.phase, effect.participant_id)
                 task = asyncio.create_task(self._call(effect), name=f"{effect.phase.name} {effect.participant_id}")
                 self._calls[effect.call_no] = task
                 task.add_done_callback(lambda _: self._call_over(effect.call_no))
@@ -262,7 +271,7 @@ class Drive:
 
     async def _call(self, call: core.Call) -> None:
         now = self._around.clock
-        whom = next(p for p in self.transaction.topology.participants if p.participant_id == call.participant_id)
+        whom = self.transaction.course.participants[call.participant_id]
         if call.phase in OPENING:
             # A shim that was replaced has another address, and its server may be paused by the one that is gone.
             whom = self._around.present(whom)

@@ -2,18 +2,24 @@
 
 The rule: a slow follower never slows the operation and never costs unbounded memory. Each has a bounded queue; when it
 is full the oldest event goes, and the follower is told that it has missed some (`resync`) before it gets the next one.
-Single event loop.
+Of a large fleet a follower sees how it stands, not each step: beyond the first FEW steps of a phase it is woken ten times
+a second, and who was called or done is not told any more when the phase has finished. Single event loop.
 """
 
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections import deque
 from typing import Final, Protocol
 
 from safepoint.v1 import coordinator_service_pb2
 
+log = logging.getLogger(__name__)
+
 QUEUE_LENGTH: Final = 1000
+FEW: Final = 64  # steps of one phase that are told one by one
+GATHER_S: Final = 0.1
 HISTORY_LENGTH: Final = 200  # what Explain shows and a late follower is given
 
 
@@ -32,7 +38,9 @@ class Follower:
         self._limit = limit
         self._events: deque[coordinator_service_pb2.OperationEvent] = deque()
         self._missed = False
+        self._steps = 0  # of the present phase
         self._wake = asyncio.Event()
+        self._waking: asyncio.TimerHandle | None = None
 
     def __enter__(self) -> Follower:
         self._feed.add(self)
@@ -40,15 +48,32 @@ class Follower:
 
     def __exit__(self, *_: object) -> None:
         self._feed.remove(self)
+        if self._waking is not None:
+            self._waking.cancel()
 
     def offer(self, event: coordinator_service_pb2.OperationEvent) -> None:
         """An event happened."""
         if self._operation_id and event.operation_id != self._operation_id:
             return
+        kind = event.WhichOneof("event")
+        if kind == "phase_started":
+            self._steps = 0
+        elif kind == "phase_finished" and self._steps > FEW:
+            self._events = deque(each for each in self._events if not _is_over(each))
         if len(self._events) >= self._limit:
             self._events.popleft()
             self._missed = True
         self._events.append(event)
+        if kind in ("participant_called", "participant_progress"):
+            self._steps += 1
+            if self._steps > FEW:
+                if self._waking is None:
+                    self._waking = asyncio.get_running_loop().call_later(GATHER_S, self._woken)
+                return
+        self._wake.set()
+
+    def _woken(self) -> None:
+        self._waking = None
         self._wake.set()
 
     def take(self) -> coordinator_service_pb2.OperationEvent | None:
@@ -62,9 +87,8 @@ class Follower:
 
     async def wait(self) -> None:
         """Until there may be something to take. The caller bounds it."""
-        if not self._events:
-            self._wake.clear()
-            await self._wake.wait()
+        await self._wake.wait()
+        self._wake.clear()
 
 
 class Feed:
@@ -78,9 +102,13 @@ class Feed:
         return Follower(self, operation_id, limit)
 
     def publish(self, event: coordinator_service_pb2.OperationEvent) -> None:
-        """Tell everybody who follows; never waits."""
-        for follower in self._followers:
-            follower.offer(event)
+        """Tell everybody who follows; never waits, and never fails: one who cannot take it is told nothing more."""
+        for follower in tuple(self._followers):
+            try:
+                follower.offer(event)
+            except Exception:
+                log.exception("%s has failed and is left out: operations go on without it", type(follower).__name__)
+                self.remove(follower)
 
     def add(self, follower: Sink) -> None:
         """From now on `follower` is told of everything. A `Follower` calls it itself."""
@@ -89,3 +117,9 @@ class Feed:
     def remove(self, follower: Sink) -> None:
         """Called by the follower."""
         self._followers.pop(follower, None)
+
+
+def _is_over(event: coordinator_service_pb2.OperationEvent) -> bool:
+    """Whether it says nothing more once its phase has finished."""
+    kind = event.WhichOneof("event")
+    return kind == "participant_called" or (kind == "participant_progress" and event.participant_progress.done)

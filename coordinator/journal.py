@@ -3,7 +3,7 @@
 The rule: the epoch is raised durably before any participant hears of us, and a record is on the disk before the calls
 it covers are made. Whoever reads it after a crash finds every operation that anybody may have heard of.
 
-    <root>/coordinator/epoch-<n>          made with O_EXCL; the highest n is the coordinator that may act
+    <root>/coordinator/epoch-<n>          made with O_EXCL; the highest n is the coordinator that may act, and touches it
     <root>/coordinator/journal-<n>.log    one entry a line: CRC-32 in hex, a space, one JSON object
     <root>/coordinator/reserve            space that is given back when the disk is full, so that what has begun can end
 
@@ -24,6 +24,7 @@ import secrets
 import zlib
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, Final, TypeVar, cast
 
@@ -37,13 +38,14 @@ ResultT = TypeVar("ResultT")
 
 KEPT_OUTCOMES: Final = 1000
 MEMBERS: Final = "members"  # an entry of no operation: by name, who takes part, None for one that is gone for good
+KEPT_DISMISSED: Final = 1000  # names of those, so that it can be said of them again
 ROTATE_BYTES: Final = 16 << 20
 MAX_ENTRY_BYTES: Final = 32 << 20  # a topology of some 10,000 participants
 _EPOCH: Final = re.compile(r"epoch-([0-9]{1,18})")
 _JOURNAL: Final = re.compile(r"journal-([0-9]{1,18})\.log")
 _KEPT_EPOCH_FILES: Final = 8
 _RESERVE: Final = "reserve"
-_RESERVE_BYTES: Final = 256 << 10
+RESERVE_BYTES: Final = 256 << 10  # for the records of an end, and the mark on a snapshot that is given up
 # What may not spend the reserve: with it gone a full disk could not end what they begin.
 _BEGINNINGS: Final = frozenset({"begun", MEMBERS})
 
@@ -59,13 +61,15 @@ class Entry:
 
 @dataclass(slots=True)
 class Contents:
-    """What a journal held: entries of operations without outcome by operation, outcomes, oldest first, and who takes part."""
+    """What a journal held: entries of operations without outcome by operation, outcomes, oldest first, who takes part, and
+    who is gone for good, oldest first."""
 
     open: OrderedDict[OperationId, list[Entry]] = field(default_factory=OrderedDict[OperationId, list[Entry]])
     outcomes: OrderedDict[OperationId, Mapping[str, Any]] = field(
         default_factory=OrderedDict[OperationId, Mapping[str, Any]]
     )
     members: dict[str, Mapping[str, Any]] = field(default_factory=dict[str, Mapping[str, Any]])
+    dismissed: OrderedDict[str, None] = field(default_factory=OrderedDict[str, None])
 
     def add(self, entry: Entry) -> None:
         """Take one entry in, forgetting the oldest outcome when there are too many."""
@@ -79,8 +83,12 @@ class Contents:
             for name, data in entry.data["members"].items():
                 if data is None:
                     self.members.pop(name, None)
+                    self.dismissed[name] = None
                 else:
                     self.members[name] = data
+                    self.dismissed.pop(name, None)
+            while len(self.dismissed) > KEPT_DISMISSED:
+                self.dismissed.popitem(last=False)
         else:
             self.open.setdefault(entry.operation_id, []).append(entry)
 
@@ -100,6 +108,7 @@ class Journal:
         self._size = 0
         self._number = 0  # of the file in use
         self._broken = ""
+        self.alive_before = _last_touched(directory)  # when a coordinator was here before us; zero: nobody knows
         self.epoch = self._with_reserve(lambda: _raise_epoch(directory, above))
         newest = max(_numbers(directory, _JOURNAL), default=0)
         self.contents = _read(directory, f"journal-{newest}.log") if newest else Contents()
@@ -171,9 +180,17 @@ class Journal:
         """Have the reserve. Raises STORAGE_FULL: then nothing may begin that could not be ended."""
         if not self._directory.has(_RESERVE):
             try:
-                self._directory.write_new(_RESERVE, secrets.token_bytes(_RESERVE_BYTES))
+                self._directory.write_new(_RESERVE, secrets.token_bytes(RESERVE_BYTES))
             except FileExistsError:
                 pass  # a coordinator that starts beside us was faster
+            except SafepointError as error:
+                if error.reason is not Reason.STORAGE_FULL:
+                    raise
+                raise refuse(
+                    Reason.STORAGE_FULL,
+                    f"{error.problem.message} {RESERVE_BYTES // 1000} kB must be free in {self._directory.path}: they are kept so "
+                    "that what has begun can end when the disk is full.",
+                ) from error
 
     @property
     def broken(self) -> str:
@@ -183,6 +200,11 @@ class Journal:
     def owns_epoch(self) -> bool:
         """Whether no coordinator has started after us. Asked right before a snapshot is published."""
         return max(_numbers(self._directory, _EPOCH), default=0) == self.epoch
+
+    def note_alive(self) -> None:
+        """Note that we are here, for whoever comes after us. Raises STORAGE_*."""
+        with suppress(FileNotFoundError):
+            self._directory.touch(f"epoch-{self.epoch}")
 
     def require_epoch(self) -> None:
         """Raise STALE_EPOCH when a coordinator has started after us: what lies in the root is its to change."""
@@ -220,14 +242,11 @@ class Journal:
                 self._broken = f"a half-made rotation stays: {cause}"
 
     def _start_file(self, number: int) -> None:
+        members = {**dict.fromkeys(self.contents.dismissed), **self.contents.members}
         data = b"".join(
             [_line(entry) for entries in self.contents.open.values() for entry in entries]
             + [_line(Entry(name, "outcome", outcome)) for name, outcome in self.contents.outcomes.items()]
-            + (
-                [_line(Entry(OperationId(""), MEMBERS, {"members": self.contents.members}))]
-                if self.contents.members
-                else []
-            )
+            + ([_line(Entry(OperationId(""), MEMBERS, {"members": members}))] if members else [])
         )
         name = f"journal-{number}.log"
         failpoints.reach("journal.before_file")
@@ -260,6 +279,14 @@ def _raise_epoch(directory: Directory, above: int) -> int:
             directory.remove_file(f"epoch-{old}")
         failpoints.reach("journal.after_epoch")
         return epoch
+
+
+def _last_touched(directory: Directory) -> float:
+    newest = max(_numbers(directory, _EPOCH), default=0)
+    try:
+        return directory.modified(f"epoch-{newest}")
+    except (FileNotFoundError, SafepointError):
+        return 0.0
 
 
 def _numbers(directory: Directory, pattern: re.Pattern[str]) -> list[int]:

@@ -13,7 +13,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Awaitable, Callable, Iterable, Mapping
 from typing import Any, Final
 
 from coordinator.journal import MEMBERS, Entry, Journal
@@ -42,7 +42,8 @@ class Membership:
         self._changed: dict[ParticipantId, dict[str, Any] | None] = {}  # None: gone for good
         self._writing: asyncio.Task[None] | None = None
         members = journal.contents.members
-        self.known = bool(members)
+        self.known = bool(members or journal.contents.dismissed)
+        registry.recall_dismissed(journal.contents.dismissed)
         for name, data in members.items():
             try:
                 who = participant_from_json(data["participant"])
@@ -53,7 +54,9 @@ class Membership:
             ) as error:  # of a newer version: it can be missed no better than by name
                 log.warning("what the journal says of %s cannot be read: %r", name, error)
                 continue
-            registry.miss(who, f"{NEVER}; last heard {_when(data)} by the one before")
+            # Whoever had not been lost was heard until the coordinator itself was no longer there.
+            at = max(_heard_at(data), 0.0 if "lost" in data else journal.alive_before)
+            registry.miss(who, f"{NEVER}; last heard {_when(at)} by the one before")
         registry.follow(self._lost, self._joined, gone_for_good=self._dismissed)
 
     def assume(self, members: Iterable[Participant]) -> None:
@@ -100,6 +103,10 @@ class Membership:
             self._writing = None
 
 
-def _when(data: Any) -> str:
+def _heard_at(data: Mapping[str, Any]) -> float:
     at = data.get("heard_at")
-    return time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(at)) if isinstance(at, (int, float)) else "at some time"
+    return float(at) if isinstance(at, (int, float)) else 0.0
+
+
+def _when(at: float) -> str:
+    return time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(at)) if at else "at some time"

@@ -12,7 +12,7 @@ from __future__ import annotations
 import importlib
 import threading
 from collections import Counter, deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any, Final, Protocol
 
 from safepoint.v1 import coordinator_service_pb2 as pb
@@ -20,6 +20,7 @@ from safepoint.v1 import coordinator_service_pb2 as pb
 from coordinator import convert
 from coordinator.protocol.topology import Participant
 from coordinator.wire.errors import Reason, refuse
+from coordinator.wire.extras import install_extra
 from coordinator.wire.terms import OperationKind, Phase
 
 # Seconds. A pause under hold is a tenth of a second, a drain may take an hour.
@@ -37,6 +38,8 @@ class Observed(Protocol):
     def missing(self) -> int: ...
 
     def active(self) -> OperationKind | None: ...
+
+    def limits(self) -> Mapping[str, float]: ...
 
 
 class Metrics:
@@ -145,6 +148,12 @@ class _States:
         for labels, count in sorted(counts.items()):
             people.add_metric(labels, count)
         yield people
+        limits = make(
+            "safepoint_limit_used_ratio", "How full a limit of the coordinator is; one is full", labels=["limit"]
+        )
+        for name, share in sorted(seen.limits().items()):
+            limits.add_metric([name], share)
+        yield limits
         running = make("safepoint_operation_active", "Whether an operation runs or waits", labels=["kind"])
         active = seen.active()
         for kind in (OperationKind.SAVE, OperationKind.RESTORE):
@@ -186,7 +195,7 @@ def _client() -> Any:
     except ImportError as error:
         raise refuse(
             Reason.INVALID_ARGUMENT, "metrics_bind is set and prometheus-client is not installed.",
-            next_step="pip install 'safepoint[metrics]', or leave metrics_bind empty.",
+            next_step=f"{install_extra('metrics')}, or leave metrics_bind empty.",
         ) from error  # fmt: skip
 
 

@@ -17,12 +17,13 @@ import errno
 import importlib
 import os
 from collections.abc import Generator, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, Final, Protocol
 
 from coordinator.wire.beneath import Directory
 from coordinator.wire.errors import Reason, SafepointError, refuse
+from coordinator.wire.extras import install_extra
 
 _CHUNK: Final = 4 << 20
 
@@ -54,7 +55,8 @@ class Objects(Protocol):
 
 
 class LocalObjects:
-    """A directory, such as a mounted disk. The directory must be there: a disk that is not mounted is no empty store."""
+    """A directory, such as one on a mounted disk. The first object makes it, when the one above it is there: a disk that is
+    not mounted is no empty store."""
 
     def __init__(self, path: Path) -> None:
         self.url = str(path)
@@ -62,6 +64,8 @@ class LocalObjects:
 
     def put_new(self, key: str, file: int) -> None:
         *folders, name = key.split("/")
+        with suppress(OSError):  # why it is not there is told below
+            self._path.mkdir(mode=0o700, exist_ok=True)
         with self._top() as top:
             at = top
             for folder in folders:
@@ -91,7 +95,11 @@ class LocalObjects:
         try:
             return Directory.open(self._path)
         except FileNotFoundError:
-            raise refuse(Reason.STORAGE_FAILED, f"{self._path} is not there.") from None
+            near = self._path if self._path.parent.is_dir() else self._path.parent
+            raise refuse(
+                Reason.STORAGE_FAILED, f"The store {self._path} is not there: there is no directory {near}.",
+                next_step=f"Mount it, or correct the path; a push makes {self._path} when {self._path.parent} is there.",
+            ) from None  # fmt: skip
 
 
 class FsspecObjects:
@@ -105,7 +113,7 @@ class FsspecObjects:
             self._fs, self._path = core.url_to_fs(self.url, use_listings_cache=False)
         except (ImportError, ValueError) as error:
             raise refuse(
-                Reason.INVALID_ARGUMENT, f"{url} cannot be used: {error}.", next_step="pip install 'safepoint[s3]' for s3."
+                Reason.INVALID_ARGUMENT, f"{url} cannot be used: {error}.", next_step=f"{install_extra('s3')} for s3."
             ) from error  # fmt: skip
 
     def put_new(self, key: str, file: int) -> None:

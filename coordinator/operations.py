@@ -13,7 +13,7 @@ from collections import OrderedDict
 from collections.abc import Awaitable, Collection, Coroutine, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from typing import Any, Final
+from typing import Any, Final, Protocol
 
 from google.protobuf import json_format
 from safepoint.v1 import coordinator_service_pb2, manifest_pb2
@@ -52,6 +52,14 @@ MAX_DIVERGED: Final = 20
 EXPLAIN_WITHIN_S: Final = 3.0  # the successor of a shim that died needs a second or two to say how
 
 
+class Chronicle(Protocol):
+    """Who writes down what operations do (`history_writing`): called on the event loop, it returns without waiting."""
+
+    def began(self, drive: Drive, *, taken_over: bool = False) -> None: ...
+
+    def ended(self, drive: Drive, ended: Ended) -> None: ...
+
+
 class Operations:
     """All operations of a job. Belongs to one event loop; implements `driver.Surroundings`."""
 
@@ -69,11 +77,12 @@ class Operations:
         self.storage_lock = asyncio.Lock()  # prune never meets the beginning of an operation
         self._publisher = Publisher(store, journal.epoch)
         self._writer = ThreadPoolExecutor(1, "journal")  # one thread: records keep their order
-        self._lingering: set[Drive] = set()
+        self._lingering: dict[Drive, None] = {}  # in the order in which they ended
         self._memory: OrderedDict[OperationId, Ended] = OrderedDict()
         self._recorded: set[OperationId] = set()  # those of `_memory` whose id is used up
         self._work: set[asyncio.Task[None]] = set()
         self._closing = False
+        self.history: Chronicle | None = None  # who writes down what each operation did
         self._loop = asyncio.get_running_loop()
         self.membership = Membership(journal, discovery.registry, self._append)
         discovery.registry.follow(self._lost, self._joined, self._explained)
@@ -102,6 +111,8 @@ class Operations:
         drive = Drive(operation, Transaction(limits), identity, self, self.feed.publish)
         drive.answers.ask(START, identity.digest)
         self.active = drive
+        if self.history is not None:
+            self.history.began(drive)
         # A little more than the reserve: the end of a hung opening must still reach the caller.
         deadline = self.clock() + min(budget_s - 1.1 * limits.reserve_s, self._longest(operation))
         drive.checking = asyncio.create_task(self._check_and_start(drive, deadline))
@@ -215,6 +226,16 @@ class Operations:
         data = self.journal.contents.outcomes.get(name)
         return outcomes.from_json(name, data) if data is not None else None
 
+    def remembered(self, operation_id: str = "") -> Ended | None:
+        """The operation of that id, or the last one that failed, as far as it is in memory."""
+        if operation_id:
+            return self._memory.get(OperationId(operation_id))
+        return next((ended for ended in reversed(self._memory.values()) if ended.failed is not None), None)
+
+    def in_memory(self) -> list[Ended]:
+        """The last operations that ended, the newest first."""
+        return list(reversed(self._memory.values()))
+
     def last_ended(self, operation_id: str = "", failed_only: bool = False) -> Ended | None:
         """The last operation that ended, or the one of that id; also one that was refused before anything was paused."""
         if operation_id:
@@ -315,6 +336,8 @@ class Operations:
 
     def ended(self, drive: Drive) -> None:
         ended = outcomes.ended(drive)
+        if self.history is not None:
+            self.history.ended(drive, ended)
         self._memory[ended.operation_id] = ended
         self._memory.move_to_end(ended.operation_id)
         while len(self._memory) > KEPT_IN_MEMORY:
@@ -334,7 +357,7 @@ class Operations:
         if self.active is drive:
             self.active = None
         if drive.task is not None:
-            self._lingering.add(drive)  # it goes on telling whoever has not said that it is open
+            self._lingering[drive] = None  # it goes on telling whoever has not said that it is open
             drive.task.add_done_callback(lambda _: self._over(drive))
         if drive.recorded:
             self._recorded.add(ended.operation_id)
@@ -348,7 +371,7 @@ class Operations:
             self.spawn(self._discard(drive.operation.snapshot_id))
 
     def _over(self, drive: Drive) -> None:
-        self._lingering.discard(drive)
+        self._lingering.pop(drive, None)
         if drive.operation.kind is OperationKind.RESTORE and drive.done.is_set() and not self._closing:
             for name in drive.unconfirmed:  # what it loaded stays in question until it hears
                 if (here := self.discovery.registry.get(name)) is not None:

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any, Final, cast
 
 from google.protobuf import json_format
+from google.protobuf.timestamp_pb2 import Timestamp
 from safepoint.v1 import coordinator_service_pb2
 
 from coordinator import convert
@@ -40,6 +41,7 @@ class Ended:
         default_factory=dict[str, coordinator_service_pb2.OperationEvent]
     )
     history: tuple[coordinator_service_pb2.OperationEvent, ...] = ()  # in memory only
+    began_ms: int = 0  # milliseconds since 1970, for people; 0: not known
 
     @property
     def failed(self) -> coordinator_service_pb2.Failed | None:
@@ -58,7 +60,15 @@ class Ended:
             elapsed=convert.duration(self.elapsed_s),
             failure=self.failed,
             unconfirmed=self.unconfirmed,
+            begin_time=began(self.began_ms),
         )
+
+    def summary(self) -> coordinator_service_pb2.OperationSummary:
+        """As ListOperations shows it."""
+        results = self.results
+        pause = next((getattr(results[n], n).pause for n in ("resumed", "saved") if n in results), None)
+        snapshot = next((getattr(results[n], n).snapshot for n in ("saved", "restored") if n in results), None)
+        return coordinator_service_pb2.OperationSummary(operation=self.status(), snapshot=snapshot, pause=pause)
 
     def to_json(self) -> dict[str, Any]:
         """For the journal."""
@@ -70,6 +80,7 @@ class Ended:
             "phase": self.phase.name,
             "elapsed_s": self.elapsed_s,
             "unconfirmed": list(self.unconfirmed),
+            "began_ms": self.began_ms,
             "results": {
                 name: json_format.MessageToDict(event, preserving_proto_field_name=True)
                 for name, event in self.results.items()
@@ -91,6 +102,7 @@ def ended(drive: Drive) -> Ended:
         unconfirmed=tuple(drive.unconfirmed),
         results={name: event for name, event in events.items() if event is not None},
         history=tuple(drive.reporter.history),
+        began_ms=drive.began_ms,
     )
 
 
@@ -109,6 +121,7 @@ def from_json(operation_id: OperationId, data: Mapping[str, Any]) -> Ended:
             name: json_format.ParseDict(event, coordinator_service_pb2.OperationEvent(), ignore_unknown_fields=True)
             for name, event in cast("dict[str, Any]", data["results"]).items()
         },
+        began_ms=int(data.get("began_ms", 0)),
     )
 
 
@@ -125,10 +138,24 @@ def running_status(drive: Drive, now: float) -> coordinator_service_pb2.Operatio
         waiting_for=transaction.why_waiting(now) if drive.started else "discover: checking before anything is paused.",
         pending_participants=transaction.pending(),
         unconfirmed=drive.unconfirmed,
+        begin_time=began(drive.began_ms),
     )
+    if (time := transaction.phase_time(now)) is not None:
+        status.phase_elapsed.CopyFrom(convert.duration(time[0]))
+        if time[1] is not None:
+            status.phase_budget.CopyFrom(convert.duration(time[1]))
     if transaction.primary is not None:
         status.failure.CopyFrom(failure(transaction.primary, transaction.secondary))
     return status
+
+
+def began(began_ms: int) -> Timestamp | None:
+    """When an operation began, as a message; None when it is not known."""
+    if not began_ms:
+        return None
+    at = Timestamp()
+    at.FromMilliseconds(began_ms)
+    return at
 
 
 def primary_reason(found: Ended) -> str:

@@ -55,20 +55,21 @@ class Participants:
         self._dial = dial or self._security.dial(Access.SHIM)
         self._former: list[aio.Channel] = []  # with a certificate that was replaced; calls may still run on them
         self._version = self._security.version
-        self._channels: dict[
-            str, aio.Channel
-        ] = {}  # by address: participants come back under other names and addresses
+        # By address: participants come back under other names and addresses.
+        self._channels: dict[str, aio.Channel] = {}
+        self._stubs: dict[str, participant_service_pb2_grpc.ParticipantAsyncStub] = {}
 
     async def close(self) -> None:
         """Close all channels. Calls that run end without answer."""
         channels = [*self._channels.values(), *self._former]
-        self._channels, self._former = {}, []
+        self._channels, self._former, self._stubs = {}, [], {}
         await asyncio.gather(*(found.close() for found in channels))
 
     async def keep_only(self, addresses: Collection[str]) -> None:
         """Close the channels to everybody else. Only while no operation runs: calls on them end without answer."""
         gone = [self._channels.pop(address) for address in set(self._channels) - set(addresses)] + self._former
         self._former = []
+        self._stubs = {address: stub for address, stub in self._stubs.items() if address in self._channels}
         await asyncio.gather(*(found.close() for found in gone))
 
     async def perform(
@@ -150,16 +151,16 @@ class Participants:
             )
 
     async def status(
-        self, whom: Participant, max_rollouts: int, timeout_s: float
-    ) -> capabilities_pb2.ParticipantStatus:
-        """The participant's own status. Raises as `perform`."""
+        self, whom: Participant, max_rollouts: int, timeout_s: float, max_stacks: int = 0
+    ) -> tuple[capabilities_pb2.ParticipantStatus, Sequence[capabilities_pb2.TaskStack]]:
+        """The participant's own status, and so many stacks of its tasks. Raises as `perform`."""
         with _errors(whom.participant_id, Phase.UNSPECIFIED, ""):
             reply = await self._stub(whom.address).GetStatus(
-                participant_service_pb2.GetStatusRequest(max_rollouts=max_rollouts),
+                participant_service_pb2.GetStatusRequest(max_rollouts=max_rollouts, max_stacks=max_stacks),
                 timeout=timeout_s,
                 metadata=self._metadata,
             )
-        return reply.status
+        return reply.status, reply.stacks
 
     async def retire(self, whom: Participant, rollout_ids: Sequence[str], timeout_s: float) -> int:
         """Tell a participant to forget all attempts of rollouts; how many it knew. Raises as `perform`."""
@@ -211,11 +212,12 @@ class Participants:
         if self._security.version != self._version:
             self._version = self._security.version
             self._former += self._channels.values()
-            self._channels = {}
-        found = self._channels.get(address)
+            self._channels, self._stubs = {}, {}
+        found = self._stubs.get(address)
         if found is None:
-            found = self._channels[address] = self._dial(address)
-        return participant_service_pb2_grpc.ParticipantStub(found)
+            link = self._channels[address] = self._dial(address)
+            found = self._stubs[address] = participant_service_pb2_grpc.ParticipantStub(link)
+        return found
 
 
 async def _reply(call: Awaitable[ReplyT]) -> ReplyT:

@@ -114,26 +114,32 @@ class Publisher:
         What is missing after that is said by whoever reads it; what is there is decided by its digest.
         """
         left_s = SEEN_WITHIN_S
-        for name in names:
-            while not self._is_seen(snapshot_id, name) and left_s > 0:
-                self._sleep(LOOK_EVERY_S)
-                left_s -= LOOK_EVERY_S
+        awaited = set(names)
+        while True:
+            awaited -= self._seen(snapshot_id, awaited)
+            if not awaited or left_s <= 0:
+                return
+            self._sleep(LOOK_EVERY_S)
+            left_s -= LOOK_EVERY_S
 
-    def _is_seen(self, snapshot_id: SnapshotId, name: ParticipantId) -> bool:
+    def _seen(self, snapshot_id: SnapshotId, names: set[ParticipantId]) -> set[ParticipantId]:
         # Opened anew and listed: names that are not there are cached longer than what a directory holds.
         with self._store.open(snapshot_id) as directory:
-            if name not in directory.names():
-                return False
-            try:
-                with directory.child(name) as part:
-                    return MANIFEST_NAME in part.names()
-            except FileNotFoundError:
-                return False
+            here = names.intersection(directory.names())
+            return {name for name in here if _has_manifest(directory, name)}
 
     def _next_ns(self) -> int:
         # Ascends within an epoch, so that "newest" survives a wall clock that is set back.
         self._last_ns = max(self._wall_clock_ns(), self._last_ns + 1)
         return self._last_ns
+
+
+def _has_manifest(directory: Directory, name: ParticipantId) -> bool:
+    try:
+        with directory.child(name) as part:
+            return MANIFEST_NAME in part.names()
+    except FileNotFoundError:
+        return False
 
 
 def _report_of(

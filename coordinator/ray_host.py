@@ -31,6 +31,7 @@ from coordinator.server import Coordinator, serve
 from coordinator.settings import Settings
 from coordinator.wire.errors import Problem, Reason, Refused, SafepointError, refuse
 from coordinator.wire.rpc import detail_from_problem, problem_from_detail
+from coordinator.wire.usage import raise_open_files
 
 log = logging.getLogger(__name__)
 
@@ -63,6 +64,7 @@ class CoordinatorHost:
         self._watching = asyncio.get_running_loop().create_task(self._leave_when_unfit())
 
     async def _start(self, restarted: bool) -> Coordinator:
+        raise_open_files()
         loop = asyncio.get_running_loop()
         until = loop.time() + ELSEWHERE_AFTER_S
         while True:
@@ -89,7 +91,9 @@ class CoordinatorHost:
         if self._starting.cancelled() or self._starting.exception() is not None:
             return
         coordinator = self._starting.result()
+        watching = asyncio.create_task(coordinator.watch_limits())
         await coordinator.wait()
+        watching.cancel()
         if coordinator.unfit is None:
             return
         if coordinator.unfit.reason is Reason.STORAGE_FAILED:

@@ -25,7 +25,7 @@ Joined = Callable[[Participant], None]
 Explained = Callable[[Participant, str], None]
 GoneForGood = Callable[[tuple[ParticipantId, ...]], None]
 
-_MAX_PARTICIPANTS: Final = 10_000
+MAX_PARTICIPANTS: Final = 10_000
 _MAX_ENDS: Final = 1_000  # of shims whose end was told; the coordinator hears of most losses within seconds of it
 _MAX_DISMISSED: Final = 1_000
 _SHOWN: Final = 20
@@ -34,16 +34,18 @@ ENDED: Final = "ended"  # the key of a loss's metadata that says how the process
 
 @dataclass(slots=True, eq=False)
 class Session:
-    """One registration: what a shim said in Hello, and when it was last heard."""
+    """One registration: what a shim said in Hello, when it was last heard, and how long it may be silent (seconds)."""
 
     participant: Participant
     heard_at: float
+    silence_s: float
     alive: bool = True
 
 
 @dataclass(slots=True)
 class Registry:
-    """The participants of a job. `silence_s`: how long a stream may be silent before its shim counts as lost."""
+    """The participants of a job. `silence_s`: how long a stream may be silent before its shim counts as lost, unless more
+    was granted to it."""
 
     clock: Callable[[], float]
     silence_s: float
@@ -72,8 +74,9 @@ class Registry:
         if gone_for_good is not None:
             self._on_gone_for_good.append(gone_for_good)
 
-    def register(self, participant: Participant) -> Session:
+    def register(self, participant: Participant, silence_s: float = 0.0) -> Session:
         """A shim announces itself. Call `beat` for each of its heartbeats and `leave` when its stream ends.
+        `silence_s`: how long it may be silent, when that is longer than for others.
 
         Raises DUPLICATE_PARTICIPANT when another living incarnation has the name. The same incarnation on a new stream
         (its connection broke) takes over from the old stream, and nothing is lost.
@@ -87,11 +90,11 @@ class Registry:
                 participant_id=name,
             )
         old = self._sessions.get(name)
-        if old is None and static is None and len(self._sessions) >= _MAX_PARTICIPANTS:
-            raise refuse(Reason.LIMIT_EXCEEDED, f"There are {_MAX_PARTICIPANTS} participants already.")
+        if old is None and static is None and len(self._sessions) >= MAX_PARTICIPANTS:
+            raise refuse(Reason.LIMIT_EXCEEDED, f"There are {MAX_PARTICIPANTS} participants already.")
         if old is not None and old.participant.incarnation_id != participant.incarnation_id:
             silent_s = self.clock() - old.heard_at
-            if silent_s <= self.silence_s:
+            if silent_s <= old.silence_s:
                 raise refuse(
                     Reason.DUPLICATE_PARTICIPANT,
                     f"{name} is registered from {old.participant.address}, heard {silent_s:.1f} s ago.",
@@ -100,7 +103,7 @@ class Registry:
             self._lose(old, f"{name} fell silent and was replaced by another process.", Reason.INCARNATION_CHANGED)
         elif old is not None:
             old.alive = False
-        session = Session(participant, self.clock())
+        session = Session(participant, self.clock(), max(silence_s, self.silence_s))
         self._sessions[name] = session
         self._gone.pop(name, None)
         for joined in self._on_joined:
@@ -147,7 +150,7 @@ class Registry:
     def reap(self) -> None:
         """Lose everybody who has been silent for too long; call it once a heartbeat interval."""
         now = self.clock()
-        for session in [s for s in self._sessions.values() if now - s.heard_at > self.silence_s]:
+        for session in [s for s in self._sessions.values() if now - s.heard_at > s.silence_s]:
             name = session.participant.participant_id
             silent_s = now - session.heard_at
             self._lose(session, f"{name} has been silent for {silent_s:.1f} s.", Reason.UNREACHABLE)
@@ -209,8 +212,12 @@ class Registry:
             for gone_for_good in self._on_gone_for_good:
                 gone_for_good(dismissed)
 
+    def recall_dismissed(self, names: Iterable[str]) -> None:
+        """It was said of these before this coordinator started, the oldest first."""
+        self._dismissed |= dict.fromkeys(map(ParticipantId, names))
+
     def check_known(self, names: Iterable[str]) -> None:
-        """Raise UNKNOWN_PARTICIPANT for those that are neither here, nor missed, nor dismissed since this coordinator started."""
+        """Raise UNKNOWN_PARTICIPANT for those that are neither here, nor missed, nor have been dismissed."""
         known = self._sessions.keys() | self._static.keys() | self._gone.keys()
         unknown = [name for name in map(ParticipantId, names) if name not in known and name not in self._dismissed]
         if unknown:
@@ -222,6 +229,10 @@ class Registry:
                 f"Known are {', '.join(shown[:_SHOWN]) or 'none'}{more}.",
                 next_step="Name who is missed, or leave nobody out.", participant_id=unknown[0],
             )  # fmt: skip
+
+    def __len__(self) -> int:
+        """How many are registered."""
+        return len(self._sessions)
 
     def participants(self) -> tuple[Participant, ...]:
         """Everybody now, sorted by name."""

@@ -45,7 +45,9 @@ class Reporter:
             case core.PhaseStarted():
                 self._tell(
                     phase_started=coordinator_service_pb2.PhaseStarted(
-                        phase=convert.wire(what.phase), participant_ids=what.participant_ids
+                        phase=convert.wire(what.phase),
+                        participant_ids=what.participant_ids,
+                        budget=convert.duration(what.budget_s) if what.budget_s is not None else None,
                     )
                 )
             case core.ParticipantDone():
@@ -67,6 +69,15 @@ class Reporter:
     def warn(self, message: str, participant_id: str = "") -> None:
         """Something a person should know."""
         self._tell(warning=coordinator_service_pb2.Warning(message=message, participant_id=participant_id))
+
+    def called(self, phase: Phase, participant_id: ParticipantId) -> None:
+        """One participant's part of a phase begins."""
+        self._tell(
+            keep=False,
+            participant_called=coordinator_service_pb2.ParticipantCalled(
+                phase=convert.wire(phase), participant_id=participant_id
+            ),
+        )
 
     def progress(self, phase: Phase, participant_id: ParticipantId, how_far: Progress) -> None:
         """One participant moved. Not kept: the next one replaces it."""

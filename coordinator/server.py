@@ -16,15 +16,17 @@ import json
 import logging
 import secrets
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Final
 
 from grpc import aio
 from safepoint.v1 import coordinator_service_pb2, coordinator_service_pb2_grpc
 
 from coordinator.feed import Feed
+from coordinator.history_writing import HistoryWriter
 from coordinator.journal import Journal
 from coordinator.metrics import Metrics, MetricsServer
 from coordinator.operations import Operations
@@ -34,18 +36,21 @@ from coordinator.protocol.legality import BEFORE_PUBLISH
 from coordinator.protocol.topology import Participant
 from coordinator.recovery import recover
 from coordinator.registration import Registration
-from coordinator.registry import Registry
+from coordinator.registry import MAX_PARTICIPANTS, Registry
 from coordinator.reporting import snapshot_info
 from coordinator.service import CoordinatorService
 from coordinator.settings import Settings
 from coordinator.snapshots import SnapshotStore
 from coordinator.wire import failpoints
 from coordinator.wire.errors import Problem, Reason, Refused, SafepointError
+from coordinator.wire.lanes import Lanes
 from coordinator.wire.links import read_security
 from coordinator.wire.listening import Listening, check_bind, listen
+from coordinator.wire.marks import Marks, Use
 from coordinator.wire.record import NonceInterceptor
 from coordinator.wire.rpc import SERVER_OPTIONS, ErrorInterceptor
 from coordinator.wire.terms import OperationKind
+from coordinator.wire.usage import open_files, raise_open_files, space, watch
 
 log = logging.getLogger(__name__)
 
@@ -79,11 +84,15 @@ class Coordinator:
     _stopped: bool = False
     unfit: Problem | None = None  # why it has stopped by itself
     metrics: MetricsServer | None = None
+    history: HistoryWriter | None = None
+    marks: Marks = field(default_factory=Marks)  # how full its limits are, once somebody looks: `watch_limits`
+    lanes: Lanes | None = None
     _ending: asyncio.Task[None] | None = None
 
     def announcement(self) -> str:
-        """One line of JSON: address, epoch and nonce."""
-        return json.dumps({"address": self.address, "epoch": self.epoch, "nonce": self.nonce})
+        """One line of JSON: address, epoch and nonce, and where metrics are, if anywhere."""
+        said = {"address": self.address, "epoch": self.epoch, "nonce": self.nonce}
+        return json.dumps(said | ({"metrics": self.metrics.address} if self.metrics is not None else {}))
 
     async def stop(self) -> None:
         """Stop in good order: what is not published is aborted, everybody connected is told. Twice is harmless."""
@@ -110,6 +119,8 @@ class Coordinator:
         for task in self._tasks:
             task.cancel()
         await self.operations.stop_drives()
+        if self.history is not None:
+            await self.history.close()
         await self._server.stop(STOP_GRACE_S / 10)
         await self.operations.close()
         await self.operations.participants.close()
@@ -135,6 +146,23 @@ class Coordinator:
             while not self.operations.quiet and asyncio.get_running_loop().time() < until:  # noqa: ASYNC110
                 await asyncio.sleep(0.1)
         self._ending = asyncio.create_task(self.kill())  # not from here: it ends us, too
+
+    async def watch_limits(self) -> None:
+        """Say when a limit of this process or its root is half, four fifths or all used. For the process's whole life."""
+        await watch(self.marks, self._uses)
+
+    def _uses(self) -> Iterator[Use]:
+        yield from open_files()
+        root = Path(self.operations.settings.root)
+        advice = "Prune (`safepoint snapshots prune`), or make room: a save on a full disk is refused."
+        yield from space("root_space", "The snapshot root", root, advice)
+        people = len(self.operations.discovery.registry.participants())
+        yield Use("participants", "Participants", people, MAX_PARTICIPANTS)
+        for slot, (most, total) in self.lanes.most().items() if self.lanes is not None else ():
+            name = slot.rpartition("/")[2].lower()
+            yield Use(
+                f"calls_{name}", f"Calls of lane {name} at once", most, total, advice="More are refused for a second."
+            )
 
     def keep_announced(self) -> None:
         """Write where we listen, unless it is written there. Blocks. Raises STORAGE_FULL, STORAGE_FAILED.
@@ -164,6 +192,7 @@ class Coordinator:
         if ours:
             with suppress(SafepointError):
                 await asyncio.to_thread(self.keep_announced)
+                await asyncio.to_thread(journal.note_alive)
             return None
         return Problem(Reason.STALE_EPOCH, f"A newer coordinator than epoch {self.epoch} has started in this root.")
 
@@ -186,11 +215,12 @@ async def serve(
     security = read_security(settings.token_file or None, settings.tls_dir or None, settings.insecure)
     check_bind(settings.bind, security)
     loop = asyncio.get_running_loop()
+    lanes, marks = Lanes(loop.time), Marks()
     store = await asyncio.to_thread(SnapshotStore, settings.root, settings.job_id)
     nonce = secrets.token_hex(8)
     server = make_server(
         interceptors=[
-            ErrorInterceptor(security.tokens, settings.job_id if security.tls is not None else ""),
+            ErrorInterceptor(security.tokens, settings.job_id if security.tls is not None else "", lanes),
             NonceInterceptor(nonce),
         ],
         options=SERVER_OPTIONS,
@@ -207,6 +237,11 @@ async def serve(
         registry, Participants(journal.epoch, security, dial), settings.participants, settings.policy_endpoints
     )
     operations = Operations(settings, store, journal, discovery, Feed())
+    history: HistoryWriter | None = None
+    if settings.history_keep:
+        history = HistoryWriter(lambda: store.directory(_DIRECTORY), settings.job_id, settings.history_keep)
+        operations.history = history
+        operations.feed.add(history)
 
     registration = Registration(registry, journal.epoch, settings.job_id, settings.heartbeat_s)
     coordinator_service_pb2_grpc.add_CoordinatorServicer_to_server(CoordinatorService(operations, registration), server)
@@ -219,13 +254,15 @@ async def serve(
     try:
         await recover(operations)
         if settings.metrics_bind:
-            metrics = await asyncio.to_thread(_serve_metrics, operations)
+            metrics = await asyncio.to_thread(_serve_metrics, operations, marks)
         await server.start()
     except BaseException:
         if metrics is not None:
             metrics.close()
         listening.close()
         await operations.stop_drives()
+        if history is not None:
+            await history.close()
         await operations.close()
         raise
     for name in ("", SERVICE_NAME):
@@ -236,7 +273,8 @@ async def serve(
     ]
     address = listening.address
     running = Coordinator(address, journal.epoch, nonce, operations, server, healthy, tasks, listening)
-    running.metrics = metrics
+    running.metrics, running.history = metrics, history
+    running.marks, running.lanes = marks, lanes
     await asyncio.to_thread(running.keep_announced)
     tasks.append(asyncio.create_task(running.stay_fit(), name="stay fit"))
     log.info("coordinator epoch %d of job %s serves at %s", journal.epoch, settings.job_id, address)
@@ -248,7 +286,9 @@ async def run(settings: Settings, announce: bool = True) -> None:
 
     Raises what `serve` raises, and why the coordinator has stopped by itself (STALE_EPOCH, STORAGE_FAILED).
     """
+    raise_open_files()
     coordinator = await serve(settings)
+    watching = asyncio.create_task(coordinator.watch_limits(), name="watch limits")
     if announce:
         print(coordinator.announcement(), flush=True)
     stopped = asyncio.Event()
@@ -259,6 +299,7 @@ async def run(settings: Settings, announce: bool = True) -> None:
     waiting = asyncio.create_task(stopped.wait())
     await asyncio.wait({ended, waiting}, return_when=asyncio.FIRST_COMPLETED)
     waiting.cancel()
+    watching.cancel()
     await coordinator.stop()
     await ended
     if coordinator.unfit is not None:
@@ -270,6 +311,10 @@ class _Observed:
     """What metrics read of a coordinator at a scrape."""
 
     operations: Operations
+    marks: Marks
+
+    def limits(self) -> Mapping[str, float]:
+        return self.marks.shares
 
     def epoch(self) -> int:
         return self.operations.journal.epoch
@@ -285,9 +330,9 @@ class _Observed:
         return active.operation.kind if active is not None else None
 
 
-def _serve_metrics(operations: Operations) -> MetricsServer:
+def _serve_metrics(operations: Operations, marks: Marks) -> MetricsServer:
     """Raises INVALID_ARGUMENT, UNAVAILABLE."""
-    metrics = Metrics(_Observed(operations))
+    metrics = Metrics(_Observed(operations, marks))
     served = MetricsServer(metrics, operations.settings.metrics_bind)
     operations.feed.add(metrics)
     return served

@@ -24,9 +24,10 @@ from safepoint.v1 import coordinator_service_pb2_grpc, manifest_pb2
 from coordinator import convert, ledger_lines, pruning
 from coordinator.answers import COMMIT, PUBLISH, RESUME, START
 from coordinator.driver import Drive, Identity
+from coordinator.explaining import explain, list_operations
 from coordinator.following import follow_answer, replay, watch
 from coordinator.operations import Operations, fenced
-from coordinator.outcomes import Ended, running_status
+from coordinator.outcomes import Ended
 from coordinator.protocol import events as core
 from coordinator.protocol.operation import Operation, Options
 from coordinator.protocol.topology import Finding, Participant, fingerprint, validate
@@ -34,7 +35,7 @@ from coordinator.registration import Registration
 from coordinator.reporting import snapshot_info
 from coordinator.retention import Retention
 from coordinator.settings import Settings
-from coordinator.status import ANSWER_WITHIN_S, coordinator_status
+from coordinator.status import ANSWER_WITHIN_S, MAX_STACKS_OF, coordinator_status
 from coordinator.wire.errors import CATALOG, Problem, Reason, SafepointError, refuse
 from coordinator.wire.guard import caller
 from coordinator.wire.ids import IncarnationId, OperationId, ParticipantId, SnapshotId, is_rollout_id, is_wire_id
@@ -195,7 +196,10 @@ class CoordinatorService(coordinator_service_pb2_grpc.CoordinatorServicer):
         self, request: pb.GetCoordinatorStatusRequest, context: Context
     ) -> pb.GetCoordinatorStatusResponse:
         budget_s = time_budget(context)
-        return await coordinator_status(self._operations, request.participants, request.max_rollouts, budget_s)
+        stacks_of = frozenset(request.stacks_of[:MAX_STACKS_OF])
+        return await coordinator_status(
+            self._operations, request.participants, request.max_rollouts, budget_s, stacks_of
+        )  # fmt: skip
 
     async def Watch(self, request: pb.WatchRequest, context: Context) -> AsyncIterator[pb.WatchEvent]:
         operations, operation_id = self._operations, request.operation_id
@@ -215,19 +219,11 @@ class CoordinatorService(coordinator_service_pb2_grpc.CoordinatorServicer):
         time_budget(context)
         if request.operation_id:
             _operation_id(request.operation_id)
-        active = self._operations.active
-        failing = active is not None and active.transaction.primary is not None
-        if active is not None and (
-            request.operation_id == active.operation.operation_id or (failing and not request.operation_id)
-        ):
-            status = running_status(active, self._operations.clock())
-            return pb.ExplainResponse(operation=status, events=active.reporter.history)
-        ended = self._operations.last_ended(request.operation_id, failed_only=not request.operation_id)
-        if ended is None:
-            if request.operation_id:
-                raise refuse(Reason.UNKNOWN_OPERATION, f"No operation {request.operation_id} is known here.")
-            return pb.ExplainResponse()
-        return pb.ExplainResponse(operation=ended.status(), events=ended.history)
+        return await explain(self._operations, request.operation_id)
+
+    async def ListOperations(self, request: pb.ListOperationsRequest, context: Context) -> pb.ListOperationsResponse:
+        time_budget(context)
+        return await list_operations(self._operations, request.page_size)
 
     # ---- snapshots --------------------------------------------------------------------------------------------------
 

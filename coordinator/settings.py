@@ -1,27 +1,35 @@
-"""The coordinator's settings: a YAML file, then the environment, then arguments; the later wins.
+"""The settings: one YAML file, then the environment, then arguments; the later wins, and each says where it comes from.
 
 The rule: a name that nobody knows is an error with a suggestion, never ignored. A misspelt `lease_ttl` would else show
 only when the first coordinator dies.
 
-Variables: SAFEPOINT_ROOT, SAFEPOINT_JOB, SAFEPOINT_TOKEN_FILE, SAFEPOINT_TLS_DIR and SAFEPOINT_INSECURE, which shims read
-too; every other setting is SAFEPOINT_COORDINATOR_<NAME>, e.g. SAFEPOINT_COORDINATOR_LEASE_TTL_S. Lists are separated by commas.
+Variables: SAFEPOINT_CONFIG names the file. SAFEPOINT_ROOT, SAFEPOINT_JOB, SAFEPOINT_TOKEN_FILE, SAFEPOINT_TLS_DIR and
+SAFEPOINT_INSECURE are read by shims, too; every other setting is SAFEPOINT_COORDINATOR_<NAME>, e.g.
+SAFEPOINT_COORDINATOR_LEASE_TTL_S, and those of `autosave`, which the trainer reads, are SAFEPOINT_AUTOSAVE_<NAME>. Lists are
+separated by commas.
 """
 
 from __future__ import annotations
 
 import difflib
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Any, Final, cast
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
-from coordinator.wire.errors import Reason, SafepointError, refuse
+from coordinator.client_schedule import SNAPSHOT_NAME, TERM_GRACE_S, SaveRules
+from coordinator.wire.errors import Reason, Refused, SafepointError, refuse
 from coordinator.wire.ids import is_wire_id
 
+CONFIG_VARIABLE: Final = "SAFEPOINT_CONFIG"
 _PREFIX: Final = "SAFEPOINT_COORDINATOR_"
+_AUTOSAVE_PREFIX: Final = "SAFEPOINT_AUTOSAVE_"
+_AUTOSAVE: Final = "autosave"
 _SHARED: Final = {
     "SAFEPOINT_ROOT": "root",
     "SAFEPOINT_JOB": "job_id",
@@ -32,7 +40,8 @@ _SHARED: Final = {
 
 Seconds = Annotated[float, Field(gt=0, le=86_400, allow_inf_nan=False)]
 Lease = Annotated[float, Field(ge=1, le=3600, allow_inf_nan=False)]
-
+Share = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+_RULES: Final = SaveRules()
 
 MAX_FILE_BYTES: Final = 64 << 10
 # What the YAML library raises for values that are none, such as the 99th of a month, `!!int ""`, or what is too deep.
@@ -41,32 +50,109 @@ _UNREADABLE: Final = (
 )  # fmt: skip
 
 
+class AutosaveSettings(BaseModel):
+    """When a trainer saves, as `Autosave.from_config` reads it. Durations are seconds; 0 turns a period or the gap off."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
+
+    every_s: Share = _RULES.every_s
+    """Save when so many seconds have passed since the save before."""
+    every_steps: Annotated[int, Field(ge=0)] = _RULES.every_steps
+    """Save every so many steps of the trainer."""
+    min_gap_s: Share = _RULES.min_gap_s
+    """At least so many seconds between the end of one save and the begin of the next."""
+    before_end_s: Share = _RULES.before_end_s
+    """One more save begins so many seconds before the known end of the job (Slurm's, or after SIGTERM)."""
+    last_chance_s: Share = _RULES.last_chance_s
+    """With less time left than that, the save waits for no straggler: those restart from their input."""
+    tolerated_failures: Annotated[int, Field(ge=0)] | None = _RULES.tolerated_failures
+    """So many failed saves in a row are only logged; null: any number."""
+    term_grace_s: Seconds = TERM_GRACE_S
+    """How long the job lives after SIGTERM."""
+    snapshot_name: str = SNAPSHOT_NAME
+    """Name of the snapshot of a step; `{step}` is its number."""
+
+    @property
+    def rules(self) -> SaveRules:
+        """As the schedule takes them."""
+        return SaveRules(
+            every_s=self.every_s, every_steps=self.every_steps, min_gap_s=self.min_gap_s, before_end_s=self.before_end_s,
+            last_chance_s=self.last_chance_s, tolerated_failures=self.tolerated_failures,
+        )  # fmt: skip
+
+    @field_validator("snapshot_name")
+    @classmethod
+    def _name_is_an_id(cls, value: str) -> str:
+        try:
+            made = value.format(step=1)
+        except (LookupError, ValueError):
+            made = ""
+        if not is_wire_id(made) or made == value.format(step=2):
+            raise ValueError("must contain {step} and make 1 to 128 characters of [A-Za-z0-9._-]")
+        return value
+
+    @model_validator(mode="after")
+    def _rules_can_be_kept(self) -> AutosaveSettings:
+        try:
+            _ = self.rules
+        except Refused as error:
+            raise ValueError(error.problem.message.rstrip(".")) from error
+        return self
+
+
 class Settings(BaseModel):
     """What a coordinator is started with. Durations are seconds."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
 
-    root: str  # the snapshot root: the same directory for coordinator and shims
+    root: str
+    """The snapshot root: the same directory for coordinator and shims."""
     job_id: str = "default"
-    bind: str = "127.0.0.1:0"  # host:port, 0 for any port, or unix:/path
-    advertise: str = ""  # host that others reach us by; empty: the one of `bind`
-    insecure: bool = False  # allow what is not TLS to leave this machine
+    """The job that is served; shims of another one leave."""
+    bind: str = "127.0.0.1:0"
+    """host:port, 0 for any port, or unix:/path."""
+    advertise: str = ""
+    """Host that others reach us by; empty: the one of `bind`."""
+    insecure: bool = False
+    """Allow what is not TLS to leave this machine."""
     token_file: str = ""
-    tls_dir: str = ""  # with ca.crt, tls.crt and tls.key
+    """File with bearer tokens, mode 600."""
+    tls_dir: str = ""
+    """Directory with ca.crt, tls.crt and tls.key."""
     reflection: bool = False
-    metrics_bind: str = ""  # host:port of /metrics for Prometheus; empty: none
-    participants: tuple[str, ...] = ()  # addresses of shims that do not register, e.g. "10.0.0.3:7001"
-    policy_endpoints: tuple[str, ...] = ()  # where the trainer serves its policy
+    """Serve gRPC reflection."""
+    metrics_bind: str = ""
+    """host:port of /metrics for Prometheus; empty: none."""
+    page_bind: str = ""
+    """Loopback host:port of the page for browsers, 0 for any port; empty: none."""
+    participants: tuple[str, ...] = ()
+    """Addresses of shims that do not register, e.g. "10.0.0.3:7001"."""
+    policy_endpoints: tuple[str, ...] = ()
+    """Where the trainer serves its policy."""
     heartbeat_s: Seconds = 1.0
+    """How often shim and coordinator say that they live."""
     missed_heartbeats: Annotated[int, Field(ge=2, le=100)] = 3
+    """So many in a row, and a shim is taken for gone."""
     lease_ttl_s: Lease = 30.0
+    """How long a participant stays closed without hearing from the coordinator."""
     straggler_grace_s: Annotated[float, Field(ge=0, le=86_400, allow_inf_nan=False)] = 5.0
-    prepare_timeout_s: Seconds = 60.0  # upper limit of a phase; the caller's deadline may be shorter
+    """How long a save waits for handlers that run on."""
+    prepare_timeout_s: Seconds = 60.0
+    """Upper limit of the phase; the caller's deadline may be shorter."""
     commit_timeout_s: Seconds = 600.0
+    """Upper limit of the phase."""
     restore_timeout_s: Seconds = 1800.0
-    keep_last: Annotated[int, Field(ge=0)] = 0  # prune to so many after each save; 0 keeps all
-    keep_every: Annotated[int, Field(ge=0)] = 0  # and keep for good the oldest of each so many steps; 0: none
-    keep_interval_s: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.0  # and of each so many seconds; 0: none
+    """Upper limit of a restore."""
+    history_keep: Annotated[int, Field(ge=0, le=10_000)] = 200
+    """Operations of which the history stays; 0 writes none."""
+    keep_last: Annotated[int, Field(ge=0)] = 0
+    """Prune to so many snapshots after each save; 0 keeps all."""
+    keep_every: Annotated[int, Field(ge=0)] = 0
+    """And keep for good the oldest of each so many steps; 0: none."""
+    keep_interval_s: Share = 0.0
+    """And of each so many seconds; 0: none."""
+    autosave: AutosaveSettings = AutosaveSettings()
+    """When the trainer saves; the coordinator does not read it."""
 
     @field_validator("root")
     @classmethod
@@ -89,42 +175,132 @@ class Settings(BaseModel):
         return tuple(part.strip() for part in value.split(",") if part.strip()) if isinstance(value, str) else value
 
 
+class Source(StrEnum):
+    """Where a value comes from; the later wins."""
+
+    DEFAULT = "default"
+    FILE = "file"
+    ENVIRONMENT = "environment"
+    ARGUMENT = "argument"
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """One setting as it is in force. `name` is dotted within a section; `where` names the file or the variable."""
+
+    name: str
+    value: Any
+    default: Any  # None when there is none
+    source: Source
+    where: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Resolved:
+    """All settings with their origins. Without `need_root` the root may be missing: then it is `None` in `every`."""
+
+    settings: Settings
+    origins: Mapping[str, tuple[Source, str]]
+
+    def every(self) -> Iterator[Setting]:
+        """Each setting, sections last."""
+        for name, field in _fields():
+            value: Any = self.settings
+            for part in name.split("."):
+                value = getattr(value, part)
+            source, where = self.origins.get(name, (Source.DEFAULT, ""))
+            default = None if field.is_required() else field.get_default(call_default_factory=True)
+            missing = field.is_required() and source is Source.DEFAULT
+            yield Setting(name, None if missing else value, default, source, where)
+
+
 def load_settings(
     path: str | os.PathLike[str] | None = None,
     environ: Mapping[str, str] | None = None,
     **arguments: Any,
 ) -> Settings:
-    """Settings from `path` (YAML), `environ` (default: the process's), and `arguments` that are not None.
+    """Settings from `path` (YAML; default: SAFEPOINT_CONFIG), `environ` (default: the process's), and `arguments` that are
+    not None.
 
     Raises INVALID_ARGUMENT naming the setting, where it came from, and what was probably meant.
     """
-    origin: dict[str, str] = {}
+    return resolve(path, environ, **arguments).settings
+
+
+def load_autosave(
+    path: str | os.PathLike[str] | None = None, environ: Mapping[str, str] | None = None
+) -> AutosaveSettings:
+    """The section `autosave`, for a trainer; nothing else has to be set. Raises as `load_settings`."""
+    return resolve(path, environ, need_root=False).settings.autosave
+
+
+def resolve(
+    path: str | os.PathLike[str] | None = None,
+    environ: Mapping[str, str] | None = None,
+    *,
+    need_root: bool = True,
+    **arguments: Any,
+) -> Resolved:
+    """As `load_settings`, with the origin of each. Raises as it does."""
+    environ = os.environ if environ is None else environ
+    path = path or environ.get(CONFIG_VARIABLE) or None
     values: dict[str, Any] = {}
-    given = {name: value for name, value in arguments.items() if value is not None}
-    for source, part in (
-        (f"in {path}", _from_file(path) if path else {}),
-        ("in the environment", _from_environment(os.environ if environ is None else environ)),
-        ("as an argument", given),
+    origins: dict[str, tuple[Source, str]] = {}
+    for source, where, part in (
+        *((Source.FILE, str(path), {n: v}) for n, v in (_from_file(path) if path else {}).items()),
+        *((Source.ENVIRONMENT, variable, {n: v}) for variable, n, v in _from_environment(environ)),
+        (Source.ARGUMENT, "", {name: value for name, value in arguments.items() if value is not None}),
     ):
         for name, value in part.items():
-            if name not in Settings.model_fields:
-                raise _unknown(name, source)
-            values[name] = value
-            origin[name] = source
-    if "root" not in values:
+            if name not in _KNOWN:
+                raise _unknown(name, _said(source, where))
+            values[name], origins[name] = value, (source, where)
+    if need_root and "root" not in values:
         raise refuse(
             Reason.INVALID_ARGUMENT, "No snapshot root is configured.",
             next_step="Set SAFEPOINT_ROOT, or `root` in the settings file.",
         )  # fmt: skip
     try:
-        return Settings(**values)
+        return Resolved(Settings(**_nested({"root": "/"} | values)), origins)
     except ValidationError as error:
         first = error.errors()[0]
-        name = str(first["loc"][0]) if first["loc"] else "settings"
+        name = ".".join(str(part) for part in first["loc"] if isinstance(part, str)) or "settings"
+        said = _said(*origins[name]) if name in origins else ""
         raise refuse(
             Reason.INVALID_ARGUMENT,
-            f"The setting {name} {origin.get(name, '')} is wrong: {first['msg']}.".replace("  ", " "),
+            f"The setting {name} {said} is wrong: {first['msg'].removeprefix('Value error, ')}.".replace("  ", " "),
         ) from error
+
+
+def schema() -> dict[str, Any]:
+    """JSON schema of the settings file, for editors."""
+    found = Settings.model_json_schema()
+    # In the file everything may be left out: the root may come from the environment.
+    found.pop("required", None)
+    return {"$schema": "https://json-schema.org/draft/2020-12/schema"} | found | {"title": "Safepoint settings"}
+
+
+def _fields() -> Iterator[tuple[str, Any]]:
+    """Dotted names with their fields."""
+    for name, field in Settings.model_fields.items():
+        if name != _AUTOSAVE:
+            yield name, field
+    for name, field in AutosaveSettings.model_fields.items():
+        yield f"{_AUTOSAVE}.{name}", field
+
+
+_KNOWN: Final = tuple(name for name, _ in _fields())
+
+
+def _nested(values: Mapping[str, Any]) -> dict[str, Any]:
+    out: dict[str, Any] = {}
+    for name, value in values.items():
+        section, dot, key = name.partition(".")
+        if dot:
+            out.setdefault(section, {})[key] = value
+        else:
+            out[name] = value
+    return out
 
 
 def _from_file(path: str | os.PathLike[str]) -> dict[str, Any]:
@@ -136,22 +312,41 @@ def _from_file(path: str | os.PathLike[str]) -> dict[str, Any]:
         loaded: object = yaml.safe_load(text.decode("utf-8"))
     except (OSError, *_UNREADABLE) as error:
         raise refuse(Reason.INVALID_ARGUMENT, f"The settings file {path} cannot be read: {error}.") from error
+    values = _mapping(loaded, f"The settings file {path}")
+    section = _mapping(values.pop(_AUTOSAVE, None), f"The section {_AUTOSAVE} in {path}")
+    return values | {f"{_AUTOSAVE}.{name}": value for name, value in section.items()}
+
+
+def _mapping(loaded: object, what: str) -> dict[str, Any]:
     if loaded is None:
         return {}
     if not isinstance(loaded, dict):
-        raise refuse(Reason.INVALID_ARGUMENT, f"The settings file {path} does not hold names and values.")
+        raise refuse(Reason.INVALID_ARGUMENT, f"{what} does not hold names and values.")
     return {str(name): value for name, value in cast("dict[object, Any]", loaded).items()}
 
 
-def _from_environment(environ: Mapping[str, str]) -> dict[str, str]:
-    values = {name: environ[variable] for variable, name in _SHARED.items() if environ.get(variable)}
+def _from_environment(environ: Mapping[str, str]) -> Iterator[tuple[str, str, str]]:
+    """Variable, setting, value."""
+    for variable, name in _SHARED.items():
+        if environ.get(variable):
+            yield variable, name, environ[variable]
     for variable, value in environ.items():
         if variable.startswith(_PREFIX):
-            values[variable.removeprefix(_PREFIX).lower()] = value
-    return values
+            yield variable, variable.removeprefix(_PREFIX).lower(), value
+        elif variable.startswith(_AUTOSAVE_PREFIX):
+            yield variable, f"{_AUTOSAVE}.{variable.removeprefix(_AUTOSAVE_PREFIX).lower()}", value
+
+
+def _said(source: Source, where: str) -> str:
+    if source is Source.FILE:
+        return f"in {where}"
+    return f"in the environment ({where})" if source is Source.ENVIRONMENT else "as an argument"
 
 
 def _unknown(name: str, source: str) -> SafepointError:
-    near = difflib.get_close_matches(name, Settings.model_fields, n=1, cutoff=0.5)
-    advice = f"Did you mean {near[0]}?" if near else f"There are: {', '.join(sorted(Settings.model_fields))}."
+    ends = {known.rpartition(".")[2]: known for known in _KNOWN}
+    last = name.rpartition(".")[2]
+    near = [ends[last]] if last in ends else difflib.get_close_matches(name, _KNOWN, n=1, cutoff=0.5)
+    near = near or [ends[end] for end in difflib.get_close_matches(last, ends, n=1, cutoff=0.6)]
+    advice = f"Did you mean {near[0]}?" if near else f"There are: {', '.join(_KNOWN)}."
     return refuse(Reason.INVALID_ARGUMENT, f"There is no setting {name} ({source}).", next_step=advice)

@@ -7,7 +7,8 @@ second; whoever does not answer is listed without a status and with the reason. 
 from __future__ import annotations
 
 import asyncio
-from typing import Final
+from collections.abc import Collection, Coroutine
+from typing import Any, Final
 
 from safepoint.v1 import coordinator_service_pb2
 
@@ -18,16 +19,26 @@ from coordinator.wire.errors import SafepointError
 
 ANSWER_WITHIN_S: Final = 1.0
 MAX_ROLLOUTS: Final = 1000
+MAX_STACKS: Final = 20  # of one participant
+MAX_STACKS_OF: Final = 20  # participants
 
 
 async def coordinator_status(
-    operations: Operations, ask: bool, max_rollouts: int, budget_s: float
+    operations: Operations, ask: bool, max_rollouts: int, budget_s: float, stacks_of: Collection[str] = ()
 ) -> coordinator_service_pb2.GetCoordinatorStatusResponse:
-    """The status now. `ask`: also every participant's own, of at most `max_rollouts` rollouts each."""
+    """The status now. `ask`: also every participant's own, of at most `max_rollouts` rollouts each.
+
+    `stacks_of`: of these participants what the tasks of their rollouts wait for, as well.
+    """
     everybody = operations.discovery.registry.participants()
     timeout_s = min(budget_s, ANSWER_WITHIN_S) * 0.7
+
+    def one(who: Participant) -> Coroutine[Any, Any, coordinator_service_pb2.ParticipantHealth]:
+        stacks = MAX_STACKS if who.participant_id in stacks_of else 0
+        return _health(operations, who, max_rollouts, stacks, timeout_s)
+
     if ask:
-        healths = await asyncio.gather(*(_health(operations, p, max_rollouts, timeout_s) for p in everybody))
+        healths = await asyncio.gather(*(one(p) for p in everybody))
     else:
         healths = [
             coordinator_service_pb2.ParticipantHealth(info=convert.participant_info(p), reachable=True)
@@ -52,14 +63,16 @@ def operation_status(operations: Operations) -> coordinator_service_pb2.Operatio
 
 
 async def _health(
-    operations: Operations, who: Participant, max_rollouts: int, timeout_s: float
+    operations: Operations, who: Participant, max_rollouts: int, max_stacks: int, timeout_s: float
 ) -> coordinator_service_pb2.ParticipantHealth:
     health = coordinator_service_pb2.ParticipantHealth(info=convert.participant_info(who))
     try:
-        status = await operations.participants.status(who, min(max_rollouts, MAX_ROLLOUTS), timeout_s)
+        rollouts = min(max_rollouts, MAX_ROLLOUTS)
+        status, stacks = await operations.participants.status(who, rollouts, timeout_s, max_stacks)
     except SafepointError as error:
         health.problem = str(error.problem.message)
     else:
         health.reachable = True
         health.status.CopyFrom(status)
+        health.stacks.extend(stacks)
     return health

@@ -185,6 +185,19 @@ class Opened:
 
 
 @dataclass(frozen=True, slots=True)
+class TaskStack:
+    """Where one task of a rollout stands in the server's code, outermost first. Each frame: file, line, function.
+
+    `rollout_id` is empty for what keeps a whole thread of the worker busy.
+    """
+
+    rollout_id: str
+    worker_id: str
+    task: str
+    frames: tuple[tuple[str, int, str], ...]
+
+
+@dataclass(frozen=True, slots=True)
 class Snapshot:
     """The status of the server now."""
 
@@ -271,6 +284,27 @@ class Precopies(Protocol):
 
     def export(self, directory: Path, root: Path | None = None) -> AsyncIterator[Progress | Exported]:
         """As `Adapter.export`; files may be ropes (coordinator.wire.rope) of chunks below the snapshot root."""
+        ...
+
+
+@runtime_checkable
+class ShowsStacks(Protocol):
+    """An adapter that can look into the server's tasks."""
+
+    async def stacks(self, limit: int) -> list[TaskStack]:
+        """What the tasks of its rollouts wait for, the longest-standing first. Raises nothing: who does not say is left out."""
+        ...
+
+
+@runtime_checkable
+class StaysClosed(Protocol):
+    """An adapter whose server stays closed, until the lease, when its shim is killed."""
+
+    async def left_closed_for(self) -> str:
+        """The operation for which a shim before this one has left it closed; empty when there is none.
+
+        Raises UNAVAILABLE when the server does not say.
+        """
         ...
 
 

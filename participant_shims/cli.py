@@ -26,6 +26,33 @@ EXIT_USAGE: Final = 2
 EXIT_ANOTHER: Final = 3
 
 
+SHIM_EXAMPLES: Final = """\
+examples:
+  a server that cannot be loaded into, behind a proxy; callers go to port 9001 from now on
+    safepoint shim --proxy 127.0.0.1:9001=127.0.0.1:9000 --name search_tool --role resources --checkpoint-mode stateless
+
+  a vLLM server that runs already
+    safepoint shim --vllm 127.0.0.1:9003=127.0.0.1:8000 --name engine-0
+
+  the shim of a gated server, by hand (SAFEPOINT_SHIM=manual there)
+    safepoint shim --life /tmp/safepoint-1000/counter-7ca1f11a
+
+It prints one line of JSON with its address once it can be called, and goes with SIGTERM, which leaves the server open."""
+SERVE_EXAMPLES: Final = """\
+examples:
+  one server of a NeMo Gym configuration; a model needs its role
+    safepoint serve --name policy_model --role policy -- python app.py
+
+  all servers that ng_run starts; their roles by SAFEPOINT_ROLES="policy_model=policy,judge_model=auxiliary"
+    safepoint serve --root /data/safepoint -- ng_run "+config_paths=[gym.yaml]"
+
+  a vLLM, with control turned on and a shim before it
+    safepoint serve --name engine-0 --listen 127.0.0.1:9003 -- vllm serve MODEL --port 8000
+
+What is not given stands as the environment says: SAFEPOINT_ROOT, SAFEPOINT_COORDINATOR and the others of ARCHITECTURE.md.
+The exit code is that of the command, whose whole process group ends with it."""
+
+
 def default_run_dir() -> Path:
     """Where lives are: SAFEPOINT_RUN_DIR, else below XDG_RUNTIME_DIR, else /tmp/safepoint-<uid>."""
     named = os.environ.get("SAFEPOINT_RUN_DIR")
@@ -46,6 +73,7 @@ def run_shim(arguments: argparse.Namespace) -> int:
     from participant_shims.adapters.vllm import VllmAdapter, VllmOptions
     from participant_shims.ends import predecessor_in
     from participant_shims.gate.shim_process import BEFORE_VARIABLE
+    from participant_shims.leftovers import end_what_is_left
     from participant_shims.shim import ShimOptions, complain, serve_shim
 
     logging.basicConfig(
@@ -53,6 +81,12 @@ def run_shim(arguments: argparse.Namespace) -> int:
         format="%(asctime)s %(levelname)s %(name)s: %(message)s",
         stream=sys.stderr,
     )
+    if arguments.root and not Path(arguments.root).is_absolute():
+        print(
+            f"safepoint shim: the snapshot root must be an absolute path, not {arguments.root!r}: a shim beside a server has "
+            "a working directory of its own (--root, SAFEPOINT_ROOT)", file=sys.stderr,
+        )  # fmt: skip
+        return EXIT_USAGE
     try:
         options = ShimOptions(
             life=Path("."),
@@ -101,6 +135,7 @@ def run_shim(arguments: argparse.Namespace) -> int:
                   file=sys.stderr)  # fmt: skip
             return EXIT_USAGE
         asyncio.run(serve_shim(replace(options, life=life), adapter))
+        end_what_is_left(life)
     except SafepointError as error:
         complain(error)
         return EXIT_ANOTHER if error.reason is Reason.DUPLICATE_PARTICIPANT else EXIT_FAILED
@@ -133,12 +168,12 @@ def _run_serve_engine(arguments: argparse.Namespace, command: Sequence[str]) -> 
     shim: list[str] = ["--when-closed", arguments.when_closed, "--weights", arguments.weights]
     shim += ["--weight-digest"] if arguments.weight_digest else []
     shim += ["--verbose"] if arguments.verbose else []
-    if arguments.run_dir:
-        shim += ["--life", str(Path(arguments.run_dir).resolve() / f"{arguments.name}-vllm")]
+    runs = Path(arguments.run_dir).resolve() if arguments.run_dir else default_run_dir()
     for option in ("coordinator", "root", "job", "bind", "token_file", "tls_dir"):
         if getattr(arguments, option):
             shim += ["--" + option.replace("_", "-"), getattr(arguments, option)]
-    return run_engine(EngineOptions(arguments.name, arguments.listen, tuple(shim), arguments.verbose), command)
+    life = runs / f"{arguments.name}-vllm"
+    return run_engine(EngineOptions(arguments.name, arguments.listen, life, tuple(shim), arguments.verbose), command)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -146,7 +181,10 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="safepoint", description="Shims beside servers.")
     commands = parser.add_subparsers(dest="command", required=True)
 
-    shim = commands.add_parser("shim", help="serve one participant beside its server")
+    as_written = argparse.RawDescriptionHelpFormatter
+    shim = commands.add_parser(
+        "shim", help="serve one participant beside its server", epilog=SHIM_EXAMPLES, formatter_class=as_written
+    )
     shim.add_argument("--life", default="", metavar="DIR", help="directory of the gated server's life")
     shim.add_argument(
         "--proxy", default="", metavar="LISTEN=UPSTREAM", help="host:port=host:port of a server that has no gate"
@@ -178,7 +216,10 @@ def _parser() -> argparse.ArgumentParser:
     )
     shim.add_argument("--verbose", action="store_true")
 
-    serve = commands.add_parser("serve", help="run a server, ng_run or vLLM, with Safepoint in it or beside it")
+    serve = commands.add_parser(
+        "serve", help="run a server, ng_run or vLLM, with Safepoint in it or beside it", epilog=SERVE_EXAMPLES,
+        formatter_class=as_written,
+    )  # fmt: skip
     serve.add_argument("--name", default="", help="the server's instance name, for --role; of a vLLM: participant id")
     serve.add_argument(
         "--listen", default="", metavar="HOST:PORT", help="of a vLLM: where callers reach it from now on"
@@ -199,7 +240,10 @@ def _parser() -> argparse.ArgumentParser:
     serve.add_argument("--verbose", action="store_true", help="say which variables are set")
     serve.add_argument("argv", nargs=argparse.REMAINDER, metavar="-- COMMAND")
 
-    inspect = commands.add_parser("inspect", help="say what of a Gym server can be saved")
+    inspect = commands.add_parser(
+        "inspect", help="say what of a Gym server can be saved", formatter_class=as_written,
+        epilog="example:\n  safepoint inspect resources_servers/blackjack",
+    )  # fmt: skip
     inspect.add_argument("server", help="resources_servers/NAME of an installed Gym, or a path to an app.py")
     inspect.add_argument("--json", action="store_true")
     return parser

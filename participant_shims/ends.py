@@ -8,6 +8,7 @@ code, hands it to the successor, and that reports it before it does anything els
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import logging
 import os
@@ -31,6 +32,7 @@ from coordinator.wire.rpc import error_from_rpc
 from participant_shims.gate.life import server_process
 from participant_shims.gate.process import fate, lives, output_of
 from participant_shims.gate.shim_process import BEFORE_VARIABLE
+from participant_shims.last_words import last_words
 
 log = logging.getLogger(__name__)
 
@@ -38,6 +40,7 @@ REPORT_WITHIN_S: Final = 60.0  # then nobody waits to know it any more
 REPORT_CALL_S: Final = 2.0
 _WAITS_S: Final = (0.1, 2.0)
 _SERVER_SEEN_WITHIN_S: Final = 0.2
+_WORDS_WITHIN_S: Final = 0.1
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,4 +123,8 @@ class ServerWatch:
         if not how:
             return f"{told}, while its server (pid {pid}) lives."
         where = f", log {self._log_path}" if self._log_path else ""
-        return f"Its server (pid {pid}{where}) {how}, and it ended with it."
+        words = ""
+        with contextlib.suppress(TimeoutError):  # a log on a file server that hangs holds nobody up
+            async with asyncio.timeout(_WORDS_WITHIN_S):
+                words = await asyncio.to_thread(last_words, self._log_path)
+        return f"Its server (pid {pid}{where}) {how}, and it ended with it.{words}"

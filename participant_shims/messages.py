@@ -30,6 +30,7 @@ from participant_shims.adapter import (
     Loaded,
     Progress,
     Snapshot,
+    TaskStack,
     Worker,
     WrittenFile,
 )
@@ -40,6 +41,7 @@ MAX_LEASE_S: Final = 3600.0
 MAX_LISTED: Final = 20  # rollouts in a reply; the rest is counted, and read with GetStatus
 MAX_DIVERGED_ONCE: Final = 1000
 MAX_WARNING_BYTES: Final = 500
+MAX_STACKS: Final = 100
 MAX_ASKED: Final = 1000  # rollouts that one status may hold
 
 
@@ -183,6 +185,17 @@ def export_progress(progress: Progress) -> pb.ExportProgress:
         items_done=progress.items_done,
         items_total=progress.items_total,
     )
+
+
+def stacks(values: Iterable[TaskStack]) -> list[capabilities_pb2.TaskStack]:
+    """Where tasks stand."""
+    return [
+        capabilities_pb2.TaskStack(
+            rollout_id=each.rollout_id, worker_id=each.worker_id, task=each.task,
+            frames=[capabilities_pb2.StackFrame(file=f, line=max(0, n), function=name) for f, n, name in each.frames],
+        )
+        for each in values
+    ]  # fmt: skip
 
 
 def blocked(value: LiveRollout) -> Blocked:

@@ -19,7 +19,17 @@ from coordinator.wire import failpoints
 from coordinator.wire.beneath import storage_error
 from coordinator.wire.errors import Problem, Reason, Refused, SafepointError, refuse
 from coordinator.wire.terms import ParticipantState, Phase
-from participant_shims.adapter import Adapter, Closed, Description, Opened, Snapshot, Unloads
+from participant_shims.adapter import (
+    Adapter,
+    Closed,
+    Description,
+    Opened,
+    ShowsStacks,
+    Snapshot,
+    StaysClosed,
+    TaskStack,
+    Unloads,
+)
 from participant_shims.fence import Accept, Cause, Decision, Ended, Fence, Refuse, Rpc
 from participant_shims.forgetting import Forgetting
 from participant_shims.running import Pulse, Running
@@ -288,6 +298,16 @@ class Operations:
             return self._snapshot, error.problem.message
         return self._snapshot, ""
 
+    async def stacks(self, limit: int) -> list[TaskStack]:
+        """What the tasks of its rollouts wait for. Within 1 s; nothing where nobody can look."""
+        if not limit or not isinstance(self.adapter, ShowsStacks):
+            return []
+        try:
+            async with asyncio.timeout(STATUS_WAIT_S):
+                return await self.adapter.stacks(limit)
+        except TimeoutError:
+            return []
+
     # ---- parts ----------------------------------------------------------------------------------------------------
 
     def _set_alarm(self, generation: int) -> None:
@@ -358,6 +378,17 @@ class Operations:
     def in_question(self) -> str:
         """The restore whose state is in the server while nobody here knows whether it was resumed; empty when there is none."""
         return self.loaded_by if self.loaded_by != self.fence.operation_id and not self._given_up else ""
+
+    async def held(self) -> str:
+        """The operation of which the server holds something: what owns the fence, what a restore has loaded, or what a shim
+        before this one was killed in, so that it is still closed. Only a coordinator knows how that one ended. Empty: nothing.
+
+        Raises UNAVAILABLE when the server does not say.
+        """
+        known = self.fence.operation_id or self.in_question
+        if known or not isinstance(self.adapter, StaysClosed):
+            return known
+        return await self.adapter.left_closed_for()
 
     def require_settled(self) -> None:
         """Before a cut. Raises UNAVAILABLE while a restore is `in_question`: it may have been given up.

@@ -15,7 +15,7 @@ import asyncio
 import json
 import logging
 from collections.abc import Callable
-from typing import Any, Final
+from typing import Any, Final, cast
 
 from participant_shims.admission import ANONYMOUS, Doors, Entry
 from participant_shims.identity import CallIdentity, from_headers
@@ -51,6 +51,8 @@ class Link(asyncio.StreamReaderProtocol):
         super().__init__(self.reader)
         self.gone = asyncio.Event()
         self.writer: asyncio.StreamWriter | None = None
+        # Looked up once: asyncio asks the system for the process's id each time that it says which loop runs.
+        self.loop = asyncio.get_running_loop()
         self.sink: Callable[[bytes], None] | None = None
         self.on_gone: Callable[[], None] | None = None
         self._on_connected = on_connected
@@ -63,8 +65,9 @@ class Link(asyncio.StreamReaderProtocol):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         super().connection_made(transport)
-        assert isinstance(transport, asyncio.Transport)
-        self.writer = asyncio.StreamWriter(transport, self, self.reader, asyncio.get_running_loop())
+        # Not asked whether it is an asyncio.Transport: uvloop's is of no class of asyncio's.
+        its = cast(asyncio.Transport, transport)
+        self.writer = asyncio.StreamWriter(its, self, self.reader, self.loop)
         if self._on_connected is not None:
             self._on_connected(self)
 
@@ -93,6 +96,11 @@ class Link(asyncio.StreamReaderProtocol):
         assert self.writer is not None
         self.writer.write(data)
 
+    async def drained(self) -> None:
+        """Wait while the peer is slow. Raises ConnectionError when it is gone."""
+        assert self.writer is not None
+        await self.writer.drain()
+
     def drop(self, *, now: bool) -> None:
         """Close; `now` without sending what is buffered, which the peer sees as a lost connection."""
         if self.writer is not None:
@@ -108,11 +116,15 @@ class Upstream:
     def __init__(self, link: Link, messages: Messages) -> None:
         self.link = link
         self.messages = messages
-        self.used_at = asyncio.get_running_loop().time()
+        self._used_at = link.loop.time()
 
     @property
     def warm(self) -> bool:
-        return not self.link.gone.is_set() and asyncio.get_running_loop().time() - self.used_at < WARM_S
+        return not self.link.gone.is_set() and self.link.loop.time() - self._used_at < WARM_S
+
+    def used(self) -> None:
+        """It was of use just now."""
+        self._used_at = self.link.loop.time()
 
 
 class Proxy:
@@ -271,7 +283,7 @@ class Proxy:
             if not sending.done():  # answered before all of the body was wanted: this connection can't be used again
                 return None
             sending.result()
-            upstream.used_at = asyncio.get_running_loop().time()
+            upstream.used()
             return upstream if keep and head.keep_alive else None
         finally:
             for task in tasks:

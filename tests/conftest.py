@@ -5,21 +5,27 @@
   there. Checked once, after all fixtures are gone, since a module's fixture may keep servers for several tests; the
   report names the test during which each leftover appeared.
 
-Processes are found by a mark in their environment, which children inherit, so one that has lost its parent is found too.
+`make test` runs two workers (pytest-xdist), a file at a time: each looks after what it started itself, and tells the
+process that people read. Files that wait for real servers come first, so that both workers end together.
+
+How they are found where they hide: `tests/leftovers.py`. A server of grpc.aio that a test has not stopped is stopped with
+the test's loop, since it would hang the whole run at its end.
 """
 
 from __future__ import annotations
 
 import os
 import secrets
+import signal
 import tempfile
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
+
+from tests.leftovers import Row, command_of, note_started, processes, started_by, stop_servers_with_their_loop
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 MARK = "SAFEPOINT_TEST_RUN"
@@ -27,7 +33,7 @@ MARK = "SAFEPOINT_TEST_RUN"
 ENDING_S = 20.0
 
 _run = secrets.token_hex(8)
-_seen: dict[int, str] = {}
+_started: dict[int, str] = {}  # by pid, and in which test
 _folders: dict[str, str] = {}
 _current = "collection"
 _leaks: list[str] = []
@@ -50,6 +56,20 @@ def pytest_configure(config: pytest.Config) -> None:
     # Every way to make a temporary folder goes through it, TemporaryDirectory included.
     tempfile.mkdtemp = mkdtemp
     config.add_cleanup(lambda: setattr(tempfile, "mkdtemp", make))
+    config.add_cleanup(note_started(lambda pid: _started.setdefault(pid, _current)))
+    config.add_cleanup(stop_servers_with_their_loop(lambda what: _leaks.append(f"{what}, by the end of {_current}")))
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if hasattr(config, "workerinput"):
+        waits = {item.path for item in items if any(item.iter_markers("slow"))}
+        items.sort(key=lambda item: item.path not in waits)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node: Any) -> None:
+    _leaks.extend(getattr(node, "workeroutput", {}).get("leaks", ()))
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
@@ -63,7 +83,7 @@ def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
     _current = item.nodeid
     result = yield
     for pid in _children():
-        _seen.setdefault(pid, item.nodeid)
+        _started.setdefault(pid, item.nodeid)
     return result
 
 
@@ -78,20 +98,13 @@ def _children() -> list[int]:
     return found
 
 
-def _ours() -> list[psutil.Process]:
-    found: list[psutil.Process] = []
-    for process in psutil.process_iter():
-        try:
-            if process.pid == os.getpid() or process.status() == psutil.STATUS_ZOMBIE:
-                continue
-            # Python's own helper lives as long as the process that needed it: us.
-            if "multiprocessing.resource_tracker" in " ".join(process.cmdline()):
-                continue
-            if process.ppid() == os.getpid() or process.environ().get(MARK) == _run:
-                found.append(process)
-        except (psutil.Error, OSError):
-            continue
-    return found
+def _ours() -> list[Row]:
+    # Python's own helper lives as long as the process that needed it: us.
+    return [
+        row
+        for row in started_by(os.getpid(), processes(f"{MARK}={_run}"), _started)
+        if "multiprocessing.resource_tracker" not in command_of(row.pid)
+    ]
 
 
 def _wait_until_empty(look: Callable[[], list[Any]], within_s: float) -> list[Any]:
@@ -103,17 +116,20 @@ def _wait_until_empty(look: Callable[[], list[Any]], within_s: float) -> list[An
 
 @pytest.hookimpl(trylast=True)
 def pytest_sessionfinish(session: pytest.Session) -> None:
-    for process in _wait_until_empty(_ours, ENDING_S):
+    for row in _wait_until_empty(_ours, ENDING_S):
+        what = f"process {row.pid} ({command_of(row.pid)[:160]})"
         try:
-            what = f"process {process.pid} ({' '.join(process.cmdline())[:160]})"
-            process.kill()
-        except psutil.Error:
+            os.kill(row.pid, signal.SIGKILL)
+        except ProcessLookupError:
             continue
-        _leaks.append(f"{what}, seen first after {_seen.get(process.pid, 'an unknown test')}")
+        started_in = next((_started[p] for p in (row.pid, row.parent, row.group, row.session) if p in _started), "")
+        _leaks.append(f"{what}, started in {started_in or 'an unknown test'}")
     for folder, test in _folders.items():
         # pytest keeps the folders of the last three runs on purpose.
         if os.path.isdir(folder) and "pytest-of-" not in folder:
             _leaks.append(f"folder {folder}, made in {test}")
+    if hasattr(session.config, "workeroutput"):
+        session.config.workeroutput["leaks"] = _leaks
     if _leaks and session.exitstatus in (pytest.ExitCode.OK, pytest.ExitCode.NO_TESTS_COLLECTED):
         session.exitstatus = pytest.ExitCode.TESTS_FAILED
 

@@ -69,6 +69,7 @@ RULES = (
     Rule("coordinator.wire.failpoint_names", NO_IO),
     Rule("coordinator.wire.failpoints", STDLIB | WIRE_PURE | {"coordinator.wire.failpoint_names"}),
     Rule("coordinator.wire.ids", NO_IO | {"secrets"}),
+    Rule("coordinator.wire.marks", NO_IO | WIRE_PURE),
     Rule("coordinator.wire.lanes", NO_IO | WIRE_PURE | {"contextlib"}),
     *(Rule(name, NO_IO | WIRE_PURE) for name in sorted(WIRE_PURE)),
     Rule("coordinator.wire.*", STDLIB | GRPC | {"coordinator.wire"}),
@@ -80,6 +81,7 @@ RULES = (
     Rule("coordinator.demo.policy", STDLIB | {"torch", "coordinator.demo", "aiohttp"}),
     Rule("coordinator.demo.engine_log", STDLIB),  # loaded into vLLM
     Rule("coordinator.demo*", COORDINATOR | {"aiohttp", "rich", "psutil", "participant_shims.gate.bootstrap_path"}),
+    Rule("coordinator.client_config", STDLIB | {"coordinator.settings"}),
     Rule("coordinator.client*", CLIENT),
     # One command starts everything, shims too; it loads them only when it does.
     Rule("coordinator.cli*", COORDINATOR | {"typer", "rich"}, frozenset({"participant_shims"})),

@@ -167,7 +167,8 @@ class Story:
     async def _drive(self, trainer: Trainer, tasks: Sequence[Task], until: int) -> None:
         trainer.dispatch(tasks)
         try:
-            await asyncio.wait_for(trainer.until_finished(until), self.finish_s)
+            async with asyncio.timeout(self.finish_s):
+                await trainer.until_finished(until)
         except TimeoutError:
             raise refuse(
                 Reason.UNAVAILABLE,

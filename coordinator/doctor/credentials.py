@@ -10,6 +10,7 @@ from typing import Final
 from coordinator.doctor.finding import Finding, Severity, from_error
 from coordinator.wire.auth import read_token
 from coordinator.wire.errors import Reason, SafepointError
+from coordinator.wire.extras import install_extra
 from coordinator.wire.tls import read_tls
 
 EXPIRES_SOON: Final = datetime.timedelta(days=14)
@@ -51,7 +52,7 @@ def certificates(directory: str, now: datetime.datetime) -> Iterator[Finding]:
     except ImportError:
         yield Finding(
             "credentials", Severity.NOTE, directory, "The certificate fits its key; when it expires is not looked at.",
-            "pip install 'safepoint[tls]'",
+            install_extra("tls"),
         )  # fmt: skip
         return
     until = shown(Path(directory)).until

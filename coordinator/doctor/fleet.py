@@ -17,6 +17,7 @@ from coordinator.wire.terms import Role
 
 # An answer on one machine takes a millisecond. A second means that the coordinator's loop is blocked or the link is bad.
 SLOW_ANSWER_S: Final = 1.0
+DOES_NOT_ANSWER: Final = "does not answer"  # what a shim says of a worker in `waiting_for`
 
 
 def coordinator(status: pb.GetCoordinatorStatusResponse, took_s: float) -> Iterator[Finding]:
@@ -82,6 +83,11 @@ def participants(status: pb.GetCoordinatorStatusResponse) -> Iterator[Finding]:
                 f"{here} of {who.configured_workers} worker processes have a gate.",
                 "Restart the server, so that every worker loads the gate; its log has a line that begins with `safepoint:`.",
                 Reason.WORKERS_MISSING,
+            )  # fmt: skip
+        if DOES_NOT_ANSWER in seen.waiting_for:
+            yield Finding(
+                "participants", Severity.ERROR, name, f"{seen.waiting_for.rstrip('.')}.",
+                "Let that process go on, or restart the server: until then every save is refused.", Reason.WORKERS_MISSING,
             )  # fmt: skip
         for warning in seen.warnings:
             yield Finding("participants", Severity.WARNING, name, warning, "See README, `Beside your own Gym servers`.")

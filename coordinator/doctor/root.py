@@ -16,6 +16,8 @@ from typing import Final
 
 from coordinator.client_results import size_text
 from coordinator.doctor.finding import Finding, Severity
+from coordinator.journal import RESERVE_BYTES
+from coordinator.wire.beneath import STORAGE_HELP, storage_error
 from coordinator.wire.errors import Reason
 
 # A save fsyncs each file, each folder and the manifest; at this cost for one of them a small save takes a second.
@@ -43,6 +45,9 @@ def root(path: str, newest_bytes: int, clock: Callable[[], float] = time.monoton
     if not inside:
         yield _bad(path, "The root is not there, or no folder.", f"mkdir -p {path}, on storage that all machines see.")
         return
+    if os.statvfs(folder).f_flag & os.ST_RDONLY:
+        yield _bad(path, "The root is on a file system that is mounted read-only.", STORAGE_HELP[errno.EROFS])
+        return
     if not os.access(folder, os.R_OK | os.W_OK | os.X_OK):
         yield _bad(path, "The root cannot be read and written by this user.", f"chown or chmod {path}.")
         return
@@ -64,6 +69,13 @@ def _place(folder: Path) -> Finding:
 
 def _room(folder: Path, newest_bytes: int) -> Finding:
     free = shutil.disk_usage(folder).free
+    if free < RESERVE_BYTES and not (folder / "coordinator" / "reserve").exists():
+        return Finding(
+            "root", Severity.ERROR, str(folder),
+            f"{size_text(free)} are free. The coordinator keeps {size_text(RESERVE_BYTES)} aside, so that what has begun can "
+            "end when the disk is full; without that no save begins.",
+            "Free space, or `safepoint snapshots prune`.", Reason.STORAGE_FULL,
+        )  # fmt: skip
     if free < newest_bytes:
         return Finding(
             "root", Severity.ERROR, str(folder),
@@ -90,10 +102,10 @@ def _sync(folder: Path, clock: Callable[[], float]) -> Finding:
                 "The cost of an fsync is not measured: the file system has no files without names.",
                 "`safepoint save` shows how long its commit takes.",
             )  # fmt: skip
-        reason = Reason.STORAGE_FULL if error.errno in (errno.ENOSPC, errno.EDQUOT) else Reason.STORAGE_FAILED
+        failed = storage_error(error, "a try")
         return Finding(
             "root", Severity.ERROR, str(folder), f"A file in the root cannot be written: {error.strerror}.",
-            "Free space or mend the file system.", reason,
+            failed.problem.advice, failed.reason,
         )  # fmt: skip
     median = costs[len(costs) // 2]
     if median > SLOW_SYNC_S:

@@ -365,7 +365,7 @@ class Course:
             phase, waves(phase, told), self.operation, str(self.primary or "")[:1000],
             self.calls, self.lost, self._limits, now,
         )  # fmt: skip
-        out += [Announce(PhaseStarted(phase, self.opening.told)), *self.opening.advance(now)]
+        out += [Announce(PhaseStarted(phase, self.opening.told, self._limits.reserve_s)), *self.opening.advance(now)]
         out += [] if first or decided else [self._decided(phase)]
         return [*out, *self._advance(now)]
 

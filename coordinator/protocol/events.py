@@ -358,10 +358,11 @@ class SetTimer:
 
 @dataclass(frozen=True, slots=True)
 class PhaseStarted:
-    """A phase began; who is called, in the order of the waves."""
+    """A phase began; who is called, in the order of the waves. `budget_s`: the longest it may take; None: unbounded."""
 
     phase: Phase
     participant_ids: tuple[ParticipantId, ...]
+    budget_s: float | None = None
 
 
 @dataclass(frozen=True, slots=True)

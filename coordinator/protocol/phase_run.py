@@ -93,7 +93,9 @@ class PhaseRun:
 
     def announce(self) -> Effect:
         """That it begins, and with whom."""
-        return Announce(PhaseStarted(self.phase, tuple(p for wave in self._waves for p in wave)))
+        return Announce(
+            PhaseStarted(self.phase, tuple(p for wave in self._waves for p in wave), self.deadline - self.began)
+        )
 
     def advance(self, now: float) -> list[Effect] | None:
         """The calls of the next wave when this one is through; None when the deadline has passed instead."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import lru_cache
 from typing import Any, cast
 
 from coordinator.protocol.events import Finish, Record, RecordKind
@@ -33,7 +34,12 @@ class Recovered:
 
 def begun(operation: Operation, topology: Topology) -> Record:
     """Everything that is needed to open everybody again without anything else."""
-    return Record(RecordKind.BEGUN, {"operation": _operation_to_json(operation), "topology": _plain(asdict(topology))})
+    who = {
+        "participants": [participant_to_json(each) for each in topology.participants],
+        "policy_endpoints": list(topology.policy_endpoints),
+        "missing": [_plain(asdict(each)) for each in topology.missing],
+    }
+    return Record(RecordKind.BEGUN, {"operation": _operation_to_json(operation), "topology": who})
 
 
 def publishing(operation: Operation) -> Record:
@@ -189,6 +195,11 @@ def _topology_from_json(data: Mapping[str, Any]) -> Topology:
 
 def participant_to_json(participant: Participant) -> dict[str, Any]:
     """A participant as plain JSON."""
+    return dict(_participant_to_json(participant))
+
+
+@lru_cache(maxsize=10_000)  # everybody is in the first record of each operation, and mostly as in the last one
+def _participant_to_json(participant: Participant) -> Mapping[str, Any]:
     return cast("dict[str, Any]", _plain(asdict(participant)))
 
 

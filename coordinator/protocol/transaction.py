@@ -196,6 +196,14 @@ class Transaction:
             return sentences.unheard(sorted(course.unheard), waited)
         return sentences.standing(course.stage, course.phase, waited)
 
+    def phase_time(self, now: float) -> tuple[float, float | None] | None:
+        """Seconds since the phase that runs began, and the longest that it may take; None while none runs."""
+        course = self._course
+        if course is None or course.stage not in CALLING | OPENING_STAGES:
+            return None
+        budget = course.deadline - course.phase_began if course.stage in CALLING else self._limits.reserve_s
+        return now - course.phase_began, budget
+
     def leases(self) -> tuple[ParticipantId, ...]:
         """Whose lease the driver must renew now: those known to be closed by this operation.
 

@@ -34,7 +34,17 @@ _CHUNK: Final = 1 << 20
 _READ: Final = os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK  # NONBLOCK: a FIFO must not hang the open
 _DIRECTORY: Final = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 _CREATE: Final = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+_APPEND: Final = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
 _FULL: Final = frozenset({errno.ENOSPC, errno.EDQUOT})
+# What helps, where the system says what is wrong. Empty: the step of the reason.
+STORAGE_HELP: Final = {
+    errno.EROFS: "It is mounted read-only: mount it for writing. When nobody has done that, the kernel has, after an error of "
+    "the disk; `dmesg` says which.",
+    errno.EACCES: "Let this user write there (chown, chmod), or use another directory.",
+    errno.EPERM: "Let this user write there (chown, chmod, chattr), or use another directory.",
+    errno.EIO: "The disk or its network fails: `dmesg` says how. Mend it, or move the root to another one.",
+    errno.ESTALE: "The file server has dropped it: mount it again.",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +58,8 @@ class FileDigest:
 def storage_error(error: OSError, doing: str) -> SafepointError:
     """STORAGE_FULL for a full disk or quota, else STORAGE_FAILED; `doing` says what was tried, e.g. "writing x"."""
     reason = Reason.STORAGE_FULL if error.errno in _FULL else Reason.STORAGE_FAILED
-    return refuse(reason, f"The storage failed at {doing}: {error.strerror or type(error).__name__}.")
+    text = f"The storage failed at {doing}: {error.strerror or type(error).__name__}."
+    return refuse(reason, text, next_step=STORAGE_HELP.get(error.errno or 0, ""))
 
 
 def segments(path: str) -> tuple[str, ...]:
@@ -253,15 +264,23 @@ class Directory:
         found = os.stat(name, dir_fd=self._fd, follow_symlinks=False)
         return found.st_size, found.st_mtime
 
-    def touch(self, name: str) -> None:
-        """Say that a file is in use: its time is now, by the clock of the file system. One that is gone is no error."""
-        (segment,) = segments(name)
+    def modified(self, path: str) -> float:
+        """When a plain file was last written or touched, seconds since 1970. Raises FileNotFoundError when it is not there."""
+        fd = self._open_file(path)
         try:
-            os.utime(segment, dir_fd=self._fd, follow_symlinks=False)
-        except FileNotFoundError:
-            pass
+            return os.fstat(fd).st_mtime
+        finally:
+            os.close(fd)
+
+    def touch(self, path: str) -> None:
+        """Note that a plain file is as it should be now. Not durable. Raises FileNotFoundError when it is not there."""
+        fd = self._open_file(path)
+        try:
+            os.utime(fd)
         except OSError as error:
-            raise storage_error(error, f"touching {self.path / name}") from error
+            raise storage_error(error, f"touching {self.path / path}") from error
+        finally:
+            os.close(fd)
 
     def digest(self, path: str) -> FileDigest:
         """Size and SHA-256 of every byte. Raises FileNotFoundError when it is not there."""
@@ -316,6 +335,16 @@ class Directory:
                 self._unlink(temporary)
                 raise
             self.sync()
+        except OSError as error:
+            raise storage_error(error, f"writing {self.path / name}") from error
+
+    def append(self, name: str, data: bytes) -> None:
+        """Add to a file that readers never rely on, made when it is not there. Not durable; a part of `data` may be there."""
+        (segment,) = segments(name)
+        try:
+            fd = os.open(segment, _APPEND, 0o600, dir_fd=self._fd)
+            with os.fdopen(fd, "wb") as file:
+                file.write(data)
         except OSError as error:
             raise storage_error(error, f"writing {self.path / name}") from error
 

@@ -15,6 +15,7 @@ from typing import Final
 COORDINATOR: Final = "coordinator"
 SHIM: Final = "shim"
 GATE: Final = "gate"
+ENGINE: Final = "engine"  # the shim before a vLLM
 ANY: Final = "any"  # below the coordinator and the shim alike
 
 
@@ -142,6 +143,22 @@ _ALL: Final = (
         ("gate.before_result", "the result of a rollout is recorded"),
         ("gate.after_result", "the client gets that result"),
     ]),
+    # ---- the shim of an engine
+    *_rows(ENGINE, [
+        ("engine.before_pause", "the engine is told to pause, which is noted"),
+        ("engine.after_pause", "it has paused, and its last bytes are waited for"),
+        ("engine.after_quiet", "that it is frozen is told"),
+        ("engine.before_resume", "the engine is told to go on"),
+        ("engine.after_resume", "the note of its pause is removed"),
+        ("engine.before_continue", "a restored request goes on in the engine"),
+    ]),
+    *_rows(ENGINE, [
+        ("engine.before_note", "the pause is noted for the next shim"),
+        ("engine.before_requests", "the requests in flight are written into the snapshot"),
+        ("engine.before_requests_fsync", "that file is made durable"),
+        ("engine.before_restored", "restored requests are noted for the next shim"),
+        ("engine.before_over", "that one of them has been answered is noted"),
+    ], disk=True),
     # ---- below all of them: the detail is the name of the file
     *_rows(ANY, [
         ("disk.before_make", "a directory is made"),

@@ -16,6 +16,7 @@ from coordinator.wire.access import ANYBODY, METHODS, Caller, Method, caller_fro
 from coordinator.wire.auth import TOKEN_METADATA_KEY, Tokens, bearer
 from coordinator.wire.errors import Problem, Reason, Refused, refuse
 from coordinator.wire.lanes import Lanes
+from coordinator.wire.refusals import Refusals
 
 _PEER_URI: Final = "peer_uri"  # gRPC's name for the URIs of the peer's certificate
 
@@ -34,6 +35,7 @@ class Guard:
         self._tokens = tokens
         self._job_id = certificates_of
         self._lanes = lanes or Lanes(lambda: asyncio.get_running_loop().time())
+        self._refusals = Refusals(lambda: asyncio.get_running_loop().time())
 
     def by_token(self, metadata: Iterable[tuple[str, str | bytes]] | None) -> Caller:
         """Who the token says calls. Raises UNAUTHENTICATED."""
@@ -57,6 +59,10 @@ class Guard:
                 next_step=f"Use one made by `safepoint certs` for job {self._job_id}.",
             )  # fmt: skip
         return found.both(by_token)
+
+    def refused(self, name: str, problem: Problem, context: Any) -> None:
+        """A call ends so: said in our log when it is because of who calls."""
+        self._refusals.note(str(context.peer()), name, problem)
 
     def enter(self, name: str, method: Method, who: Caller) -> AbstractContextManager[None]:
         """Serve a call in its lane. Raises PERMISSION_DENIED, LIMIT_EXCEEDED."""

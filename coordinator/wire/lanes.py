@@ -50,6 +50,7 @@ class Lanes:
         self._limits = limits
         self._running: Counter[str] = Counter()
         self._running_of: Counter[tuple[str, str]] = Counter()
+        self._most: dict[str, tuple[int, int]] = {}
         self._tokens: OrderedDict[tuple[str, str], tuple[float, float]] = OrderedDict()  # what is left, and since when
 
     @contextmanager
@@ -68,6 +69,7 @@ class Lanes:
             self._take(key, limit.per_s)
         self._running[slot] += 1
         self._running_of[key] += 1
+        self._most[slot] = max(self._most.get(slot, (0, 0))[0], self._running[slot]), limit.total
         try:
             yield
         finally:
@@ -75,6 +77,11 @@ class Lanes:
             self._running_of[key] -= 1
             if not self._running_of[key]:
                 del self._running_of[key]  # callers come and go
+
+    def most(self) -> dict[str, tuple[int, int]]:
+        """By lane, or method of the reserved one: the most calls at once since this was asked last, and the limit."""
+        most, self._most = self._most, {slot: (self._running[slot], total) for slot, (_, total) in self._most.items()}
+        return most
 
     def _take(self, key: tuple[str, str], per_s: float) -> None:
         now = self._clock()

@@ -127,7 +127,5 @@ def _not_ours(path: str) -> SafepointError:
 
 def _options(peer: Access) -> list[tuple[str, Any]]:
     options: dict[str, Any] = dict(CHANNEL_OPTIONS)
-    # It bounds an attempt to connect as well, and a handshake on a loaded machine takes longer than a plain connect.
-    options["grpc.min_reconnect_backoff_ms"] = 2_000
     options["grpc.ssl_target_name_override"] = server_name(peer)
     return list(options.items())

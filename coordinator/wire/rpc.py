@@ -31,6 +31,8 @@ log = logging.getLogger(__name__)
 ERROR_TRAILER: Final = "safepoint-error-bin"
 MAX_DETAIL_BYTES: Final = 4096  # trailers beyond 8 KiB can replace the status (grpc 37852)
 MAX_DETAIL_ROLLOUTS: Final = 20
+# One for each of the 10,000 participants that a coordinator takes, and their clients. gRPC ends what comes beyond it.
+MAX_CONNECTIONS: Final = 12_000
 
 # What gRPC says when a peer ends the connection before the first call on it. A refused certificate is not said in words.
 _BROKEN_HANDSHAKE: Final = ("Socket closed", "SSL", "Verification", "andshake")
@@ -39,27 +41,37 @@ _HANDSHAKE: Final = (
     "they are valid, and the other end's log why it refused one."
 )
 
+# How often a channel asks whether its peer is there, with and without calls on it. A server has to allow that, and in an
+# idle connection it allows one ping in two hours unless it is told otherwise: both ends read it here.
+PING_EVERY_MS: Final = 10_000
+
 # Each line answers a trap that was seen; the comment names it.
 CHANNEL_OPTIONS: Final[list[tuple[str, int]]] = [
     ("grpc.enable_http_proxy", 0),  # http_proxy captures loopback otherwise
-    ("grpc.keepalive_time_ms", 10_000),
+    ("grpc.keepalive_time_ms", PING_EVERY_MS),
     ("grpc.http2.ping_timeout_ms", 10_000),  # keepalive_timeout_ms has no effect; a stopped peer is else never noticed
     ("grpc.http2.max_pings_without_data", 0),
     ("grpc.keepalive_permit_without_calls", 1),
-    ("grpc.min_reconnect_backoff_ms", 100),  # the default back-off delays recovery by up to 20 s
-    ("grpc.max_reconnect_backoff_ms", 1_000),
+    # An attempt to connect may last so long: thousands at once take their time, and one that fails is made again later.
+    ("grpc.min_reconnect_backoff_ms", 2_000),
+    ("grpc.max_reconnect_backoff_ms", 1_000),  # the default delays recovery by up to 20 s
     ("grpc.initial_reconnect_backoff_ms", 100),
     ("grpc.compression_enabled_algorithms_bitset", 1),  # none: a few bytes can unpack to the limit of a message
 ]
 SERVER_OPTIONS: Final[list[tuple[str, int]]] = [
     ("grpc.so_reuseport", 0),  # two servers on one port share its traffic silently otherwise
-    ("grpc.http2.min_ping_interval_without_data_ms", 5_000),  # else "too_many_pings" for the keepalive above
+    (
+        "grpc.http2.min_ping_interval_without_data_ms",
+        PING_EVERY_MS // 2,
+    ),  # else "too_many_pings" for the keepalive above
+    ("grpc.keepalive_permit_without_calls", 1),  # and for that of a channel between two operations, after 100 s
     ("grpc.http2.max_ping_strikes", 8),  # one that was stopped sends what has piled up; a flood ends its connection
     ("grpc.max_receive_message_length", MAX_REQUEST_BYTES + 1024),  # the table of access.py refuses with a reason
     ("grpc.max_metadata_size", 8_192),
     ("grpc.absolute_max_metadata_size", 16_384),
     # Above what the lanes serve of one caller: an Abort must be refused there, if at all, and not wait for a stream.
     ("grpc.max_concurrent_streams", 1_024),
+    ("grpc.max_allowed_incoming_connections", MAX_CONNECTIONS),
     ("grpc.compression_enabled_algorithms_bitset", 1),
 ]
 
@@ -195,7 +207,7 @@ class ErrorInterceptor(aio.ServerInterceptor):
         try:
             by_token = guard.by_token(handler_call_details.invocation_metadata)
         except SafepointError as error:
-            return _refusing(error.problem)
+            return _refusing(guard, name, error.problem)
         handler = await continuation(handler_call_details)
         if handler is None:
             return _unknown(guard, name, by_token)
@@ -214,6 +226,12 @@ class _Way:
         CALLER.set(who)
         return self._guard.enter(self._name, method_of(self._name), who)
 
+    async def abort(self, context: aio.ServicerContext[Any, Any], error: Exception) -> None:
+        """End it with what was raised."""
+        if isinstance(error, SafepointError):
+            self._guard.refused(self._name, error.problem, context)
+        await _abort_with(context, error)
+
     def request(self, handler: Any, raw: Any) -> Any:
         """The request message, or the messages. Raises Refused."""
         if handler.request_streaming:
@@ -225,8 +243,9 @@ class _Way:
             yield parsed(self._name, method_of(self._name), raw, handler.request_deserializer)
 
 
-def _refusing(problem: Problem) -> grpc.RpcMethodHandler[Any, Any]:
+def _refusing(guard: Guard, name: str, problem: Problem) -> grpc.RpcMethodHandler[Any, Any]:
     async def refuse_it(_requests: object, context: aio.ServicerContext[Any, Any]) -> None:
+        guard.refused(name, problem, context)
         await _abort(context, problem)
 
     # As a stream, whatever it is: so that nothing is waited for and nothing is read.
@@ -238,6 +257,7 @@ def _unknown(guard: Guard, name: str, by_token: Caller) -> grpc.RpcMethodHandler
         try:
             guard.by_certificate(by_token, context)
         except SafepointError as error:
+            guard.refused(name, error.problem, context)
             await _abort(context, error.problem)
         await _abort(
             context, Problem(Reason.UNSUPPORTED, f"The peer does not know this call: {_cut(short(name), 100)}.")
@@ -270,7 +290,7 @@ def _wrapped(handler: Any, way: _Way) -> grpc.RpcMethodHandler[Any, Any]:
                     async for item in items:
                         yield item
             except Exception as error:
-                await _abort_with(context, error)
+                await way.abort(context, error)
             finally:
                 # A caller that leaves ends only this generator: what the handler holds must not wait for the collector.
                 close = getattr(items, "aclose", None)
@@ -290,7 +310,7 @@ def _wrapped(handler: Any, way: _Way) -> grpc.RpcMethodHandler[Any, Any]:
                 result = method(way.request(handler, raw), context)
                 return await result if inspect.isawaitable(result) else result
         except Exception as error:
-            await _abort_with(context, error)
+            await way.abort(context, error)
 
     return make_unary(unary, _as_it_came, handler.response_serializer)
 

@@ -19,14 +19,20 @@ from typing import Any, Final, cast
 
 from coordinator.wire.errors import Reason, SafepointError, refuse
 from coordinator.wire.terms import Activity
-from participant_shims.adapter import Counts, LiveRollout
-from participant_shims.gate.process import fate, lives, started
+from participant_shims.adapter import Counts, LiveRollout, TaskStack
+from participant_shims.gate.process import fate, lives, output_of, standstill, started
+from participant_shims.last_words import last_words
 
 log = logging.getLogger(__name__)
 
 MAX_LINE_BYTES: Final = 16 << 20
+MAX_FRAMES: Final = 32
 HELLO_WITHIN_S: Final = 10.0
 END_SEEN_WITHIN_S: Final = 0.1  # the kernel closes a dead process's sockets a moment before it shows it as dead
+_BUSY: Final = (
+    "Its process (pid {}) runs and does not answer: see how busy its machine is, and what its threads do; then repeat, or "
+    "restart the server"
+)
 # What reading a line that is none can raise: numbers may be infinite, objects lists, and anything too deep.
 BAD_LINE: Final = (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError)
 Json = Mapping[str, Any]
@@ -114,13 +120,20 @@ def read_rollout(raw: object) -> LiveRollout:
     )
 
 
+def read_stack(worker_id: str, raw: Json) -> TaskStack:
+    """A task's stack as it came. Raises KeyError, TypeError, ValueError."""
+    frames = tuple((str(file)[-256:], int(line), str(name)[-128:]) for file, line, name in raw["frames"][-MAX_FRAMES:])
+    return TaskStack(str(raw["rollout_id"])[:256], worker_id, str(raw["task"])[:128], frames)
+
+
 class GateLink:
     """The connection of one worker's gate."""
 
     def __init__(self, hello: GateHello, writer: asyncio.StreamWriter) -> None:
         self.hello = hello
         self.began = started(hello.pid)
-        self._end = ""
+        self._end = self._words = ""
+        self._log_path = output_of(hello.pid)  # of a process that has ended nobody can see it any more
         self.status = GateStatus()
         self.connected = True
         self._writer = writer
@@ -137,12 +150,21 @@ class GateLink:
         while lives(self.hello.pid, self.began) and asyncio.get_running_loop().time() < until:  # noqa: ASYNC110
             await asyncio.sleep(END_SEEN_WITHIN_S / 10)
         self._end = fate(self.hello.pid, self.began)
+        if self._end:
+            with contextlib.suppress(TimeoutError):  # a log on a file server that hangs holds nobody up
+                async with asyncio.timeout(END_SEEN_WITHIN_S):
+                    self._words = await asyncio.to_thread(last_words, self._log_path)
 
     @property
     def fate(self) -> str:
         """What has become of its process, as a part of a sentence."""
         how = self._end or fate(self.hello.pid, self.began)
         return f"its process {how}" if how else "its process lives, and has closed the line"
+
+    @property
+    def last_words(self) -> str:
+        """The end of its log, as a sentence with a blank before it; empty while it lives, or when that cannot be read."""
+        return self._words
 
     async def request(
         self,
@@ -167,7 +189,9 @@ class GateLink:
             async with asyncio.timeout(timeout_s):
                 return await answer
         except TimeoutError:
-            raise self._missing(f"has not answered {what} within {timeout_s:.1f} s") from None
+            raise self._missing(
+                f"has not answered {what} within {timeout_s:.1f} s", next_step=f"{self.standing}."
+            ) from None
         finally:
             self._waiting.pop(number, None)
 
@@ -192,13 +216,20 @@ class GateLink:
         self.connected = False
         for answer, _ in list(self._waiting.values()):
             if not answer.done():
-                answer.set_exception(self._missing(f"is gone: {self.fate}"))
+                answer.set_exception(self._missing(f"is gone: {self.fate}", self.last_words))
         self._writer.close()
 
-    def _missing(self, what: str) -> SafepointError:
+    @property
+    def standing(self) -> str:
+        """What a process that does not answer is seen to do, and what helps: a sentence without its end."""
+        how = standstill(self.hello.pid)
+        return f"Its process (pid {self.hello.pid}) {how}" if how else _BUSY.format(self.hello.pid)
+
+    def _missing(self, what: str, words: str = "", next_step: str = "") -> SafepointError:
         return refuse(
             Reason.WORKERS_MISSING,
-            f"Worker {self.worker_id} (pid {self.hello.pid}) of {self.hello.server_name} {what}.",
+            f"Worker {self.worker_id} (pid {self.hello.pid}) of {self.hello.server_name} {what}.{words}",
+            next_step=next_step,
         )
 
     def _refusal(self, error: Json) -> SafepointError:
@@ -221,7 +252,7 @@ class GateHub:
         self._path = path
         self._on_join, self._on_event, self._on_leave = on_join, on_event, on_leave
         self._server: asyncio.Server | None = None
-        self._links: set[GateLink] = set()
+        self._links: dict[GateLink, None] = {}  # in the order in which they came, which is the order in which they end
         self._serving: set[asyncio.Task[None]] = set()
 
     async def start(self) -> None:
@@ -252,7 +283,7 @@ class GateHub:
         try:
             async with asyncio.timeout(HELLO_WITHIN_S):
                 link = GateLink(read_hello(await reader.readline()), writer)
-            self._links.add(link)
+            self._links[link] = None
             self._on_join(link)
             while line := await reader.readline():
                 message: object = json.loads(line)
@@ -274,7 +305,7 @@ class GateHub:
             if link is not None:
                 with contextlib.suppress(asyncio.CancelledError):
                     await link.settle()
-                self._links.discard(link)
+                self._links.pop(link, None)
                 link.lost()
                 self._on_leave(link)
 

@@ -11,9 +11,22 @@ from collections.abc import Sequence
 from typing import Final, cast
 
 from coordinator.wire.errors import Reason, SafepointError, refuse
-from participant_shims.adapters.gate_link import GateLink, GateStatus, Json, read_status
+from participant_shims.adapter import TaskStack
+from participant_shims.adapters.gate_link import BAD_LINE, GateLink, GateStatus, Json, read_stack, read_status
 
-ANSWER_WITHIN_S: Final = 0.7  # status, open, renew: what must be answered within 1 s to our own caller
+ANSWER_WITHIN_S: Final = 0.7  # open, renew: what must be answered within 1 s to our own caller
+STATUS_WITHIN_S: Final = 0.4  # of a coordinator's status, which asks us for 0.7 s: who is silent is then told by us
+# What a phase asks: a worker whose machine is busy must not void a cut. The coordinator waits 5 s for a confirmation, of
+# which 1 s is for saying no.
+PHASE_ANSWER_WITHIN_S: Final = 3.0
+
+
+def patience_s(lease_left_s: float | None) -> float:
+    """How long a phase waits for the word of a worker: a third of the lease that is left, since everybody stands still
+    meanwhile and the rest is for renewing it, or opening; within the two limits above. None: nobody is closed."""
+    if lease_left_s is None:
+        return PHASE_ANSWER_WITHIN_S
+    return min(PHASE_ANSWER_WITHIN_S, max(ANSWER_WITHIN_S, lease_left_s / 3))
 
 
 class Gates:
@@ -51,14 +64,17 @@ class Gates:
             raise refuse(
                 reason,
                 f"{len(links)} of {configured} workers of {self._participant_id} are connected ({there}); "
-                f"missing: {', '.join(absent)}.",
+                f"missing: {', '.join(absent)}.{self._last_words()}",
             )
         return links
 
-    async def statuses(self, max_rollouts: int) -> list[GateStatus]:
-        """The status of every worker, asked now. Raises WORKERS_MISSING."""
+    def _last_words(self) -> str:
+        return next((link.last_words for name, link in sorted(self.left.items()) if name not in self.here), "")
+
+    async def statuses(self, lease_left_s: float | None) -> list[GateStatus]:
+        """The status of every worker, asked now, for a phase. Raises WORKERS_MISSING."""
         links = self.all(Reason.WORKERS_MISSING)
-        answers = await self.ask(links, "status", {"max_rollouts": max_rollouts}, ANSWER_WITHIN_S)
+        answers = await self.ask(links, "status", {"max_rollouts": 0}, patience_s(lease_left_s))
         for link, answer in zip(links, answers, strict=True):
             link.status = read_status(answer)
         return [link.status for link in links]
@@ -68,12 +84,25 @@ class Gates:
 
         async def one(link: GateLink) -> bool:
             try:
-                link.status = read_status(await link.request("status", {"max_rollouts": max_rollouts}, ANSWER_WITHIN_S))
+                link.status = read_status(await link.request("status", {"max_rollouts": max_rollouts}, STATUS_WITHIN_S))
             except SafepointError:
                 return False  # its last word stands, and it is named
             return True
 
         return list(await asyncio.gather(*(one(link) for link in links)))
+
+    async def stacks(self, links: Sequence[GateLink], limit: int) -> list[TaskStack]:
+        """What the tasks of each wait for; whoever does not say, or is too old to know, is left out."""
+
+        async def one(link: GateLink) -> list[TaskStack]:
+            try:
+                answer = await link.request("stacks", {"max_stacks": limit}, ANSWER_WITHIN_S)
+                return [read_stack(link.worker_id, raw) for raw in cast("list[Json]", answer["stacks"])]
+            except (SafepointError, *BAD_LINE):
+                return []
+
+        each = await asyncio.gather(*(one(link) for link in links))
+        return [stack for found in each for stack in found][:limit]
 
     async def ask(self, links: Sequence[GateLink], what: str, params: Json, timeout_s: float | None) -> list[Json]:
         """Ask all at once; every answer, or the first refusal after all have ended."""

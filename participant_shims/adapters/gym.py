@@ -34,6 +34,7 @@ from participant_shims.adapter import (
     Progress,
     Snapshot,
     Stillness,
+    TaskStack,
     Worker,
     WrittenFile,
 )
@@ -158,13 +159,13 @@ class GymAdapter:
         loop = asyncio.get_running_loop()
         give_up = None if exclude_after_s is None else loop.time() + exclude_after_s
         if self._is_quiet_when_closed(mode):
-            counts = sum_counts(await self._gates.statuses(0))
+            counts = sum_counts(await self._statuses())
             # Under hold a generation that still runs is a response that will be held.
             yield Drain(Counts(0, counts.parked, counts.held + counts.in_flight), quiesced=True)
             return
         while True:
             seen = self._pulse.beats
-            statuses = await self._gates.statuses(0)
+            statuses = await self._statuses()
             self._check_whole(pause)
             counts = sum_counts(statuses)
             waiting = sorted((r for s in statuses for r in s.waiting_for), key=lambda r: -r.age_s)
@@ -187,7 +188,7 @@ class GymAdapter:
         if pause is None:
             return Stillness(self._generation, "Admission is open.")
         try:
-            statuses = await self._gates.statuses(0)
+            statuses = await self._statuses()
             self._check_whole(pause)
         except SafepointError as error:
             return Stillness(self._generation, error.problem.message, error.reason)
@@ -232,7 +233,7 @@ class GymAdapter:
         await self._state.keep()
 
     async def _is_fresh(self) -> bool:
-        return all(s.fresh for s in await self._gates.statuses(0))
+        return all(s.fresh for s in await self._statuses())
 
     # ---- opening --------------------------------------------------------------------------------------------------
 
@@ -240,6 +241,13 @@ class GymAdapter:
         self._pause = None
         async with self._order:
             return await self._open_all()
+
+    async def left_closed_for(self) -> str:
+        if self._last_operation:  # since then it is closed for nobody but us
+            return ""
+        links = self._gates.all(Reason.UNAVAILABLE)
+        answers = await self._gates.ask(links, "status", {"max_rollouts": 0}, ANSWER_WITHIN_S)
+        return next((s.operation_id for s in map(read_status, answers) if s.closed), "")
 
     async def renew(self, lease_ttl_s: float) -> None:
         pause, clock = self._pause, asyncio.get_running_loop().time
@@ -273,7 +281,11 @@ class GymAdapter:
         statuses = [link.status for link in links]
         rollouts = sorted((r for s in statuses for r in s.rollouts), key=lambda r: -r.age_s)
         configured = links[0].hello.configured_workers if links else 1
-        remarks = [f"{link.worker_id} does not answer" for link, ok in zip(links, answered, strict=True) if not ok]
+        remarks = [
+            f"{link.worker_id} does not answer. {link.standing}"
+            for link, ok in zip(links, answered, strict=True)
+            if not ok
+        ]
         if len(links) < configured:
             remarks.append(f"{len(links)} of {configured} workers are connected")
         closed_for = [s.closed_for_s for s in statuses if s.closed_for_s is not None]
@@ -292,6 +304,9 @@ class GymAdapter:
             replayed_calls=sum(s.replayed_calls for s in statuses),
             diverged_rollouts=sum(s.diverged_rollouts for s in statuses),
         )
+
+    async def stacks(self, limit: int) -> list[TaskStack]:
+        return await self._gates.stacks(list(self._links.values()), limit)
 
     # ---- gates come, speak and go ---------------------------------------------------------------------------------
 
@@ -336,6 +351,10 @@ class GymAdapter:
 
     # ---- parts ----------------------------------------------------------------------------------------------------
 
+    async def _statuses(self) -> list[GateStatus]:
+        pause, now = self._pause, asyncio.get_running_loop().time()
+        return await self._gates.statuses(None if pause is None else pause.lease_until - now)
+
     def _is_quiet_when_closed(self, mode: QuiesceMode) -> bool:
         kind = self._gates.kind
         return kind == "agent" or (kind == "model" and mode is QuiesceMode.HOLD)
@@ -353,7 +372,10 @@ class GymAdapter:
             if link is None:
                 left = self._gates.left.get(worker_id)
                 how = f": {left.fate}" if left is not None and left.hello.pid == pid else ""
-                raise refuse(Reason.WORKERS_MISSING, f"Worker {worker_id} (pid {pid}) left after it had closed{how}.")
+                words = left.last_words if how and left is not None else ""
+                raise refuse(
+                    Reason.WORKERS_MISSING, f"Worker {worker_id} (pid {pid}) left after it had closed{how}.{words}"
+                )
             if link.hello.pid != pid:
                 raise refuse(
                     Reason.WORKERS_MISSING, f"Worker {worker_id} was restarted: pid {link.hello.pid}, not {pid}."

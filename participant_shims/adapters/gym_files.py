@@ -57,6 +57,8 @@ class GymFiles:
         for the caller.
         """
         with self._log() as log:
+            if what.checkpoint_mode is not CheckpointMode.STATELESS:
+                log.exclude_orphans()
             done = self._gathered.export(
                 log,
                 directory,

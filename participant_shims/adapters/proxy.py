@@ -78,6 +78,11 @@ class ProxyAdapter:
         except OSError as error:
             raise refuse(Reason.UNAVAILABLE, f"{self._options.listen} can't be bound: {error.strerror}.") from error
 
+    @property
+    def listens(self) -> str:
+        """Where it takes calls, host:port; empty before it does."""
+        return self.proxy.address
+
     async def stop(self) -> None:
         self.doors.open("stop")
         await self.proxy.stop()

@@ -11,6 +11,7 @@ Modes: HOLD freezes what runs (`keep`), token-exact after opening. DRAIN waits u
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import os
 from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
@@ -18,6 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
+from coordinator.wire import failpoints
 from coordinator.wire.errors import Reason, SafepointError, refuse
 from coordinator.wire.terms import Activity, CheckpointMode, QuiesceMode, Role
 from participant_shims.adapter import (
@@ -119,6 +121,11 @@ class VllmAdapter:
         return self.front.proxy
 
     @property
+    def listens(self) -> str:
+        """Where it takes calls, host:port; empty where there is no proxy."""
+        return self.proxy.address if isinstance(self.front, HttpFront) else ""
+
+    @property
     def control(self) -> EngineControl:
         """Its control calls."""
         assert isinstance(self.front, HttpFront)
@@ -131,6 +138,11 @@ class VllmAdapter:
 
     async def start(self, on_change: Callable[[], None]) -> None:
         self._changed = on_change
+        if self._restored.there():
+            # Whoever had asked the shim before this one asks again within a moment, and must not be answered anew.
+            with contextlib.suppress(SafepointError, TimeoutError):
+                async with asyncio.timeout(PATIENT_S):
+                    await self.describe()
         try:
             await self.front.start()
         except OSError as error:
@@ -207,6 +219,7 @@ class VllmAdapter:
             await asyncio.gather(looking, return_exceptions=True)
         await self._until_quiet()
         self._frozen_at = asyncio.get_running_loop().time()
+        failpoints.reach("engine.after_quiet")
         counts = self._counts()
         yield Drain(Counts(0, counts.parked, counts.held + counts.in_flight), quiesced=True, excluded=tuple(aborted))
 
@@ -243,7 +256,8 @@ class VllmAdapter:
             if not await self.front.is_paused(PATIENT_S):
                 return Stillness(generation, f"Somebody has resumed vLLM at {self.target}, or it was restarted.")
         except SafepointError as error:
-            return Stillness(generation, error.problem.message)
+            # Whether it kept still nobody can say; an engine that is gone has not.
+            return Stillness(generation, f"{error.problem.message} See whether it lives, by its log.", Reason.DECLINED)
         return Stillness(generation)
 
     async def _same_engine(self) -> None:
@@ -286,7 +300,9 @@ class VllmAdapter:
             return
         self._ours = True
         self._note.write(self.doors.operation_id)
+        failpoints.reach("engine.before_pause")
         await self.front.pause(mode)
+        failpoints.reach("engine.after_pause")
         self._check_closed()
 
     async def _until_quiet(self) -> None:
@@ -426,7 +442,9 @@ class VllmAdapter:
     # ---- parts ----------------------------------------------------------------------------------------------------
 
     async def _resume(self) -> None:
+        failpoints.reach("engine.before_resume")
         await self.front.resume()
+        failpoints.reach("engine.after_resume")
         self._ours = False
         self._note.remove()
 

@@ -11,7 +11,6 @@ seed of its own, so that the chance of the first tokens does not come again.
 from __future__ import annotations
 
 import hashlib
-from dataclasses import replace
 from typing import Any, Final, cast
 
 from participant_shims.engine.record import Piece, Record
@@ -59,7 +58,7 @@ def in_words_of(record: Record, piece: Piece) -> Piece:
     if not record.ask.chat:
         return piece
     top = record.ask.top
-    return replace(piece, logprobs=tuple(_chat_entry(cast("list[Any] | None", e), top) for e in piece.logprobs))
+    return piece._replace(logprobs=tuple(_chat_entry(cast("list[Any] | None", e), top) for e in piece.logprobs))
 
 
 def _chat_entry(entry: list[Any] | None, top: int) -> Json | None:

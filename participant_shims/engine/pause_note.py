@@ -10,6 +10,8 @@ import logging
 from pathlib import Path
 from typing import Final
 
+from coordinator.wire import failpoints
+
 log = logging.getLogger(__name__)
 
 NAME: Final = "paused-by-us"
@@ -29,6 +31,7 @@ class PauseNote:
         """We are about to pause for `operation_id`."""
         if self._path is not None:
             try:
+                failpoints.reach("engine.before_note")
                 self._path.write_text(operation_id + "\n")
             except OSError as error:
                 log.warning("%s can't be written: %s", self._path, error.strerror)

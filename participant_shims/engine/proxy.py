@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import json
 import logging
 import secrets
@@ -25,7 +26,7 @@ from participant_shims.admission import ANONYMOUS, Doors, Entry
 from participant_shims.engine.control import EngineControl
 from participant_shims.engine.pool import Pool
 from participant_shims.engine.record import Record
-from participant_shims.engine.request import make_ask, read_ask
+from participant_shims.engine.request import PATHS, make_ask, read_ask
 from participant_shims.engine.serving import Exchange, Serving
 from participant_shims.engine.stream import pieces, rewritten
 from participant_shims.identity import CallIdentity, from_headers
@@ -59,10 +60,18 @@ class EngineProxy(Proxy):
         self.in_flight: dict[str, Record] = {}
         self._working: dict[str, Callable[[], None]] = {}
         self.spoke_at = 0.0
+        # Of requests: unlike those of every other life, since restored ones are in flight again.
+        self._life, self._numbers = f"sp-{secrets.token_hex(8)}", itertools.count()
         self.serving = Serving(
             self._upstream, doors, pool, self.in_flight, self._dial, self._relay_as_it_came, self._spoke
         )
         self.on_steered: Callable[[str], None] = lambda path: None
+        self._now: Callable[[], float] = lambda: 0.0
+
+    async def start(self) -> None:
+        """As Proxy."""
+        self._now = asyncio.get_running_loop().time
+        await super().start()
 
     def weights_are(self, version: str) -> None:
         """The engine's weights are of this version from now on."""
@@ -77,10 +86,7 @@ class EngineProxy(Proxy):
         if head.method == b"POST" and not head.upgrade:
             if path in CONTROL:
                 return await self._steer(client, requests, head, path)
-            if path in ("/v1/completions", "/v1/chat/completions"):
-                if upstream is not None and not upstream.warm:
-                    upstream.link.drop(now=True)
-                    upstream = None
+            if path in PATHS:
                 return await self._generate(client, requests, head, path, upstream)
             if self._rejects and self._doors.closed:
                 await self._reject(client)
@@ -142,8 +148,10 @@ class EngineProxy(Proxy):
             raw = b"".join([piece async for piece in pieces(requests, parked)])
             if caller is not None:
                 self.on_call(caller)
-            if upstream is None or not upstream.warm:
-                upstream = await self._dial()
+            if upstream is not None and not upstream.warm:
+                upstream.link.drop(now=True)
+                upstream = None
+            upstream = upstream or await self._dial()
             record = self._new_record(path, raw, caller)
             self.in_flight[record.request_id] = record
             at = Exchange(client, head, raw, entry, record, upstream)
@@ -170,7 +178,7 @@ class EngineProxy(Proxy):
     @contextlib.contextmanager
     def _while_it_stays(self, client: Link, request_id: str) -> Generator[None]:
         """Until it is done, the client leaves, or it is cut by `end_all`; the last two raise what is in LOST."""
-        task = asyncio.current_task()
+        task = asyncio.current_task(client.loop)
         assert task is not None
         why: list[Exception] = []
 
@@ -213,7 +221,7 @@ class EngineProxy(Proxy):
 
     def _new_record(self, path: str, raw: bytes, caller: CallIdentity | None) -> Record:
         ask = read_ask(path, raw)
-        record = Record(f"sp-{secrets.token_hex(8)}", ask or make_ask(path, {}), created=int(time.time()))
+        record = Record(f"{self._life}-{next(self._numbers)}", ask or make_ask(path, {}), created=int(time.time()))
         if caller is not None:
             record.rollout_id, record.attempt, record.call_id = caller.rollout_id, caller.attempt, caller.call_id
         record.anew = "it can't be read" if ask is None else ask.why_anew or self.serving.why_not(ask)
@@ -236,7 +244,7 @@ class EngineProxy(Proxy):
         return await self._relay(at.client, nothing_more, head, at.upstream, at.entry, body)
 
     def _spoke(self) -> None:
-        self.spoke_at = asyncio.get_running_loop().time()
+        self.spoke_at = self._now()
 
     @staticmethod
     async def _reject(client: Link) -> None:

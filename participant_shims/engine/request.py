@@ -18,7 +18,12 @@ Json = dict[str, Any]
 
 COMPLETIONS: Final = "/v1/completions"
 CHAT: Final = "/v1/chat/completions"
-PATHS: Final = frozenset({COMPLETIONS, CHAT})
+# Routes that generate and whose answers are not read: their requests are known by name, and begin anew.
+UNREAD: Final = frozenset(
+    ["/v1/responses", "/v1/messages", "/inference/v1/generate", "/v1/chat/completions/batch", "/cohere/v2/chat",
+     "/invocations"]
+)  # fmt: skip
+PATHS: Final = UNREAD | {COMPLETIONS, CHAT}
 
 # Who asks and how the answer travels: equal requests may differ in these.
 _NOT_THE_QUESTION: Final = frozenset(
@@ -157,6 +162,8 @@ def upstream_body(ask: Ask) -> Json:
 
 
 def _why_untouched(path: str, body: Json) -> str:
+    if path in UNREAD:
+        return f"what {path} generates is not read"
     if body.get("n") not in (None, 1) or body.get("best_of") not in (None, 1):
         return "it asks for several answers (n > 1)"
     if path == COMPLETIONS and not _one_prompt(body.get("prompt")):

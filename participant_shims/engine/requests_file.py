@@ -13,6 +13,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Final, cast
 
+from coordinator.wire import failpoints
 from coordinator.wire.beneath import Directory
 from coordinator.wire.errors import Reason, refuse
 from participant_shims.adapter import WrittenFile
@@ -35,6 +36,7 @@ class Origin:
 
 def write_requests(directory: Path, origin: Origin, lines: Sequence[str]) -> WrittenFile:
     """Write the file, durably. `lines` are encoded records. Raises OSError; a partial file is left to be removed."""
+    failpoints.reach("engine.before_requests")
     digest, size = hashlib.sha256(), 0
     fd = os.open(directory / REQUESTS, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
     with os.fdopen(fd, "wb") as out:
@@ -44,6 +46,7 @@ def write_requests(directory: Path, origin: Origin, lines: Sequence[str]) -> Wri
             digest.update(raw)
             size += len(raw)
         out.flush()
+        failpoints.reach("engine.before_requests_fsync")
         os.fsync(out.fileno())
     return WrittenFile(REQUESTS, size, digest.hexdigest())
 

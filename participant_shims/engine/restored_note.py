@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Final
 
+from coordinator.wire import failpoints
 from coordinator.wire.errors import SafepointError
 from participant_shims.engine.record import Record
 from participant_shims.engine.requests_file import Origin, encode, read_requests, write_requests
@@ -33,6 +34,10 @@ class RestoredNote:
         self._folder = life / NAME if life else None
         self._loaded_by = ""
 
+    def there(self) -> bool:
+        """Whether a shim before us has left one."""
+        return self._folder is not None and self._folder.exists()
+
     def write(self, operation_id: str, engine_life: str, origin: Origin, records: Sequence[Record]) -> None:
         """These and no others were loaded, for `operation_id`."""
         self._loaded_by = operation_id
@@ -40,6 +45,7 @@ class RestoredNote:
             return
         shutil.rmtree(self._folder, ignore_errors=True)
         try:
+            failpoints.reach("engine.before_restored")
             self._folder.mkdir(mode=0o700, parents=True)
             write_requests(self._folder, origin, [encode(record) for record in records])
             (self._folder / ENGINE).write_text(json.dumps(engine_life))
@@ -52,6 +58,7 @@ class RestoredNote:
         if self._folder is None or not self._folder.exists():
             return
         try:
+            failpoints.reach("engine.before_over")
             with (self._folder / OVER).open("a") as out:
                 out.write(request_id + "\n")
         except OSError as error:

@@ -6,12 +6,12 @@ connection that carries it is known to whoever has to cut it (`Exchange.upstream
 
 from __future__ import annotations
 
-import asyncio
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, cast
 
+from coordinator.wire import failpoints
 from participant_shims.admission import Doors, Entry
 from participant_shims.engine import answer
 from participant_shims.engine.call import NotSent, Unknown, call
@@ -85,6 +85,7 @@ class Serving:
             why, was = restored.anew or record.anew, restored.request_id
             if not why:
                 try:
+                    failpoints.reach("engine.before_continue")
                     again = await self._continue(at, restored)
                     self._pool.on_over(was)
                     return again
@@ -138,24 +139,31 @@ class Serving:
                 return await self._send_whole(at, record, stream.whole(), response)
             # What is told is what came, unless something has to be taken out of it.
             as_it_came = ask.wants_ids and ask.wants_logprobs
-            chunked = response.chunked
-            await doors.hold(entry)
-            client.write(response.encode())
+            head, chunked = [response.encode()], response.chunked
+
+            def tell(told: bytes, ended: bool) -> None:
+                parts = [head.pop()] if head else []
+                if told:
+                    parts.append(encode_body(told, chunked))
+                if ended:
+                    parts += encode_body(answer.DONE, chunked), encode_end(End(), chunked)
+                client.write(b"".join(parts))
+
             try:
                 await stream.pass_on(
                     (lambda chunk, piece: piece.raw)
                     if as_it_came
                     else (lambda chunk, _: answer.event_without(chunk, ask)),
-                    lambda told: client.write(encode_body(told, chunked)),
+                    tell,
                     lambda: not doors.closed,
                     lambda: doors.hold(entry),
                 )
             except Failure as failure:
                 client.write(encode_body(answer.event(failure.event), chunked))
+                tell(b"", True)
         finally:
             stream.close()
-        await doors.hold(entry)
-        await client.send(encode_body(answer.DONE, chunked) + encode_end(End(), chunked))
+        await client.drained()
         return self._again(at, response)
 
     async def _send_whole(
@@ -306,7 +314,7 @@ class Serving:
 
     @staticmethod
     def _again(at: Exchange, response: Head) -> Upstream | None:
-        at.upstream.used_at = asyncio.get_running_loop().time()
+        at.upstream.used()
         return at.upstream if at.head.keep_alive and response.keep_alive else None
 
 

@@ -22,6 +22,7 @@ MAX_BODY_BYTES: Final = 256 << 20
 REWRITTEN: Final = frozenset({b"content-length", b"transfer-encoding", b"connection", b"expect", b"accept-encoding"})
 Chunks = AsyncIterator[tuple[Json, Piece]]
 Encode = Callable[[Json, Piece], bytes]
+Write = Callable[[bytes, bool], None]  # and whether the stream has ended
 
 
 class Failure(Exception):
@@ -60,7 +61,10 @@ class Stream:
         self._waiting: deque[tuple[Json, Piece]] = deque()
         self._waiter: asyncio.Future[None] | None = None
         self._keeps = True  # whether chunks wait for somebody; whole answers are made from the record
-        self._direct: tuple[Encode, Callable[[bytes], None], Callable[[], bool]] | None = None
+        self._direct: tuple[Encode, Write, Callable[[], bool]] | None = None
+        self._told: list[bytes] = []  # by this step, directly
+        self._told_end = False
+        self._came = False
         self._link.sink, self._link.on_gone = self._feed, self._lost
         if self._link.gone.is_set():
             self._lost()
@@ -95,18 +99,22 @@ class Stream:
             await self._change()
 
     async def pass_on(
-        self, encode: Encode, write: Callable[[bytes], None], may: Callable[[], bool], hold: Callable[[], Awaitable[Any]]
-    ) -> None:  # fmt: skip
+        self, encode: Encode, write: Write, may: Callable[[], bool], hold: Callable[[], Awaitable[Any]]
+    ) -> None:
         """Pass every chunk on by `write`, as `encode` has it: at once while `may()`, else after `hold()`.
 
-        Raises as `chunks` does.
+        `write` gets what came together in one, first of all what is there at the beginning, if only nothing, and learns
+        with the last of it that the stream has ended well. Raises as `chunks` does.
         """
+        begun = False
         while True:
             await hold()
             told = b"".join([encode(chunk, piece) for chunk, piece in self._waiting])
             self._waiting.clear()
-            if told:
-                write(told)
+            ended = self._over and self._error is None
+            if told or ended or not begun:
+                begun = True
+                write(told, ended)
             if self._over:
                 if self._error is not None:
                     raise self._error
@@ -116,6 +124,8 @@ class Stream:
                 await self._change()
             finally:
                 self._direct = None
+            if self._told_end:  # nothing is left to be held
+                return
 
     def close(self) -> None:
         """Read no more. Whoever wants the connection for something else has read to the end."""
@@ -124,6 +134,8 @@ class Stream:
     # ---- called when something comes ------------------------------------------------------------------------------
 
     def _feed(self, data: bytes) -> None:
+        # A system call costs more than all the rest of a token: what comes in one step leaves in one.
+        direct, self._came = self._direct, False
         try:
             events = self._messages.feed(data)
             while events and not self._over:
@@ -132,6 +144,16 @@ class Stream:
             self._end(error)
         except (ValueError, KeyError, TypeError, IndexError) as error:
             self._end(BrokenMessage(f"no stream of vLLM: {error!r}"))
+        if self._came:
+            self._on_bytes()
+        if direct is not None:
+            # What waits is told first, by whoever waits for it, and the end after it.
+            ended = self._over and self._error is None and not self._waiting and direct[2]()
+            told = b"".join(self._told)
+            self._told.clear()
+            if told or ended:  # nothing is not written: a chunk of no bytes would be the end of the response
+                self._told_end = ended
+                direct[1](told, ended)
 
     def _lost(self) -> None:
         where = "inside its stream" if self._head is not None else "before its response"
@@ -139,7 +161,7 @@ class Stream:
 
     def _take(self, event: Event) -> None:
         if isinstance(event, Body):
-            self._on_bytes()
+            self._came = True
             if self._refused is None:
                 self._read(event.data)
                 return
@@ -164,29 +186,25 @@ class Stream:
             data = self._rest + data
         if b"\r" in data:
             data = data.replace(b"\r\n", b"\n")
-        record, direct, told = self._record, self._direct, list[bytes]()
+        record, understand = self._record, self._understand
         whole = data.split(b"\n\n")
         self._rest = whole.pop()
-        try:
-            for raw in whole:
-                if raw == b"data: [DONE]":
-                    self._done = True
-                elif raw.startswith(b"data: "):
-                    chunk = cast(Json, loads(raw[6:]))
-                    if "error" in chunk and "choices" not in chunk:
-                        raise Failure(chunk)
-                    piece = self._understand(chunk, raw + b"\n\n")
-                    _take_head(record, chunk)
-                    record.add(piece)
-                    if self._direct is not None and self._direct[2]():
-                        told.append(self._direct[0](chunk, piece))
-                    elif self._keeps:
-                        self._direct = None  # what comes next comes after this one
-                        self._waiting.append((chunk, piece))
-        finally:
-            # Nothing is not written: a chunk of no bytes would be the end of the response.
-            if direct is not None and any(told):
-                direct[1](b"".join(told))
+        for raw in whole:
+            if raw == b"data: [DONE]":
+                self._done = True
+            elif raw.startswith(b"data: "):
+                chunk: Json = loads(raw[6:])
+                if "error" in chunk and "choices" not in chunk:
+                    raise Failure(chunk)
+                piece = understand(chunk, raw + b"\n\n")
+                _take_head(record, chunk)
+                record.add(piece)
+                direct = self._direct
+                if direct is not None and direct[2]():
+                    self._told.append(direct[0](chunk, piece))
+                elif self._keeps:
+                    self._direct = None  # what comes next comes after this one
+                    self._waiting.append((chunk, piece))
         if self._waiting:
             self._wake()
 
@@ -197,7 +215,7 @@ class Stream:
             self._wake()
 
     async def _change(self) -> None:
-        self._waiter = asyncio.get_running_loop().create_future()
+        self._waiter = self._link.loop.create_future()
         try:
             await self._waiter
         finally:

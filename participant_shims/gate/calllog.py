@@ -5,9 +5,9 @@ loop; and the shim, which exports and loads the same file (calllog_files).
 
 Tables: `rollouts` (the dispatches of this server, agents only: dispatch_log), `calls` (what each of them called, and the
 answers), `executed` (answers that this server gave and whose caller has not said yet that it has them), `counts` (how
-many calls of a rollout a server with state has executed since the rollout last began from its input), `sessions`
-(which rollout a session belongs to), `marks` (attempts and bases that are over), `excluded` (rollouts that the present
-cut cannot hold), `meta`.
+many calls of a rollout a server with state has executed since the rollout last began from its input, by worker process:
+the state they have left is in its memory), `sessions` (which rollout a session belongs to), `marks` (attempts and bases
+that are over), `excluded` (rollouts that the present cut cannot hold), `meta`.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from typing import Final, cast
 
 from participant_shims.gate.dispatch_log import Claim, DispatchLog, Verdict
 from participant_shims.gate.logfile import FINISHED, FORMAT, Answer, Header, answer_of, dump_headers, tolerated
+from participant_shims.gate.process import lives, own
 from participant_shims.identity import MAX_ATTEMPT, CallIdentity
 
 __all__ = ["FORMAT", "Answer", "CallLog", "CallRecord", "Claim", "Header", "Stale", "Verdict"]
@@ -51,6 +52,7 @@ class Stale(Enum):
     STATE_LOST = "STATE_LOST"  # this server does not have its state of the rollout, or never had: it must restart
 
 
+_ORPHANED: Final = "its state was in the memory of a worker process that is gone (pid {})"
 _NOT_STALE: Final = cast("Stale | None", None)
 
 
@@ -156,11 +158,12 @@ class CallLog(DispatchLog):
                 ),
             ).lastrowid  # fmt: skip
             if counted:
+                self.db.execute("DELETE FROM counts WHERE rollout_id=? AND base<>?", (call.rollout_id, call.base))
                 self.db.execute(
-                    "INSERT INTO counts(rollout_id, attempt, base, executed) VALUES(?,?,?,1) ON CONFLICT(rollout_id) DO"
-                    " UPDATE SET executed=CASE WHEN base=excluded.base THEN executed+1 ELSE 1 END, base=excluded.base,"
-                    " attempt=max(attempt, excluded.attempt)", (call.rollout_id, call.attempt, call.base),
-                )  # fmt: skip
+                    "INSERT INTO counts(rollout_id, attempt, base, executed, pid, began) VALUES(?,?,?,1,?,?) ON CONFLICT DO"
+                    " UPDATE SET executed=executed+1, attempt=max(attempt, excluded.attempt)",
+                    (call.rollout_id, call.attempt, call.base, *own()),
+                )
             if session_id:
                 self.bind(session_id, call.rollout_id, call.attempt)
             if serial is not None and serial % 256 == 0:
@@ -204,17 +207,38 @@ class CallLog(DispatchLog):
 
     @tolerated(False)
     def has_lost(self, call: CallIdentity, finished: int) -> bool:
-        """Whether this life has executed fewer calls of the rollout than the `finished` ones that its caller has seen.
+        """Whether this life no longer has what the `finished` calls of the rollout, that its caller has seen, have left here.
 
-        The server was started anew without its caller, or was left out of a restore. Never when the count is not
-        known: of a rollout that could not be logged, and after the restore of a snapshot without counts.
+        It has executed fewer: the server was started anew without its caller, or was left out of a restore. Or a worker
+        process that has executed some is gone, and its memory with it. Never when the count is not known: of a rollout
+        that could not be logged, and after the restore of a snapshot without counts.
         """
-        row = self.db.execute(
-            "SELECT executed FROM counts WHERE rollout_id=? AND base=?", (call.rollout_id, call.base)
-        ).fetchone()
-        if finished <= (row[0] if row else 0):
+        rows = self.db.execute(
+            "SELECT executed, pid, began FROM counts WHERE rollout_id=? AND base=?", (call.rollout_id, call.base)
+        ).fetchall()
+        if any(_is_gone(pid, began) for _, pid, began in rows):
+            return True
+        if finished <= sum(executed for executed, _, _ in rows):
             return False
         return call.rollout_id not in self.damaged and not self.noted(UNCOUNTED)
+
+    def adopt(self, rollout_ids: Iterable[str]) -> None:
+        """The state that a restore has brought back of these is in this process from now on."""
+        with self.together():
+            self.db.executemany(
+                "UPDATE OR REPLACE counts SET pid=?, began=? WHERE rollout_id=? AND pid=0",
+                [(*own(), rollout_id) for rollout_id in rollout_ids],
+            )
+
+    def exclude_orphans(self) -> None:
+        """The present cut cannot hold rollouts whose state was in a worker process that is gone."""
+        processes = self.db.execute("SELECT DISTINCT pid, began FROM counts").fetchall()
+        for pid, began in processes:
+            if _is_gone(pid, began):
+                self.db.execute(
+                    "INSERT OR IGNORE INTO excluded SELECT rollout_id, max(attempt), ? FROM counts WHERE pid=? AND began=?"
+                    " GROUP BY rollout_id", (_ORPHANED.format(pid), pid, began),
+                )  # fmt: skip
 
     # -- attempts that are over
 
@@ -288,3 +312,8 @@ class CallLog(DispatchLog):
     def clear_excluded(self) -> None:
         """A new cut begins."""
         self.db.execute("DELETE FROM excluded")
+
+
+def _is_gone(pid: int, began: str) -> bool:
+    # Zero: what a restore has brought back for no worker in particular. Our own is not looked up, at each call.
+    return bool(pid) and (pid, began) != own() and not lives(pid, began)

@@ -344,9 +344,10 @@ def _records(db: sqlite3.Connection, rollout_id: str, state: RolloutState, count
     ):
         yield {"t": "session", "session_id": r[0], "rollout_id": rollout_id, "attempt": r[1]}
     yield from _marks(db, rollout_id)
-    for r in (
-        db.execute("SELECT attempt, base, executed FROM counts WHERE rollout_id=?", (rollout_id,)) if counted else ()
-    ):
+    counts = (
+        "SELECT max(attempt), max(base), sum(executed) FROM counts WHERE rollout_id=? GROUP BY rollout_id"  # by worker
+    )
+    for r in db.execute(counts, (rollout_id,)) if counted else ():
         yield {"t": "count", "rollout_id": rollout_id, "attempt": r[0], "base": r[1], "executed": r[2]}
 
 

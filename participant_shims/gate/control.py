@@ -15,6 +15,8 @@ Messages (one JSON object a line; `id` is numbered by its sender):
     shim -> gate   {"id": n, "op": "close", "params": {"operation_id", "mode": "hold"|"drain", "lease_s"}}
                        ok: {"counts": {"in_flight","parked","held","calling"}, "generation"}
                    {"id": n, "op": "status", "params": {"max_rollouts"}}             ok: see Gate.status
+                   {"id": n, "op": "stacks", "params": {"max_stacks"}}
+                       ok: {"stacks": [{"rollout_id", "task", "frames": [[file, line, function], ...]}]}
                    {"id": n, "op": "exclude"}                    ok: {"excluded": [{"rollout_id", "attempt", ...}]}
                    {"id": n, "op": "export", "params": {"directory", "prefix", "root"}}
                        ok: {"files": [{"path","size_bytes","sha256"}], "sessions", "bytes", "excluded": [...]}
@@ -49,6 +51,7 @@ from coordinator.wire.errors import Reason, SafepointError, refuse
 from coordinator.wire.terms import QuiesceMode
 from participant_shims.gate.core import Gate
 from participant_shims.gate.logfile import log_failure
+from participant_shims.gate.stacks import stacks
 
 log = logging.getLogger(__name__)
 
@@ -67,6 +70,7 @@ class Control:
         self._gate = gate
         self._path = path
         self._loop: asyncio.AbstractEventLoop | None = None
+        self._loop_thread = 0
         self._wake_r, self._wake_w = socket.socketpair()
         for end in (self._wake_r, self._wake_w):
             end.setblocking(False)
@@ -81,8 +85,8 @@ class Control:
         gate.on_opened = self._on_opened
 
     def start(self, loop: asyncio.AbstractEventLoop) -> None:
-        """Begin to dial."""
-        self._loop = loop
+        """Begin to dial. Called in the thread of the loop."""
+        self._loop, self._loop_thread = loop, threading.get_ident()
         self._thread.start()
 
     def stop(self) -> None:
@@ -205,6 +209,11 @@ class Control:
         if op == "status":
             asked = params.get("max_rollouts", 0)
             self._push({"id": number, "ok": self._status(asked if type(asked) is int else 0)})
+            return
+        if op == "stacks":
+            asked = params.get("max_stacks", 0)
+            found = stacks(self._gate, self._loop, self._loop_thread, asked if type(asked) is int else 0)
+            self._push({"id": number, "ok": {"stacks": found}})
             return
         if op == "describe":
             self._push({"id": number, "ok": self._gate.describe()})

@@ -74,7 +74,8 @@ class Gate:
         self.beside: dict[str, int] = {}  # ids that run twice with different inputs -> how many run unlogged
         self.served = False
         self.started = False
-        self._loaded: tuple[tuple[str, tuple[str, ...]], dict[str, Any]] | None = None
+        # what, the reply, and the rollouts whose state came back into this process
+        self._loaded: tuple[tuple[str, tuple[str, ...]], dict[str, Any], set[str]] | None = None
         self._clock = clock
 
     # -- the life of a worker
@@ -294,21 +295,25 @@ class Gate:
         failpoints.reach("gate.before_load")
         what = (directory, tuple(files))
         if self._loaded is None or self._loaded[0] != what:
-            self._loaded = (what, await self._load_sessions(directory, files, told))
+            self._loaded = (what, *await self._load_sessions(directory, files, told))
         for line in self._loaded[1]["diverged"]:  # again at a repeat: the log has been loaded anew as well
             self.log.mark(line["rollout_id"], 0, int(line.get("attempt", 0)) + 1)
+        self.log.adopt(self._loaded[2])
         failpoints.reach("gate.before_load_ack")
         return self._loaded[1]
 
-    async def _load_sessions(self, directory: str, files: Sequence[str], told: Told | None) -> dict[str, Any]:
-        sessions, diverged = 0, list[Any]()
+    async def _load_sessions(
+        self, directory: str, files: Sequence[str], told: Told | None
+    ) -> tuple[dict[str, Any], set[str]]:
+        sessions, diverged, rollouts = 0, list[Any](), set[str]()
         for name in files:
             if self.sessions is None:
                 raise refuse(Reason.SNAPSHOT_FOREIGN, f"{self.name} keeps no sessions, but {name} has some.")
             done = await self.sessions.load(Path(directory) / name, told=told)
             sessions += int(done.get("sessions", 0))
             diverged += done.get("diverged", [])
-        return {"sessions": sessions, "diverged": diverged}
+            rollouts |= set(done.get("rollouts", ()))
+        return {"sessions": sessions, "diverged": diverged}, rollouts
 
     def retire(self, attempts: Sequence[Sequence[Any]]) -> dict[str, Any]:
         """Forget rollouts up to the given attempts."""

@@ -55,7 +55,8 @@ CREATE UNIQUE INDEX IF NOT EXISTS executed_by_request ON executed(rollout_id, ca
 CREATE TABLE IF NOT EXISTS sessions(session_id TEXT PRIMARY KEY, rollout_id TEXT NOT NULL, attempt INTEGER NOT NULL);
 CREATE INDEX IF NOT EXISTS sessions_by_rollout ON sessions(rollout_id);
 CREATE TABLE IF NOT EXISTS counts(
-  rollout_id TEXT PRIMARY KEY, attempt INTEGER NOT NULL, base INTEGER NOT NULL, executed INTEGER NOT NULL);
+  rollout_id TEXT NOT NULL, attempt INTEGER NOT NULL, base INTEGER NOT NULL, executed INTEGER NOT NULL,
+  pid INTEGER NOT NULL DEFAULT 0, began TEXT NOT NULL DEFAULT '', PRIMARY KEY(rollout_id, pid, began));
 CREATE TABLE IF NOT EXISTS marks(rollout_id TEXT PRIMARY KEY, min_attempt INTEGER NOT NULL, min_base INTEGER NOT NULL);
 CREATE TABLE IF NOT EXISTS excluded(rollout_id TEXT PRIMARY KEY, attempt INTEGER NOT NULL, reason TEXT NOT NULL);
 CREATE TABLE IF NOT EXISTS meta(key TEXT PRIMARY KEY, value TEXT NOT NULL);

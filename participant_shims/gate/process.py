@@ -28,6 +28,21 @@ def lives(pid: int, began: str) -> bool:
     return bool(began) and started(pid) == began
 
 
+def standstill(pid: int) -> str:
+    """Why a process that lives does nothing, as the end of a sentence, with what helps; empty when the kernel sees it run."""
+    try:
+        text = Path(f"/proc/{pid}/stat").read_text()
+    except OSError:
+        return ""
+    match text[text.rindex(")") + 2 : text.rindex(")") + 3]:
+        case "T" | "t":
+            return f"is stopped: `kill -CONT {pid}` lets it go on, `kill -9 {pid}` ends it"
+        case "D":
+            return "waits for a disk or a file server: look at the machine's log, and at its mounts"
+        case _:
+            return ""
+
+
 def fate(pid: int, began: str) -> str:
     """How the process that had `pid` and began at `began` ended, as the end of a sentence; empty while it lives.
 

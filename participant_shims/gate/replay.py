@@ -65,8 +65,7 @@ class Scope:
 
         Raises DivergedError when records are left, none matches, and nobody uses them up within `patience_s` seconds.
         """
-        loop = asyncio.get_running_loop()
-        deadline = loop.time() + patience_s
+        deadline = asyncio.get_running_loop().time() + patience_s
         while self.unused:
             found = next((r for r in self.unused if r.digest == digest), None)
             if found is not None:
@@ -74,11 +73,9 @@ class Scope:
                 self._used.set()
                 return found
             self._used.clear()
-            left = deadline - loop.time()
             try:
-                if left <= 0:
-                    raise TimeoutError
-                await asyncio.wait_for(self._used.wait(), left)
+                async with asyncio.timeout_at(deadline):
+                    await self._used.wait()
             except TimeoutError:
                 r = self.unused[0]
                 raise DivergedError(

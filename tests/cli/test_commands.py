@@ -34,7 +34,7 @@ async def test_json_is_one_document_and_nothing_else(safepoint: Safepoint, fake:
     fake.rollouts = list(entries("r-1", "r-2"))
     for arguments in (
         ("save", "s"), ("restore", "step-40"), ("resume",), ("abort",), ("status", "--rollouts", "2"), ("topology",),
-        ("why", "--events"), ("snapshots", "ls"), ("snapshots", "show"), ("snapshots", "verify"),
+        ("why", "--events"), ("why", "--stacks"), ("history",), ("snapshots", "ls"), ("snapshots", "show"), ("snapshots", "verify"),
         ("snapshots", "prune", "--keep", "1", "--dry-run"), ("snapshots", "pin", "step-40", "--reason", "why"),
         ("snapshots", "unpin", "step-40"), ("version",),
     ):  # fmt: skip

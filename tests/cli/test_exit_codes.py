@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from coordinator.cli_exit import BY_REASON, MEANINGS, ExitCode, exit_code
@@ -79,3 +81,19 @@ async def test_wrong_usage_is_2_and_nothing_leaves(safepoint: Safepoint, fake: F
     ):
         assert (await safepoint(*arguments)).code == 2, arguments
     assert fake.asked == []
+
+
+async def test_a_failure_before_any_call_is_told_in_words_and_not_by_a_class(
+    safepoint: Safepoint, tmp_path: Path
+) -> None:
+    (tmp_path / "token").touch(mode=0o644)
+    ran = await safepoint("status", "--token-file", str(tmp_path / "token"))
+    assert ran.code == ExitCode.ACCESS
+    assert ran.err.startswith("safepoint: failed (UNAUTHENTICATED): The token file")
+    assert "error (" not in ran.err
+
+
+async def test_certificates_that_are_not_there_are_no_empty_list(safepoint: Safepoint, tmp_path: Path) -> None:
+    ran = await safepoint("certs", "ls", str(tmp_path / "nothere"))
+    assert ran.code == ExitCode.USAGE
+    assert f"There are no certificates in {tmp_path / 'nothere'}" in ran.err

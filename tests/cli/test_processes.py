@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+import urllib.request
 from pathlib import Path
 
 import pytest
@@ -124,6 +125,28 @@ def test_inspect_tries_an_installed_server() -> None:
     assert "verdict   codec" in out
     assert "3 saved" in out
     assert time.monotonic() - began < 60
+
+
+def test_where_metrics_are_is_announced_when_any_port_was_asked_for(tmp_path: Path) -> None:
+    relative = os.path.relpath(tmp_path / "root")  # where we stand; others stand elsewhere
+    process = start("coordinator", "--root", relative, SAFEPOINT_COORDINATOR_METRICS_BIND="127.0.0.1:0")
+    try:
+        assert process.stdout is not None
+        announced = json.loads(process.stdout.readline())
+        with urllib.request.urlopen(f"http://{announced['metrics']}/metrics", timeout=10) as answer:
+            assert b"safepoint_" in answer.read()
+        process.send_signal(signal.SIGTERM)
+        code, _, err = finish(process)
+        assert code == 0, err
+        assert f"file:{tmp_path}/root/coordinator/address.json" in err
+    finally:
+        process.kill()
+        process.wait()
+
+
+def test_the_version_is_an_option_too() -> None:
+    ran = CliRunner().invoke(app, ["--version"])
+    assert (ran.exit_code, ran.stdout.split()[0]) == (0, "safepoint")
 
 
 def test_version_names_the_contract() -> None:

@@ -28,6 +28,10 @@ async def test_a_snapshot_goes_to_a_store_and_back(safepoint: Safepoint, tmp_pat
     pulled = await safepoint("snapshots", "pull", "latest", str(objects), "--root", str(other), "--json")
     assert pulled.json()["snapshot_id"] == "step-2"
     assert (await safepoint("snapshots", "verify", "step-2", "--root", str(other))).out.startswith("step-2 is whole")
+    listed = (await safepoint("snapshots", "ls", "--root", str(other), "--json")).json()["snapshots"][0]
+    whole = (await safepoint("snapshots", "verify", "step-2", "--root", str(other), "--json")).json()
+    assert whole["state_bytes"] == listed["size_bytes"], "a list and a verification say the same size"
+    assert whole["size_bytes"] > whole["state_bytes"], "and how much of what was read are manifests"
     again = await safepoint("snapshots", "pull", "latest", str(objects), "--root", str(other))
     assert again.code == 4, "it is there already"
     assert (await safepoint("snapshots", "pull", "step-9", str(objects), "--root", str(other))).code == 12

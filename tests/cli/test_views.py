@@ -7,13 +7,14 @@ import io
 from rich.console import Console
 from safepoint.v1 import coordinator_service_pb2 as pb
 
-from coordinator.cli_views import operation_text, status_view
+from coordinator.cli_live import Look, view
+from coordinator.cli_views import operation_text
 from coordinator.client_results import describe
 
 
 def shown(status: pb.GetCoordinatorStatusResponse) -> str:
     text = io.StringIO()
-    Console(width=200, file=text).print(status_view(status))
+    Console(width=200, file=text).print(view(Look(status), 0.0))
     return text.getvalue()
 
 

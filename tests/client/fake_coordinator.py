@@ -330,6 +330,16 @@ class FakeCoordinator(CoordinatorServicer):
         primary.rollout_count = 31
         return response
 
+    async def ListOperations(self, request, context):
+        await self._unary("ListOperations", request, context)
+        one = pb.OperationSummary(snapshot=snapshot_info("step-40"))
+        one.operation.operation_id, one.operation.snapshot_id = "save-1", "step-40"
+        one.operation.kind, one.operation.outcome = pb.OPERATION_KIND_SAVE, pb.OPERATION_OUTCOME_SUCCEEDED
+        one.operation.begin_time.FromSeconds(1_796_000_000)
+        one.operation.elapsed.FromMilliseconds(850)
+        one.pause.FromMilliseconds(310)
+        return pb.ListOperationsResponse(operations=[one])
+
     # How a call goes
 
     def _need(self, *phases: str) -> None:

@@ -13,12 +13,12 @@ from typing import Any
 
 import pytest
 
-from coordinator import archive
+from coordinator import archive, pruning
 from coordinator.objects import FsspecObjects, LocalObjects, Objects, objects_at
 from coordinator.publication import Publisher
 from coordinator.snapshots import SnapshotStore
 from coordinator.wire.beneath import Directory
-from coordinator.wire.errors import Reason, SafepointError
+from coordinator.wire.errors import Reason, SafepointError, refuse
 from coordinator.wire.ids import SnapshotId
 from tests.coordinator.test_snapshots import contents, make, refused
 
@@ -207,3 +207,66 @@ def test_a_store_that_does_not_answer_is_a_failure_of_the_storage(monkeypatch: p
     with pytest.raises(SafepointError, match="no credentials") as caught:
         FsspecObjects("memory://somewhere").names()
     assert caught.value.reason is Reason.STORAGE_FAILED
+
+
+def test_a_push_makes_the_directory_of_a_store_and_nothing_above_it(store: SnapshotStore, tmp_path: Path) -> None:
+    make(store, "step-1")
+    archive.push(store, "step-1", objects_at(str(tmp_path / "objects")))
+    assert [one.snapshot_id for one in archive.copies(objects_at(str(tmp_path / "objects")))] == ["step-1"]
+    for ask in (
+        lambda: archive.push(store, "step-1", objects_at(str(tmp_path / "disk" / "run-7"))),
+        lambda: archive.pull(objects_at(str(tmp_path / "disk" / "run-7")), "step-1", tmp_path / "other"),
+        lambda: archive.copies(objects_at(str(tmp_path / "disk" / "run-7"))),
+    ):
+        error = refused(ask)
+        assert error.reason is Reason.STORAGE_FAILED
+        assert f"there is no directory {tmp_path / 'disk'}." in error.problem.message
+        assert "Mount it, or correct the path" in error.problem.next_step
+    assert not (tmp_path / "disk").exists()
+
+
+class Interrupted:
+    """A store of which something happens to the root once it has given so many objects."""
+
+    def __init__(self, objects: Objects, after: int, what: Callable[[], object]) -> None:
+        self._objects, self._left, self._what, self.url = objects, after, what, objects.url
+        self.names = objects.names
+
+    def chunks(self, key: str) -> Iterator[bytes]:
+        if self._left == 0:
+            self._what()
+        self._left -= 1
+        return self._objects.chunks(key)
+
+
+@pytest.mark.parametrize("after", [1, 2, 3, 4])
+def test_a_pull_that_a_coordinator_has_swept_harms_nothing_that_is_saved_under_its_name(
+    store: SnapshotStore, tmp_path: Path, after: int
+) -> None:
+    make(store, "step-1")
+    objects = objects_at(str(tmp_path / "objects"))
+    archive.push(store, "step-1", objects)
+    other = SnapshotStore(tmp_path / "other", "job-1")
+
+    def start_and_save() -> None:
+        pruning.sweep(other, ())
+        make(other, "step-1", Publisher(other, 9))
+
+    error = refused(archive.pull, Interrupted(objects, after, start_and_save), "step-1", tmp_path / "other")
+    assert error.reason in (Reason.SNAPSHOT_IN_USE, Reason.STORAGE_FAILED)
+    assert other.verify("step-1").manifest.coordinator_epoch == 9
+
+
+def test_a_pull_writes_no_manifest_when_a_coordinator_has_started_meanwhile(
+    store: SnapshotStore, tmp_path: Path
+) -> None:
+    make(store, "step-1")
+    objects = objects_at(str(tmp_path / "objects"))
+    archive.push(store, "step-1", objects)
+
+    def started() -> None:
+        raise refuse(Reason.SNAPSHOT_IN_USE, "A coordinator runs.")
+
+    assert refused(archive.pull, objects, "step-1", tmp_path / "other", started).reason is Reason.SNAPSHOT_IN_USE
+    assert contents(tmp_path / "other" / "snapshots") == {}
+    archive.pull(objects, "step-1", tmp_path / "other")

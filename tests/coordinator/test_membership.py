@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,8 @@ from coordinator.journal import MEMBERS, Entry, Journal, _line
 from coordinator.membership import Membership
 from coordinator.protocol.topology import Participant, ShimProcess
 from coordinator.registry import Registry
+from coordinator.server import serve
+from coordinator.settings import Settings
 from coordinator.wire.beneath import Directory
 from coordinator.wire.errors import Reason, SafepointError, refuse
 from coordinator.wire.ids import IncarnationId, OperationId, ParticipantId
@@ -65,7 +68,6 @@ async def test_thousands_that_come_at_once_cost_a_few_writes_and_an_operation_wa
     again = Bench(tmp_path / "j")
     assert len(again.missing()) == 3000
     assert again.missing()[0] == participant("agent-0000")
-    assert "1970-01-01 00:00:00 UTC" in again.registry.missing()[0].why
     again.journal.close()
 
 
@@ -82,6 +84,48 @@ async def test_who_is_gone_for_good_is_forgotten_and_an_auxiliary_model_is_never
     bench.journal.close()
     again = Bench(tmp_path / "j")
     assert again.missing() == []
+    again.journal.close()
+
+
+async def test_that_somebody_is_gone_for_good_outlives_coordinators_and_rotations(tmp_path: Path) -> None:
+    bench = Bench(tmp_path / "j")
+    bench.go.set()
+    bench.registry.leave(bench.registry.register(participant("agent")), "it ended")
+    bench.registry.dismiss(["agent"])
+    await bench.membership.settled()
+    bench.journal._rotate()
+    bench.journal.close()
+    for _ in range(2):
+        bench = Bench(tmp_path / "j")
+        bench.membership.assume([participant("agent")])  # it was in the newest snapshot
+        assert bench.missing() == []
+        bench.registry.check_known(["agent"])  # a trainer may say so at every save
+        bench.journal.close()
+    bench = Bench(tmp_path / "j")
+    bench.go.set()
+    bench.registry.register(participant("agent"))  # it is back after all
+    await bench.membership.settled()
+    bench.journal.close()
+    again = Bench(tmp_path / "j")
+    assert [who.participant_id for who in again.missing()] == ["agent"]
+    again.journal.close()
+
+
+async def test_last_heard_is_when_the_coordinator_before_was_last_there_and_not_the_registration(
+    tmp_path: Path,
+) -> None:
+    bench = Bench(tmp_path / "j")
+    bench.go.set()
+    bench.registry.register(participant("agent"))
+    bench.registry.leave(bench.registry.register(participant("left")), "it ended")
+    await bench.membership.settled()
+    bench.journal.note_alive()
+    os.utime(tmp_path / "j" / f"epoch-{bench.journal.epoch}", (3600, 3600))
+    bench.journal.close()
+    again = Bench(tmp_path / "j")
+    why = {m.participant.participant_id: m.why for m in again.registry.missing()}
+    assert "last heard 1970-01-01 01:00:00 UTC" in why["agent"]
+    assert "last heard 1970-01-01 01:00" not in why["left"]
     again.journal.close()
 
 
@@ -132,3 +176,14 @@ def test_an_entry_that_names_no_members_is_damage_and_not_a_crash(tmp_path: Path
     with pytest.raises(SafepointError) as caught:
         journal(tmp_path / "j")
     assert caught.value.reason is Reason.SNAPSHOT_CORRUPT
+
+
+async def test_a_coordinator_that_acts_says_so_to_the_one_after_it(tmp_path: Path) -> None:
+    running = await serve(Settings(root=str(tmp_path / "root")))
+    try:
+        mark = tmp_path / "root" / "coordinator" / f"epoch-{running.epoch}"
+        os.utime(mark, (3600, 3600))
+        assert await running._why_unfit() is None
+        assert mark.stat().st_mtime > 3600
+    finally:
+        await running.kill()

@@ -44,6 +44,9 @@ class Seen:
     def active(self) -> OperationKind | None:
         return OperationKind.SAVE
 
+    def limits(self) -> dict[str, float]:
+        return {"open_files": 0.5}
+
 
 def event(operation_id: str = "save-1", **kind: Any) -> pb.OperationEvent:
     made = pb.OperationEvent(operation_id=operation_id, **kind)

@@ -197,3 +197,54 @@ def test_a_participant_survives_the_wire() -> None:
 
 def test_enum_values_of_a_newer_version_become_unspecified() -> None:
     assert convert.enum(QuiesceMode, 99) is QuiesceMode.UNSPECIFIED
+
+
+def step(name: str, number: int) -> pb.OperationEvent:
+    event = pb.OperationEvent(operation_id="save-1", sequence=number)
+    getattr(event, name).participant_id = f"p-{number}"
+    if name == "participant_progress":
+        event.participant_progress.done = True
+    return event
+
+
+async def test_of_a_large_fleet_a_follower_is_not_told_who_was_done_when_the_phase_is() -> None:
+    feed = Feed()
+    with feed.follow() as follower:
+        feed.publish(pb.OperationEvent(operation_id="save-1", phase_started=pb.PhaseStarted()))
+        for number in range(500):
+            feed.publish(step("participant_called" if number % 2 else "participant_progress", number))
+        stands = pb.OperationEvent(operation_id="save-1", sequence=500)
+        stands.participant_progress.held = 3
+        feed.publish(stands)
+        feed.publish(pb.OperationEvent(operation_id="save-1", sequence=501, phase_finished=pb.PhaseFinished()))
+        async with asyncio.timeout(10):
+            await follower.wait()
+        got = list(iter(follower.take, None))
+        assert [event.WhichOneof("event") for event in got] == [
+            "phase_started", "participant_progress", "phase_finished",
+        ]  # fmt: skip
+        assert got[1].participant_progress.held == 3
+        assert not follower.resync(), "nothing was missed"
+
+
+async def test_of_a_small_fleet_each_step_is_told_at_once() -> None:
+    feed = Feed()
+    with feed.follow() as follower:
+        for number in range(64):
+            feed.publish(step("participant_called", number))
+            async with asyncio.timeout(10):
+                await follower.wait()
+            assert follower.take() is not None
+
+
+async def test_steps_that_are_gathered_come_without_another_event() -> None:
+    feed = Feed()
+    with feed.follow() as follower:
+        for number in range(100):
+            feed.publish(step("participant_called", number))
+        async with asyncio.timeout(10):
+            await follower.wait()
+            assert len(list(iter(follower.take, None))) == 100
+            feed.publish(step("participant_called", 100))
+            await follower.wait()
+            assert follower.take() is not None

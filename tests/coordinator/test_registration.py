@@ -45,3 +45,29 @@ async def test_a_stream_that_is_cancelled_while_its_hello_arrives_registers_nobo
     task.cancel()
     assert ended
     assert made.participants() == ()
+
+
+async def test_who_joins_a_large_fleet_is_heard_less_often_and_may_be_silent_for_as_many_beats() -> None:
+    made, clock, lost, _ = registry()
+    for number in range(1000):
+        made.register(participant(name=f"p-{number}"))
+    requests: asyncio.Queue[pb.RegisterRequest] = asyncio.Queue()
+
+    async def messages() -> AsyncIterator[pb.RegisterRequest]:
+        while True:
+            yield await requests.get()
+
+    who = participant(name="late")
+    hello = pb.Hello(capabilities=convert.capabilities(who), incarnation_id=who.incarnation_id, address=who.address)
+    requests.put_nowait(pb.RegisterRequest(hello=hello))
+    stream = Registration(made, 1, "default", 1.0).serve(messages())
+    welcome = (await anext(stream)).welcome
+    assert welcome.heartbeat_interval.seconds == 10
+    clock.now = 29.0
+    made.reap()
+    assert [participant.participant_id for participant in made.participants()] == ["late"]
+    clock.now = 31.0
+    made.reap()
+    assert not made.participants()
+    assert len(lost) == 1001
+    await stream.aclose()  # type: ignore[attr-defined]

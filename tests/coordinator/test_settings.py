@@ -2,11 +2,24 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
-from coordinator.settings import load_settings
+from coordinator.client_autosave import Autosave
+from coordinator.settings import (
+    AutosaveSettings,
+    Settings,
+    Source,
+    load_autosave,
+    load_settings,
+    resolve,
+    schema,
+)
 from coordinator.wire.errors import Reason, SafepointError
 
 
@@ -37,6 +50,19 @@ def test_lists_in_the_environment_are_separated_by_commas() -> None:
         ("- a list\n", {}, "names and values"),
         ("root: [\n", {}, "cannot be read"),
         ("", {}, "SAFEPOINT_ROOT"),
+        ("root: /a\nautosave: {every_step: 1}\n", {}, "autosave.every_step .*Did you mean autosave.every_steps"),
+        ("root: /a\nevery_steps: 1\n", {}, "Did you mean autosave.every_steps"),
+        ("root: /a\nautosave: {lease_ttl_s: 1}\n", {}, "Did you mean lease_ttl_s"),
+        ("root: /a\nautosave: 3\n", {}, "autosave in .* names and values"),
+        ("root: /a\nautosave: {every_s: -1}\n", {}, "autosave.every_s in "),
+        ("root: /a\nautosave: {last_chance_s: 400}\n", {}, "every last save would be a last chance"),
+        ("root: /a\nautosave: {snapshot_name: all}\n", {}, "step"),
+        ("root: /a\n", {"SAFEPOINT_AUTOSAVE_EVERY_STEP": "1"}, "Did you mean autosave.every_steps"),
+        (
+            "root: /a\n",
+            {"SAFEPOINT_AUTOSAVE_EVERY_STEPS": "x"},
+            r"in the environment \(SAFEPOINT_AUTOSAVE_EVERY_STEPS\)",
+        ),
     ],
 )
 def test_what_is_wrong_is_named(tmp_path: Path, text: str, environ: dict[str, str], expected: str) -> None:
@@ -45,3 +71,64 @@ def test_what_is_wrong_is_named(tmp_path: Path, text: str, environ: dict[str, st
     with pytest.raises(SafepointError, match=expected) as caught:
         load_settings(file, environ)
     assert caught.value.reason is Reason.INVALID_ARGUMENT
+
+
+def test_each_setting_says_where_it_comes_from(tmp_path: Path) -> None:
+    file = tmp_path / "s.yaml"
+    file.write_text("root: /a\nkeep_last: 3\nautosave:\n  every_steps: 20\n  tolerated_failures: null\n")
+    environ = {"SAFEPOINT_JOB": "run-7", "SAFEPOINT_AUTOSAVE_EVERY_S": "60"}
+    found = {one.name: one for one in resolve(file, environ, lease_ttl_s=20.0).every()}
+    assert (found["keep_last"].value, found["keep_last"].default, found["keep_last"].source) == (3, 0, Source.FILE)
+    assert found["keep_last"].where == str(file)
+    assert (found["job_id"].value, found["job_id"].where) == ("run-7", "SAFEPOINT_JOB")
+    assert (found["lease_ttl_s"].source, found["lease_ttl_s"].value) == (Source.ARGUMENT, 20.0)
+    assert found["bind"].source is Source.DEFAULT
+    assert (found["autosave.every_steps"].value, found["autosave.every_steps"].source) == (20, Source.FILE)
+    assert found["autosave.tolerated_failures"].value is None
+    assert found["autosave.every_s"].value == 60.0
+    assert len(found) == len(Settings.model_fields) - 1 + len(AutosaveSettings.model_fields)
+
+
+def test_the_file_may_be_named_by_the_environment(tmp_path: Path) -> None:
+    file = tmp_path / "s.yaml"
+    file.write_text("root: /a\nautosave: {every_steps: 7}\n")
+    assert load_settings(environ={"SAFEPOINT_CONFIG": str(file)}).root == "/a"
+    assert load_autosave(environ={"SAFEPOINT_CONFIG": str(file)}).every_steps == 7
+
+
+def test_a_trainer_needs_no_root(tmp_path: Path) -> None:
+    assert load_autosave(environ={"SAFEPOINT_AUTOSAVE_EVERY_STEPS": "5"}).rules.every_steps == 5
+
+
+def test_autosave_is_made_as_the_file_says(tmp_path: Path) -> None:
+    file = tmp_path / "s.yaml"
+    file.write_text("autosave: {every_steps: 5, term_grace_s: 90, last_chance_s: 10, snapshot_name: 'run-7-{step}'}\n")
+    saved: list[str] = []
+    saver: Any = SimpleNamespace(
+        save=lambda snapshot_id, **_: saved.append(snapshot_id) or SimpleNamespace(line="saved")
+    )
+    made = Autosave.from_config(saver, file, environ={}, clock=lambda: 0.0)
+    assert made.due(0) is None
+    assert made.due(5) is not None
+    made.save(5)
+    assert saved == ["run-7-5"]
+    made.end()
+    due = made.due(6)
+    assert due is not None
+    assert due.within_s == 89.0
+    assert due.stragglers_wait
+
+
+def test_every_setting_is_explained_in_the_schema_and_the_schema_is_as_strict_as_the_file() -> None:
+    found = schema()
+    models = [found, found["$defs"]["AutosaveSettings"]]
+    for model in models:
+        assert model["additionalProperties"] is False
+        unexplained = [name for name, field in model["properties"].items() if not field.get("description")]
+        assert not unexplained
+
+
+def test_a_client_that_asks_for_no_file_loads_neither_yaml_nor_pydantic() -> None:
+    code = "import sys, coordinator.client; print(sorted({'yaml', 'pydantic'} & set(sys.modules)))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout.strip() == "[]"

@@ -18,6 +18,7 @@ from coordinator.client import Client, Reason
 from coordinator.settings import Settings
 from tests.client.fake_coordinator import FakeCoordinator, entries
 from tests.docs.render_tables import ROOT
+from tests.gym.fleet import counter_config
 
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 RUNBOOK = (ROOT / "docs" / "runbook.md").read_text(encoding="utf-8")
@@ -147,10 +148,10 @@ def test_the_runbook_has_a_part_for_every_exit_code_that_an_operation_can_end_wi
         assert parts[str(int(code))].split(":")[0] in MEANINGS[code][0]
 
 
-def test_the_settings_file_of_the_readme_is_one() -> None:
-    (text,) = blocks("yaml")
-    settings = Settings(**yaml.safe_load(text))
-    assert settings.participants == ("10.0.0.3:7001", "10.0.0.4:7001")
+def test_the_settings_files_of_the_readme_are_such() -> None:
+    listed, trainers = (Settings(**yaml.safe_load(text)) for text in blocks("yaml"))
+    assert listed.participants == ("10.0.0.3:7001", "10.0.0.4:7001")
+    assert trainers.autosave.rules.every_steps == 20
 
 
 def test_the_make_targets_of_the_readme_exist() -> None:
@@ -191,3 +192,17 @@ def test_the_public_names_of_the_client_are_what_it_says() -> None:
     assert Client.__doc__
     assert Reason.FENCED.value == 31
     assert Path(coordinator.client.__file__).name == "client.py"
+
+
+def test_the_gym_configuration_of_the_readme_is_that_of_the_servers_that_tests_start() -> None:
+    (block,) = (text for text in blocks("bash") if "gym.yaml" in text)
+    (text,) = re.findall(r"cat > gym\.yaml <<'END'\n(.*?)^END$", block, re.DOTALL | re.MULTILINE)
+    given, ours = yaml.safe_load(text), counter_config("http://127.0.0.1:8000/v1")
+    for name, entry in given.items():
+        ((kind, implementations),) = entry.items()
+        ((implementation, values),) = implementations.items()
+        assert set(values) <= set(ours[name][kind][implementation]), name
+        assert f" {kind}/{implementation}" in block, "it is given an environment"
+    (roles,) = re.findall(r'SAFEPOINT_ROLES="(.*?)"', block)
+    models = [name for name, entry in given.items() if "responses_api_models" in entry]
+    assert [pair.partition("=")[0] for pair in roles.split(",")] == models

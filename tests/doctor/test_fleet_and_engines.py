@@ -60,6 +60,20 @@ def test_whoever_does_not_answer_or_lacks_a_worker_is_an_error_and_its_warnings_
     assert "10.0.0.3:7001" in findings[0].message
 
 
+def test_a_worker_that_is_stopped_is_an_error_that_says_how_it_goes_on() -> None:
+    seen = capabilities_pb2.ParticipantStatus(
+        workers=[capabilities_pb2.WorkerStatus(worker_id="worker-0", acknowledged=True)],
+        waiting_for="worker-0 does not answer. Its process (pid 7) is stopped: `kill -CONT 7` lets it go on",
+    )
+    info = who("counter", capabilities_pb2.ROLE_RESOURCES)
+    status = pb.GetCoordinatorStatusResponse(
+        participants=[pb.ParticipantHealth(info=info, reachable=True, status=seen)]
+    )
+    (found,) = fleet.participants(status)
+    assert (found.severity, found.reason) == (Severity.ERROR, Reason.WORKERS_MISSING)
+    assert "kill -CONT 7" in found.message
+
+
 def test_a_slow_coordinator_and_one_that_keeps_everybody_paused_are_warnings() -> None:
     status = pb.GetCoordinatorStatusResponse(coordinator_epoch=3, job_id="j")
     assert bad(list(fleet.coordinator(status, 0.01))) == []

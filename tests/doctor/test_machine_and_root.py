@@ -92,9 +92,32 @@ def test_looking_at_a_root_leaves_nothing_in_it(tmp_path: Path) -> None:
 
 def test_a_root_without_room_for_another_snapshot_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert only(list(snapshot_root.root(str(tmp_path), HUGE)), Severity.ERROR).reason is Reason.STORAGE_FULL
-    monkeypatch.setattr(snapshot_root.shutil, "disk_usage", MagicMock(return_value=SimpleNamespace(free=250)))
-    assert "fewer than 3" in only(list(snapshot_root.root(str(tmp_path), 100)), Severity.WARNING).message
-    assert worst(snapshot_root.root(str(tmp_path), 50)).severity < Severity.WARNING  # type: ignore[union-attr]
+    monkeypatch.setattr(snapshot_root.shutil, "disk_usage", MagicMock(return_value=SimpleNamespace(free=250_000_000)))
+    assert "fewer than 3" in only(list(snapshot_root.root(str(tmp_path), 100_000_000)), Severity.WARNING).message
+    assert worst(snapshot_root.root(str(tmp_path), 50_000_000)).severity < Severity.WARNING  # type: ignore[union-attr]
+
+
+def test_a_root_that_is_mounted_read_only_says_so_and_not_chown(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(snapshot_root.os, "statvfs", MagicMock(return_value=SimpleNamespace(f_flag=os.ST_RDONLY)))
+    found = only(list(snapshot_root.root(str(tmp_path), 0)), Severity.ERROR)
+    assert "read-only" in found.message
+    assert "mount it for writing" in found.fix
+    assert "chown" not in found.fix
+
+
+def test_a_root_with_less_than_what_the_coordinator_keeps_says_how_much_it_needs_and_why(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(snapshot_root.shutil, "disk_usage", MagicMock(return_value=SimpleNamespace(free=100_000)))
+    found = only(list(snapshot_root.root(str(tmp_path), 0)), Severity.ERROR)
+    assert found.reason is Reason.STORAGE_FULL
+    assert "262 kB" in found.message
+    assert "so that what has begun can end" in found.message
+    (tmp_path / "coordinator").mkdir()
+    (tmp_path / "coordinator" / "reserve").touch()  # it has it already
+    assert all(f.severity < Severity.ERROR for f in snapshot_root.root(str(tmp_path), 0))
 
 
 def test_a_slow_fsync_is_a_warning_with_its_cost(tmp_path: Path) -> None:

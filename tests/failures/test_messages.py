@@ -113,7 +113,7 @@ def test_a_peer_that_vanished_is_noticed_long_before_a_phase_ends() -> None:  # 
     settings = Settings(root="/r")
     noticed_s = (here["grpc.keepalive_time_ms"] + here["grpc.http2.ping_timeout_ms"]) / 1000
     assert noticed_s < min(settings.prepare_timeout_s, settings.commit_timeout_s, settings.restore_timeout_s)
-    assert here["grpc.keepalive_permit_without_calls"] == 1
+    assert here["grpc.keepalive_permit_without_calls"] == there["grpc.keepalive_permit_without_calls"] == 1
     assert there["grpc.http2.min_ping_interval_without_data_ms"] < here["grpc.keepalive_time_ms"]
     assert settings.heartbeat_s * settings.missed_heartbeats < settings.lease_ttl_s
 

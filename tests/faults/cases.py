@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import Enum
 
-from coordinator.wire.failpoint_names import ANY, COORDINATOR, GATE, PLACES, SHIM
+from coordinator.wire.failpoint_names import ANY, COORDINATOR, ENGINE, GATE, PLACES, SHIM
 
 
 class Trigger(Enum):
@@ -161,6 +161,7 @@ _WHERE: dict[str, tuple[Trigger, str, str]] = {
     "disk.before_link": (Trigger.SAVE, "", "manifest.json"),
     "disk.after_link": (Trigger.SAVE, "", "manifest.json"),
 }
+_OF_A_FLEET = tuple(place for place in PLACES.values() if place.process != ENGINE)  # the others: engine_cases.py
 _TURN = ("agent", "counter", "policy_model")
 
 
@@ -173,8 +174,8 @@ def _at(name: str, fault: str, number: int) -> Case:
 
 
 def _kills() -> Iterator[Case]:
-    for number, name in enumerate(PLACES):
-        yield _at(name, "kill", number)
+    for number, place in enumerate(_OF_A_FLEET):
+        yield _at(place.name, "kill", number)
     # The same place means something else in another process, or for another record.
     yield Case("coordinator", "journal.after_append", "kill", Trigger.SAVE, "published")
     yield Case("coordinator", "journal.before_append", "kill", Trigger.SAVE, "outcome")
@@ -186,7 +187,7 @@ def _kills() -> Iterator[Case]:
 
 
 def _errors() -> Iterator[Case]:
-    for number, place in enumerate(place for place in PLACES.values() if place.disk):
+    for number, place in enumerate(place for place in _OF_A_FLEET if place.disk):
         for error in ("error(EIO)", "error(ENOSPC)"):
             yield _at(place.name, error, number)
     for name in ("disk.before_make", "disk.before_write", "disk.before_fsync", "disk.before_link"):

@@ -39,6 +39,11 @@ _SETTINGS = {
 }  # fmt: skip
 
 
+def settings_of_a_coordinator() -> dict[str, str]:
+    """As its environment has them."""
+    return {f"SAFEPOINT_COORDINATOR_{name}": value for name, value in _SETTINGS.items()}
+
+
 def free_ports(count: int) -> list[int]:
     """Ports that were free a moment ago."""
     with contextlib.ExitStack() as stack:
@@ -142,7 +147,7 @@ class Fleet:
         command = [sys.executable, "-m", "tests.faults.server"]
         if name == COORDINATOR:
             command = [sys.executable, "-m", "coordinator.cli", "coordinator", "--root", str(self.root)]
-            environment |= {f"SAFEPOINT_COORDINATOR_{k}": v for k, v in _SETTINGS.items()}
+            environment |= settings_of_a_coordinator()
         else:
             paths = [bootstrap_path(), *paths, str(Path(__file__).with_name("stub"))]
             environment |= {

@@ -36,11 +36,17 @@ async def judge(lane: Lane) -> None:
     await _next_save(lane)
     restored = case.trigger in (Trigger.RESTORE, Trigger.RESUME)
     result.restarted = 0 if restored else sum(each.dispatches > 1 for each in lane.before)
-    # A restore brings back what was finished at the cut; what was made after it is made again, and that is right.
-    among = lane.finished if case.trigger is Trigger.RESTORE else None
-    result.repeated = lane.engine.repeated((each.rollout_id for each in lane.before), among)
-    if case.trigger is Trigger.RESTORE and result.repeated:
-        result.blame(f"{result.repeated} generations that were finished before the save were made again")
+    if case.trigger is Trigger.RESTORE:
+        # It brings back what is recorded in the snapshot; what was made after that is made again, and that is right.
+        again = {turn: lane.engine.generated[turn] - before for turn, before in lane.finished.items()}
+        result.repeated = sum(again.values())
+        if result.repeated:
+            turns = ", ".join(f"{rollout_id}/{turn}" for (rollout_id, turn), times in sorted(again.items()) if times)
+            result.blame(f"{result.repeated} generations of the snapshot's calls were made again: {turns}"[:300])
+        if not lane.finished:
+            result.blame("the snapshot had no finished call: nothing was shown")
+    else:
+        result.repeated = lane.engine.repeated(each.rollout_id for each in lane.before)
     if not case.of_server and not restored and case.fault not in (c.DROP_REPLIES, c.DROP_REQUESTS):
         if result.restarted:
             result.blame(f"{result.restarted} rollouts were cut off although their servers lived")

@@ -50,9 +50,8 @@ class Lane:
         self.result: Result
         self.before: list[Live] = []  # in flight when the case began
         self.t0 = 0.0  # when the fault came
-        self.finished: set[tuple[str, int]] = (
-            set()
-        )  # turns that were generated before the snapshot to restore was begun
+        self.recorded: dict[str, int] = {}  # finished calls of each rollout in the snapshot that is restored
+        self.finished: dict[tuple[str, int], int] = {}  # turns of those calls, and how often they had been generated
         self._stopped_pid = 0
         self.hit: set[str] = set()  # failpoints that did something
         self.mounts: list[Path] = []

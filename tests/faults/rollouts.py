@@ -11,7 +11,7 @@ import asyncio
 import itertools
 import zlib
 from collections import Counter
-from collections.abc import Collection, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -48,11 +48,10 @@ class Engine:
         assert self._runner is not None
         await self._runner.cleanup()
 
-    def repeated(self, rollout_ids: Iterable[str], among: Collection[tuple[str, int]] | None = None) -> int:
-        """Generations of these rollouts that were made more than once; of the turns in `among`, when it is given."""
+    def repeated(self, rollout_ids: Iterable[str]) -> int:
+        """Generations of these rollouts that were made more than once."""
         chosen = set(rollout_ids)
-        counted = self.generated if among is None else {turn: self.generated[turn] for turn in among}
-        return sum(n - 1 for (rollout_id, _), n in counted.items() if rollout_id in chosen)
+        return sum(n - 1 for (rollout_id, _), n in self.generated.items() if rollout_id in chosen)
 
     def knows(self, rollout_id: str) -> bool:
         """Whether the rollout has come as far as its first generation: its agent knows it."""

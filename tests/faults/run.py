@@ -15,6 +15,7 @@ from pathlib import Path
 
 from coordinator.wire.failpoint_names import PLACES
 from tests.faults.cases import Case, all_cases
+from tests.faults.engine_cases import ENGINE_CASES, run_engine
 from tests.faults.gym_cases import run_gym
 from tests.faults.lane import Lane
 from tests.faults.matrix import run_lane
@@ -75,8 +76,12 @@ def main() -> int:
     parser.add_argument("--no-gym", action="store_true")
     arguments = parser.parse_args()
     cases = [case for case in all_cases() if arguments.only in case.name]
+    of_engines = tuple(case for case in ENGINE_CASES if arguments.only in case.name)
     began = time.monotonic()
     results, hit = asyncio.run(run(cases, min(arguments.lanes, len(cases)), arguments.keep))
+    if of_engines:
+        more, hit_there = asyncio.run(run_engine(told, of_engines))
+        results, hit = results + more, hit | hit_there
     if not arguments.no_gym and not arguments.only:
         results += asyncio.run(run_gym(told))
     arguments.out.parent.mkdir(parents=True, exist_ok=True)

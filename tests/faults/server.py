@@ -92,6 +92,7 @@ class Counter(SimpleResourcesServer):
             Route("/seed", self.seed, methods=["POST"]),
             Route("/add", self.add, methods=["POST"]),
             Route("/verify", self.verify, methods=["POST"]),
+            Route("/sessions", self.sessions),
         ]
 
     async def seed(self, request: Request) -> Response:
@@ -110,6 +111,10 @@ class Counter(SimpleResourcesServer):
         if session_id not in self.session_id_to_count:
             return JSONResponse({"error": "no such session"}, 404)
         return JSONResponse({"reward": float(self.session_id_to_count[session_id] == expected)})
+
+    async def sessions(self, _: Request) -> Response:
+        """For the judge; a gate lets it pass."""
+        return JSONResponse(list(self.session_id_to_count.values()))
 
 
 class Model(SimpleResponsesAPIModel):

@@ -12,6 +12,7 @@ import time
 from collections.abc import Awaitable, Callable
 
 from tests.faults.cases import Trigger
+from tests.faults.cut import compare_sessions, generated, recorded_of
 from tests.faults.fleet import COORDINATOR, LEASE_S, SERVERS
 from tests.faults.lane import SAVE_S, SLACK_S, Lane
 from tests.faults.rollouts import Live
@@ -88,13 +89,19 @@ async def _restore(lane: Lane) -> None:
     lane.blame_closed(await lane.watch.open(LEASE_S + SLACK_S, lane.f.runs), "after the abort")
     lane.result.thaw_s = round(lane.watch.thaw_s(lane.t0), 2)
     await _anew(lane)
-    await lane.client.restore(lane.last, resume=True, timeout=SAVE_S)
+    await _restored(lane, left)
     _again(lane, left)
+
+
+async def _restored(lane: Lane, left: list[Live]) -> None:
+    await lane.client.restore(lane.last, timeout=SAVE_S)
+    await compare_sessions(lane, left)
+    await lane.client.resume(timeout=10)
 
 
 async def _resume(lane: Lane) -> None:
     left = await _fresh(lane)
-    await lane.client.restore(lane.last, resume=True, timeout=SAVE_S)
+    await _restored(lane, left)
     lane.f.arm(lane.case.owner, lane.case.specification)
     _again(lane, left)
     await lane.fault_in(None)
@@ -102,10 +109,11 @@ async def _resume(lane: Lane) -> None:
 
 async def _fresh(lane: Lane) -> list[Live]:
     """Save while rollouts run, kill every server, and start fresh ones: as after a crash of everything."""
-    lane.finished = set(lane.engine.generated)
     lane.last = (await lane.client.save(lane.name("to-restore"), timeout=SAVE_S)).snapshot_id
     left = await lane.trainer.stop()
     lane.before = left
+    lane.recorded = await recorded_of(lane, lane.last)
+    lane.finished = {turn: lane.engine.generated[turn] for turn in generated(lane.recorded)}
     await _anew(lane)
     return left
 

@@ -19,7 +19,7 @@ import pytest
 from coordinator.wire import failpoints
 from coordinator.wire.beneath import Directory
 from coordinator.wire.errors import Reason, Refused, SafepointError
-from coordinator.wire.failpoint_names import ANY, COORDINATOR, GATE, PLACES, SHIM
+from coordinator.wire.failpoint_names import ANY, COORDINATOR, ENGINE, GATE, PLACES, SHIM
 
 ROOT = Path(__file__).resolve().parents[2]
 DISK = "disk.before_link"
@@ -79,7 +79,7 @@ def test_every_row_says_who_reaches_it_and_what_comes_next() -> None:
         where, _, what = place.name.partition(".")
         assert where
         assert what.startswith(("before_", "after_")), place.name
-        assert place.process in {COORDINATOR, SHIM, GATE, ANY}
+        assert place.process in {COORDINATOR, SHIM, GATE, ENGINE, ANY}
         assert place.precedes
     assert len({place.precedes for place in PLACES.values()}) >= len(PLACES) - 2
 

@@ -9,6 +9,7 @@ import tempfile
 from collections.abc import AsyncIterator
 from pathlib import Path
 
+import aiohttp
 import pytest
 from safepoint.v1 import participant_service_pb2 as participant
 
@@ -20,11 +21,19 @@ from coordinator.wire.beneath import Directory, storage_error
 from coordinator.wire.errors import Reason, SafepointError, refuse
 from coordinator.wire.ids import SnapshotId
 from coordinator.wire.terms import ParticipantState, QuiesceMode
+from participant_shims.adapters.vllm import VllmAdapter, VllmOptions
+from participant_shims.engine import discovery
+from participant_shims.engine.requests_file import Origin
+from participant_shims.engine.restored_note import RestoredNote
+from participant_shims.identity import CallIdentity
 from tests.coordinator.conftest import Bench, until
 from tests.fakes import Knobs
 from tests.shims.benches import gym_bench
 from tests.shims.shim_fakes import FakeAdapter, answer, collect, refused
 from tests.shims.shim_fakes import serve as serve_shim
+from tests.vllm.real_engine import Caller
+from tests.vllm.scripted_engine import scripted
+from tests.vllm.test_control import ASK, half_done
 
 
 @pytest.fixture
@@ -163,3 +172,23 @@ async def test_nobody_waits_for_a_gate_that_hangs_longer_than_its_lease() -> Non
             assert error.reason is Reason.LEASE_LAPSED
             assert "worker-0" in str(error)
             assert (await shim.state()).state == ParticipantState.OPEN
+
+
+async def test_whoever_asks_the_next_shim_at_once_gets_what_was_restored_and_not_a_new_answer(tmp_path: Path) -> None:
+    record = half_done(prompt=[1, 2, 3])
+    record.request_id, record.rollout_id, record.call_id = "sp-1", "r-1", "0.1"
+    async with scripted(started=1000.0) as engine, aiohttp.ClientSession() as http:
+        RestoredNote(tmp_path).write(
+            "op-1", await discovery.life(engine.target), Origin("tiny", "0.32.0", "default"), [record]
+        )
+        adapter = VllmAdapter(VllmOptions("engine", "127.0.0.1:0", engine.target, tmp_path))
+        await adapter.start(lambda: None)
+        try:
+            headers = CallIdentity("r-1", 1, "0.1").headers()
+            asked = asyncio.create_task(Caller(http, adapter.proxy.address).whole(ASK, headers))
+            await until(lambda: bool(engine.running))
+            engine.step(ASK["max_tokens"])
+            assert (await asked).label == f"exact; kept={len(record.token_ids)}"
+            assert not [body for body in engine.bodies if body.get("prompt") == ASK["prompt"]]
+        finally:
+            await adapter.stop()

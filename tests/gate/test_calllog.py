@@ -305,6 +305,46 @@ def test_a_callee_that_has_executed_fewer_calls_than_its_caller_has_finished_has
     assert log.db.execute("SELECT count(*) FROM counts").fetchone() == (0,)
 
 
+def test_the_state_of_a_rollout_is_gone_with_the_worker_process_that_held_it(log: CallLog, tmp_path: Path) -> None:
+    here, elsewhere = root("r-1", 0, 0), root("r-2", 0, 0)
+    if (pid := os.fork()) == 0:
+        worker = CallLog(log.path)
+        worker.remember(here.child(1), "dig", TEXT, counted=True)
+        os.kill(os.getpid(), 9)
+    os.waitpid(pid, 0)
+    for n in (2, 3):  # another worker has executed as many since, in a session that began empty there
+        log.remember(here.child(n), "dig", TEXT, counted=True)
+    log.remember(elsewhere.child(1), "dig", TEXT, counted=True)
+    assert log.has_lost(here.child(4), 2)
+    assert not log.has_lost(elsewhere.child(2), 1)
+
+    log.exclude_orphans()
+    out = tmp_path / "out"
+    out.mkdir()
+    ledger = {line.rollout_id: line for line in calllog_files.export(log, out).ledger}
+    assert list(ledger) == ["r-1"]
+    assert (ledger["r-1"].state, str(pid) in ledger["r-1"].reason) == (RolloutState.EXCLUDED, True)
+
+    log.remember(root("r-1", 1, 1).child(1), "dig", TEXT, counted=True)  # it has restarted from its input
+    assert not log.has_lost(root("r-1", 1, 1).child(2), 1)
+
+
+def test_what_a_restore_has_brought_back_is_gone_with_the_worker_that_loaded_it(log: CallLog, tmp_path: Path) -> None:
+    for rollout_id in ("r-1", "r-2"):
+        for n in (1, 2):
+            log.remember(root(rollout_id, 0, 0).child(n), "dig", TEXT, f"s-{rollout_id}", counted=True)
+    file = written(log, tmp_path / "out")
+    new = CallLog(tmp_path / "new.db")
+    calllog_files.load(new, [file])
+    if (pid := os.fork()) == 0:
+        CallLog(new.path).adopt(["r-1"])
+        os.kill(os.getpid(), 9)
+    os.waitpid(pid, 0)
+    lost = [new.has_lost(root(rollout_id, 1, 0).child(3), 2) for rollout_id in ("r-1", "r-2")]
+    new.close()
+    assert lost == [True, False]
+
+
 def test_a_call_that_the_disk_did_not_take_is_no_lost_state(tmp_path: Path) -> None:
     log = CallLog(tmp_path / "calls.db", tolerant=True)
     call = root("r-1", 0, 0).child(1)

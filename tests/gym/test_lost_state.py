@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import signal
 from pathlib import Path
 
 import pytest
 
 from tests.gym.endpoint import ScriptedEndpoint
 from tests.gym.fleet import counter_config, row
-from tests.gym.whole import Trainer, until, whole
+from tests.gym.whole import Trainer, counted, until, whole, workers
 
 pytestmark = [pytest.mark.gym, pytest.mark.slow, pytest.mark.timeout(300)]
 COUNT, TURNS = 6, 4
@@ -30,3 +32,29 @@ async def test_a_counter_that_was_killed_alone_spoils_no_rollout_that_runs(direc
                 endpoint.release()
                 assert [r["reward"] for r in await asyncio.gather(*runs)] == [1.0] * COUNT
             assert (await job.status("counter_agent")).diverged_rollouts == COUNT
+
+
+async def test_a_worker_of_the_counter_that_was_killed_takes_the_sessions_in_its_memory_along(directory: Path) -> None:
+    with ScriptedEndpoint() as endpoint:
+        config = counter_config(endpoint.url)
+        counter = config["counter"]["resources_servers"].pop("example_session_state_mgmt")
+        config["counter"]["resources_servers"]["session_state_workers"] = counter | {"num_workers": 2}
+        async with whole(directory, config) as job:
+            before = await workers(job, "counter")
+            async with Trainer(job.fleet) as trainer:
+                endpoint.hold(after_turn=2)
+                # One rollout: all its calls come on one connection, and so from one worker, as Gym's sessions need it.
+                run = asyncio.create_task(trainer.run(row(0, TURNS, _ng_rollout_id="r-0")))
+                await until(lambda: endpoint.begun == 3)
+                holder = counted(job.fleet, "counter", "SELECT pid FROM counts")
+                assert holder in before.values()
+                os.kill(holder, signal.SIGKILL)
+                async with asyncio.timeout(60):
+                    while holder in (await workers(job, "counter")).values():
+                        await asyncio.sleep(0.1)
+                saved = await job.client.save("without")
+                assert saved.totals.excluded == 1
+                assert f"pid {holder}" in job.ledger("without")["r-0"]["reason"]
+                endpoint.release()
+                assert (await run)["reward"] == 1.0
+            assert (await job.status("counter_agent")).diverged_rollouts == 1

@@ -13,17 +13,9 @@ import pytest
 from coordinator.wire.errors import Reason, Refused
 from tests.gym.endpoint import ScriptedEndpoint
 from tests.gym.fleet import counter_config, row
-from tests.gym.whole import Trainer, Whole, counted, until, whole
+from tests.gym.whole import Trainer, Whole, counted, until, whole, workers
 
 pytestmark = [pytest.mark.gym, pytest.mark.slow, pytest.mark.timeout(300)]
-
-
-async def workers(job: Whole, name: str = "policy_model") -> dict[str, int]:
-    """Pids of a server's workers, once both are there."""
-    async with asyncio.timeout(60):
-        while len(found := {w.worker_id: w.pid for w in (await job.status(name)).workers}) < 2:
-            await asyncio.sleep(0.1)
-    return found
 
 
 async def all_open(job: Whole) -> bool:

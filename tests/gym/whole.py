@@ -123,6 +123,14 @@ async def registered(client: AsyncClient, names: Iterable[str], within_s: float 
     raise AssertionError(f"after {within_s:.0f} s registered: {seen}")
 
 
+async def workers(job: Whole, name: str = "policy_model") -> dict[str, int]:
+    """Pids of a server's two workers, once both are there."""
+    async with asyncio.timeout(60):
+        while len(found := {w.worker_id: w.pid for w in (await job.status(name)).workers}) < 2:
+            await asyncio.sleep(0.1)
+    return found
+
+
 def announced(fleet: Fleet, name: str) -> dict[str, Any]:
     """What the shim of this server's life says; empty until it is there."""
     try:

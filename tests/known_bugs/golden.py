@@ -62,6 +62,7 @@ async def printed() -> dict[str, list[str]]:
             "status": ("status", "--rollouts", "2"),
             "topology": ("topology",),
             "why": ("why", "--events"),
+            "history": ("history",),
             "snapshots ls": ("snapshots", "ls"),
             "snapshots show": ("snapshots", "show", "step-40"),
             "snapshots show --rollouts": ("snapshots", "show", "step-40", "--rollouts"),

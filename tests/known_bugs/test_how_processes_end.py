@@ -21,7 +21,7 @@ from safepoint.v1 import coordinator_service_pb2 as pb
 from coordinator.wire.errors import Reason, SafepointError
 from participant_shims.ends import Predecessor, ServerWatch, predecessor_in
 from participant_shims.gate import life
-from participant_shims.gate.process import fate, output_of, started
+from participant_shims.gate.process import fate, output_of, standstill, started
 from participant_shims.gate.shim_process import ANNOUNCEMENT, BEFORE_VARIABLE, ShimProcess
 from tests.coordinator.conftest import Bench, unary, until
 
@@ -93,6 +93,8 @@ async def test_the_error_of_a_killed_server_has_its_signal_its_pid_and_its_log(b
     await bench.start(resources=0)
     log = short_path / "server.log"
     async with gated_server(bench, short_path / "run", log) as (server, _):
+        with log.open("ab") as out:
+            out.write(b"MemoryError: 3 GB\n")
         error = await failing_save(bench, lambda: os.kill(server.pid, signal.SIGKILL))
         # Either its gate is missed first, or its shim has said goodbye first.
         assert error.participant_id == "sandbox"
@@ -101,6 +103,8 @@ async def test_the_error_of_a_killed_server_has_its_signal_its_pid_and_its_log(b
         registry = bench.running.operations.discovery.registry
         await until(lambda: bool(registry.missing()), 20)
         assert f"Its server (pid {server.pid}, log {log}) was ended by signal 9" in registry.missing()[0].why
+        assert '"MemoryError: 3 GB".' in registry.missing()[0].why
+        assert '"MemoryError: 3 GB".' in error.problem.message
 
 
 async def test_a_shim_that_is_told_to_go_says_so_before_it_goes(bench: Bench, short_path: Path) -> None:
@@ -167,6 +171,19 @@ def test_how_a_process_ended_is_seen_until_its_parent_has_collected_it(code: str
     assert fate(process.pid, began) == how
     process.wait()
     assert fate(process.pid, began) == "has ended"
+
+
+def test_a_process_that_is_stopped_is_told_from_one_that_is_busy(tmp_path: Path) -> None:
+    process = subprocess.Popen([sys.executable, "-S", "-E", "-c", "input()"], stdin=subprocess.PIPE)
+    try:
+        assert standstill(process.pid) == ""
+        os.kill(process.pid, signal.SIGSTOP)
+        os.waitid(os.P_PID, process.pid, os.WSTOPPED | os.WNOWAIT)
+        assert f"is stopped: `kill -CONT {process.pid}`" in standstill(process.pid)
+    finally:
+        process.kill()
+        process.communicate()
+    assert standstill(process.pid) == ""
 
 
 def test_where_a_process_writes_is_its_log_when_that_is_a_file(tmp_path: Path) -> None:

@@ -10,7 +10,9 @@ import json
 import os
 import shutil
 import tempfile
-from collections.abc import Iterator
+import time
+from collections.abc import Generator, Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -87,17 +89,51 @@ class Nodes:
         self._cluster.shutdown()
 
 
-@pytest.fixture(scope="module")
-def nodes() -> Iterator[Nodes]:
+_cluster = ExitStack()
+
+
+@pytest.fixture(scope="session")
+def nodes() -> Nodes:
+    """One for all tests here: it takes ten seconds to start. It ends with the last of them, not with the session."""
     os.environ["RAY_AUTH_MODE"] = os.environ.get("RAY_AUTH_MODE", "disabled")
     folder = Path(tempfile.mkdtemp(prefix="sp-ray-"))  # short: Ray's sockets lie deep below it
-    try:
-        made = Nodes(folder)
-        made.host = made.add()
-        yield made
-        made.close()
-    finally:
+    _cluster.callback(remove, folder)
+    made = Nodes(folder)
+    _cluster.callback(made.close)
+    made.host = made.add()
+    return made
+
+
+LOG_BYTES = 6000
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    """What shims and coordinators have said, beside a failure that may not come again."""
+    report = yield
+    if report.when == "call" and report.failed:
+        arguments: dict[str, Any] = getattr(item, "funcargs", {})
+        logs = list(arguments["shims"].folder.rglob("*.log")) if "shims" in arguments else []
+        if "nodes" in arguments:
+            logs += sorted(arguments["nodes"].failpoints.parent.glob("session_*/logs/worker-*.err"))
+        for log in logs:
+            if text := log.read_bytes()[-LOG_BYTES:].decode(errors="replace"):
+                report.sections.append((f"{log.parent.name}/{log.name}", text))
+    return report
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
+    if nextitem is None or Path(__file__).parent not in nextitem.path.parents:
+        _cluster.close()
+
+
+def remove(folder: Path, within_s: float = 20.0) -> None:
+    """Remove what Ray's processes may still be writing into while they end."""
+    end = time.monotonic() + within_s
+    while folder.exists() and time.monotonic() < end:
         shutil.rmtree(folder, ignore_errors=True)
+        time.sleep(0.1)
 
 
 @pytest.fixture

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import asyncio
 import gzip
 from contextlib import ExitStack
@@ -15,14 +16,23 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from coordinator.client_patience import Budgets, Patience
-from coordinator.wire.access import MAX_REQUEST_BYTES, METHODS, Lane
+from coordinator.wire.access import MAX_REQUEST_BYTES, METHODS, Access, Lane
 from coordinator.wire.errors import Problem, Reason, Refused, SafepointError
 from coordinator.wire.lanes import BURST_S, LIMITS, MAX_CALLERS, Lanes, Limit
-from coordinator.wire.links import Security
-from coordinator.wire.rpc import SERVER_OPTIONS, channel, detail_from_problem, error_from_rpc, problem_from_detail
+from coordinator.wire.links import Security, _options
+from coordinator.wire.rpc import (
+    CHANNEL_OPTIONS,
+    SERVER_OPTIONS,
+    channel,
+    detail_from_problem,
+    error_from_rpc,
+    problem_from_detail,
+)
 from tests.security.conftest import answering
 from tests.security.test_tokens import Clock
 
+REPOSITORY = Path(__file__).resolve().parents[2]
+PING_TIMES = ("grpc.keepalive_time_ms", "grpc.http2.min_ping_interval_without_data_ms")
 SMALL = {lane: Limit(3, 2) for lane in Lane}
 
 
@@ -208,11 +218,47 @@ def test_a_client_comes_again_then_and_not_when_it_would_not_help() -> None:
 # ---- pings -----------------------------------------------------------------------------------------------------------
 
 
-async def test_our_own_keepalive_is_no_flood_and_a_flood_ends_its_connection() -> None:
-    """The server counts pings that come faster than every 5 s; ours come every 10 s."""
-    options = dict(SERVER_OPTIONS)
-    assert options["grpc.http2.max_ping_strikes"] > 0
-    assert options["grpc.http2.min_ping_interval_without_data_ms"] < 10_000
+@pytest.mark.parametrize("permitted", [True, False])
+async def test_an_idle_channel_that_looks_whether_its_peer_is_there_is_no_flood(permitted: bool) -> None:
+    """A hundred times as often as in life, and the second ping too many ends the connection."""
+
+    def quickly(options: list[tuple[str, int]], **other: int) -> list[tuple[str, int]]:
+        scaled = {k: v // 100 if k in PING_TIMES else v for k, v in options}
+        return list({**scaled, **{f"grpc.{k.replace('__', '.')}": v for k, v in other.items()}}.items())
+
+    here = quickly(CHANNEL_OPTIONS)
+    there = quickly(SERVER_OPTIONS, http2__max_ping_strikes=1)
+    if not permitted:  # what it was before, so that this test is known to see it
+        there = [(k, v) for k, v in there if k != "grpc.keepalive_permit_without_calls"]
+    server = aio.server(options=there)
+    port = server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+    try:
+        async with aio.insecure_channel(f"127.0.0.1:{port}", options=here) as link:
+            await link.channel_ready()
+            lost = asyncio.create_task(link.wait_for_state_change(grpc.ChannelConnectivity.READY))
+            # gRPC sends one a second at most.
+            done, _ = await asyncio.wait({lost}, timeout=20 if not permitted else 3.5)
+            assert bool(done) is not permitted
+            lost.cancel()
+    finally:
+        await server.stop(None)
+
+
+def test_every_channel_and_every_server_has_the_options_that_agree() -> None:
+    """Made elsewhere, it would have gRPC's own, and a channel of ours would be a flood to it."""
+    options: dict[str, set[str]] = {"channel": set(), "server": set()}
+    for path in [*REPOSITORY.glob("coordinator/**/*.py"), *REPOSITORY.glob("participant_shims/**/*.py")]:
+        for node in ast.walk(ast.parse(path.read_text())):
+            if not isinstance(node, ast.Call):
+                continue
+            name = ast.unparse(node.func).rpartition(".")[2]
+            if name in ("insecure_channel", "secure_channel", "make_server", "_make_server"):
+                given = next((ast.unparse(k.value) for k in node.keywords if k.arg == "options"), "none")
+                options["server" if "server" in name else "channel"].add(given)
+    assert options == {"channel": {"CHANNEL_OPTIONS", "_options(peer)"}, "server": {"SERVER_OPTIONS"}}
+    with_tls, plain = dict(_options(Access.COORDINATOR)), dict(CHANNEL_OPTIONS)
+    assert all(with_tls[k] == plain[k] for k in plain if "keepalive" in k or "ping" in k)
 
 
 @pytest.mark.parametrize("method", ["/grpc.health.v1.Health/Watch", "/safepoint.v1.Participant/WatchStatus"])

@@ -17,7 +17,7 @@ from safepoint.v1 import coordinator_service_pb2 as pb
 from safepoint.v1 import coordinator_service_pb2_grpc, participant_service_pb2, participant_service_pb2_grpc
 
 from coordinator import certs
-from coordinator.cli_retention import refuse_beside_a_coordinator
+from coordinator.alone import require_alone
 from coordinator.client import AsyncClient, Budgets, Client, Refused, Unanswered
 from coordinator.server import Coordinator, serve
 from coordinator.settings import Settings
@@ -397,5 +397,5 @@ async def test_a_client_of_another_job_is_told_which_job_this_is(tmp_path: Path,
 async def test_a_prune_past_a_coordinator_is_refused_also_when_it_does_not_know_us(tmp_path: Path, made: Path) -> None:
     async with coordinating(tmp_path / "root", made):
         with pytest.raises(SafepointError) as raised:
-            await asyncio.to_thread(refuse_beside_a_coordinator, str(tmp_path / "root"), "")
+            await asyncio.to_thread(require_alone, tmp_path / "root")
         assert raised.value.reason is Reason.SNAPSHOT_IN_USE

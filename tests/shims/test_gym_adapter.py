@@ -17,13 +17,16 @@ from typing import Any
 import pytest
 from safepoint.v1 import manifest_pb2
 
+from coordinator.protocol.operation import Limits
 from coordinator.wire.beneath import Directory
+from coordinator.wire.deadline import budget
 from coordinator.wire.errors import Reason, SafepointError
 from coordinator.wire.manifest_file import write_snapshot_manifest
 from coordinator.wire.terms import QuiesceMode, Role
 from participant_shims import messages
 from participant_shims.adapter import Loaded, Progress, WrittenFile
 from participant_shims.adapters.gate_link import GateLink, read_status
+from participant_shims.adapters.gates import patience_s
 from participant_shims.adapters.gym import GymAdapter
 from participant_shims.adapters.gym_files import excluded_in
 from participant_shims.adapters.gym_terms import role_named
@@ -134,6 +137,40 @@ async def test_status_answers_while_a_workers_loop_is_busy_and_so_does_the_rest(
     status = await bench.adapter.status(5)
     assert time.monotonic() - begun < 1
     assert "worker-1 does not answer" in status.waiting_for
+
+
+@pytest.mark.parametrize(
+    ("lease_s", "answers_after_s", "whole"),
+    [(60, 2.5, True), (60, 3.5, False), (3, 0.9, True), (3, 1.5, False), (1, 0.6, True), (1, 0.8, False)],
+)
+async def test_a_busy_worker_has_a_third_of_the_lease_and_at_most_3_s_before_it_voids_a_cut(
+    bench: GymBench, lease_s: float, answers_after_s: float, whole: bool
+) -> None:
+    loop = asyncio.get_running_loop()
+    now = loop.time()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(loop, "time", lambda: now)  # no time passes but that which the worker is said to need
+        link = bench.adapter._links["worker-1"]
+        ask = link.request
+
+        async def busy(what: str, params: Any = None, timeout_s: float | None = None, progress: Any = None) -> Any:
+            if what == "status" and timeout_s is not None and timeout_s < answers_after_s:
+                raise link._missing(f"has not answered {what} within {timeout_s:.1f} s")
+            return await ask(what, params, None, progress)
+
+        await bench.adapter.close("op-1", QuiesceMode.HOLD, lease_s)
+        link.request = busy  # type: ignore[method-assign]
+        still = await bench.adapter.still()
+    if whole:
+        assert still.activity == ""
+    else:
+        assert still.reason is Reason.WORKERS_MISSING
+        assert "worker-1" in still.activity
+
+
+def test_no_wait_of_a_phase_is_longer_than_what_its_caller_waits_to_hear_of_it() -> None:
+    assert max(patience_s(left) for left in (None, -1.0, 0.0, 5.0, 3600.0)) < budget(Limits().confirm_call_s)
+    assert min(patience_s(left) for left in (-1.0, 0.0, 0.1)) > 0
 
 
 @pytest.mark.parametrize(

@@ -250,4 +250,4 @@ def test_without_httptools_it_says_how_to_get_it(monkeypatch: pytest.MonkeyPatch
     with pytest.raises(SafepointError) as raised:
         load_httptools()
     assert raised.value.reason is Reason.UNSUPPORTED
-    assert "safepoint[proxy]" in raised.value.problem.next_step
+    assert "[proxy]" in raised.value.problem.next_step

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
+import threading
+import time
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -176,3 +178,43 @@ async def test_a_shim_leaves_a_coordinator_of_another_job(short_path: Path) -> N
             await registration(f"unix:{short_path}/c.sock").run()
     assert "'other'" in raised.value.problem.message
     await coordinator.die()
+
+
+async def test_a_shim_that_was_refused_to_the_end_leaves_no_task_and_one_line(
+    short_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    coordinator = FakeCoordinator()
+    coordinator.refuses = 1000
+    await coordinator.start(f"unix:{short_path}/c.sock")
+    before = asyncio.all_tasks()
+    shim = registration(f"unix:{short_path}/c.sock")
+    running = asyncio.create_task(shim.run())
+    await until(lambda: len(coordinator.hellos) >= 6)
+    running.cancel()
+    await asyncio.gather(running, return_exceptions=True)
+
+    def left() -> list[str]:  # a gRPC server's own tasks for a call come and go
+        return [repr(task) for task in asyncio.all_tasks() - before if "_consume_request_iterator" in repr(task)]
+
+    await until(lambda: not left())
+    said = [r.getMessage() for r in caplog.records if r.name == "participant_shims.registration"]
+    assert len(said) == 1
+    assert "Somebody has this name." in said[0]
+    assert shim.trouble is not None
+    assert shim.trouble.reason is Reason.DUPLICATE_PARTICIPANT
+    await coordinator.die()
+
+
+async def test_a_sleep_of_its_own_is_not_taken_for_the_silence_of_the_coordinator() -> None:
+    loop = asyncio.get_running_loop()
+    answer: asyncio.Future[pb.RegisterEvent] = loop.create_future()
+
+    class Call:
+        async def read(self) -> pb.RegisterEvent:
+            return await answer
+
+    waiting = asyncio.create_task(Registration._next(Call(), 0.05))
+    await asyncio.sleep(0)
+    threading.Timer(0.1, loop.call_soon_threadsafe, (answer.set_result, pb.RegisterEvent())).start()
+    time.sleep(0.3)  # noqa: ASYNC251 - the point of it
+    assert await waiting == pb.RegisterEvent()

@@ -7,6 +7,7 @@ import contextlib
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -68,6 +69,8 @@ async def test_a_shim_process_serves_is_alone_and_opens_when_it_goes(short_path:
         with shim_process(*arguments) as (process, announced):
             assert announced["participant_id"] == "judge-tool"
             assert announced["pid"] == process.pid
+            host, _, port = announced["listens"].partition(":")  # port 0 was asked for
+            socket.create_connection((host, int(port)), 5).close()
             assert json.loads((short_path / "life" / "shim.json").read_text()) == announced
             async with channel(announced["address"]) as link:
                 stub = participant_service_pb2_grpc.ParticipantStub(link)
@@ -183,6 +186,37 @@ def test_serve_sets_the_gates_folder_first_and_only_what_it_was_given() -> None:
     assert serve_environment(ServeOptions(), {"PYTHONPATH": set_["PYTHONPATH"]}).keys() <= {"PYTHONPATH"}
     with pytest.raises(ValueError, match="--name"):
         serve_environment(ServeOptions(role="policy"), {})
+
+
+def test_what_is_relative_in_serves_environment_is_absolute_in_that_of_its_servers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "token").symlink_to("..data")  # a mounted secret is replaced behind its link
+    environ = {
+        "SAFEPOINT_ROOT": "root",
+        "SAFEPOINT_RUN_DIR": "run",
+        "SAFEPOINT_TOKEN_FILE": "token",
+        "SAFEPOINT_TLS_DIR": "tls",
+    }
+    set_ = serve_environment(ServeOptions(root="other"), environ)
+    assert {name: set_[name] for name in environ} == {
+        "SAFEPOINT_ROOT": f"{tmp_path}/other", "SAFEPOINT_RUN_DIR": f"{tmp_path}/run",
+        "SAFEPOINT_TOKEN_FILE": f"{tmp_path}/token", "SAFEPOINT_TLS_DIR": f"{tmp_path}/tls",
+    }  # fmt: skip
+
+
+def test_a_shim_with_a_relative_root_says_why_it_cannot_use_it(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["shim", "--life", "/nowhere", "--root", "snapshots"]) == EXIT_USAGE
+    assert "absolute path, not 'snapshots'" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("command", ["shim", "serve", "inspect"])
+def test_help_teaches_with_examples(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main([command, "--help"])
+    shown = capsys.readouterr().out
+    assert f"  safepoint {command} " in shown[shown.index("example") :]
 
 
 @pytest.mark.parametrize(

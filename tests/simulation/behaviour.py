@@ -44,7 +44,7 @@ class Behaviour:
         self._ttl: dict[tuple[str, str], float] = {}
         self._first: dict[tuple[str, str], float] = {}  # when it was first asked for
         self._granted: set[tuple[str, str]] = set()
-        self._arrived: dict[int, tuple[float, float, bool]] = {}  # call: when, how long away till then, lapsed
+        self._arrived: dict[ServerCall, tuple[float, float, bool]] = {}  # call: when, how long away till then, lapsed
         self._epoch_of: dict[str, int] = {}
         self._over: set[tuple[str, str]] = set()  # (incarnation, operation) that has ended there in some way
         self._holder: dict[str, str] = {}  # incarnation -> the operation that it was prepared by last
@@ -113,7 +113,7 @@ class Behaviour:
         if call.name in GRANTING:
             self._first.setdefault(key, now)
         lapsed = key in self._granted and now > self.lease_until[key] + 0.001
-        self._arrived[id(call)] = (now, call.process.away_s, lapsed)
+        self._arrived[call] = (now, call.process.away_s, lapsed)
         if call.name in GRANTING or call.name == "RenewLease":
             self._ttl[key] = max(self._ttl.get(key, 0.0), request.lease_ttl.ToTimedelta().total_seconds())
         if not lapsed:
@@ -123,7 +123,7 @@ class Behaviour:
         """A message of a participant: the call was served."""
         operation = call.request.context.operation_id
         key = (incarnation, operation)
-        arrived, _, lapsed = self._arrived.get(id(call), (0.0, 0.0, False))
+        arrived, _, lapsed = self._arrived.get(call, (0.0, 0.0, False))
         if call.name in ENDING:
             self._over.add(key)
             return
@@ -150,7 +150,7 @@ class Behaviour:
 
     def call_ended(self, call: ServerCall, code: Any, trailers: Any, incarnation: str) -> None:
         """I15: an end is served in every state, at once, without a disk."""
-        arrived, away, _ = self._arrived.pop(id(call), (0.0, 0.0, False))
+        arrived, away, _ = self._arrived.pop(call, (0.0, 0.0, False))
         name = self.shims[incarnation][0]
         if call.request is not None and reason_of(trailers) is Reason.LEASE_LAPSED:
             key = (incarnation, call.request.context.operation_id)

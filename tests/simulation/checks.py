@@ -10,7 +10,7 @@ import json
 from typing import TYPE_CHECKING, Any
 
 from coordinator.snapshot_reading import SnapshotReader
-from coordinator.wire.errors import Reason, SafepointError
+from coordinator.wire.errors import Problem, Reason, SafepointError
 from coordinator.wire.terms import RolloutState
 from tests.simulation.behaviour import Behaviour
 from tests.simulation.cut import check_cut
@@ -46,7 +46,7 @@ class Checks:
         self.confirmed: dict[tuple[str, str], tuple[float, str]] = {}
         self.saving: dict[tuple[str, str], float] = {}  # (operation, participant) -> when its Commit arrived first
         self.restored: set[tuple[str, str]] = set()
-        self.arrived: dict[int, float] = {}
+        self.arrived: dict[ServerCall, float] = {}
         self.epochs: dict[str, int] = {}
         self.ended: set[tuple[str, str]] = set()  # (incarnation, operation)
         self.closed_once: set[tuple[str, str]] = set()
@@ -56,7 +56,9 @@ class Checks:
         self.linked_age: dict[str, tuple[int, int]] = {}  # snapshot -> epoch, and how many were there before
         self.members: dict[str, set[str]] = {}
         self.published: dict[str, str] = {}  # what a client was told: snapshot -> operation
+        self._whole: dict[str, object] = {}  # snapshot -> what its files held when they were verified
         self.aborted: dict[str, str] = {}  # operation -> snapshot
+        self.failures: list[tuple[str, Problem]] = []  # in the order in which they were told
         self.keeps = 0  # the fewest that a prune was asked to keep; zero before the first
         self.decisions: list[str] = []
         self.coordinators: dict[int, Coordinator] = {}
@@ -90,7 +92,7 @@ class Checks:
     # ---- participants answer --------------------------------------------------------------------------------------------------
 
     def called(self, call: ServerCall, request: Any) -> None:
-        self.arrived[id(call)] = self.world.loop.now
+        self.arrived[call] = self.world.loop.now
         incarnation = self.incarnation_of.get(call.process)
         if call.name in CHANGING and incarnation is not None:
             context = request.context
@@ -145,7 +147,7 @@ class Checks:
         elif kind == "restored":
             self.restored.add(key)
         elif call.name == "Confirm":
-            self.confirmed[key] = (self.arrived[id(call)], incarnation)
+            self.confirmed[key] = (self.arrived[call], incarnation)
         elif call.name == "Resume":
             self._resumed(operation, name)
         if call.name in ("Resume", "Abort"):
@@ -300,9 +302,13 @@ class Checks:
 
     def _is_whole(self, snapshot: str) -> None:
         disk = self.world.disk
+        there = disk.content(f"{ROOT}/snapshots/{snapshot}")
+        if there is not None and self._whole.get(snapshot) == there:
+            return  # it was looked at, and is what it was
         before, disk.fail_read = disk.fail_read, 0
         try:
             self.store().verify(snapshot)
+            self._whole[snapshot] = there
         except SafepointError as error:
             age = self.linked_age.get(snapshot, (0, 0))
             newer = [s for s in self.linked_by if self._exists(s) and self.linked_age[s] > age]

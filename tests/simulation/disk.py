@@ -196,6 +196,17 @@ class SimDisk:
             return sorted(self.resolve(path).names)
         return []
 
+    def content(self, path: str) -> object:
+        """All that lies below a directory, to be compared; None when there is none."""
+        with contextlib.suppress(OSError):
+            return self._content(self.resolve(path))
+        return None
+
+    def _content(self, node: Node) -> object:
+        if not node.directory:
+            return bytes(node.data)
+        return {name: self._content(child) for name, child in node.names.items()}
+
     # ---- nodes ------------------------------------------------------------------------------------------------------------
 
     def new(self, directory: bool) -> Node:
@@ -329,8 +340,11 @@ class SimOs:
     def _stat(node: Node) -> Any:
         return SimpleNamespace(
             st_mode=(stat.S_IFDIR | 0o700) if node.directory else (stat.S_IFREG | 0o600),
-            st_size=len(node.data), st_nlink=node.links, st_dev=1, st_ino=node.number,
+            st_size=len(node.data), st_nlink=node.links, st_dev=1, st_ino=node.number, st_mtime=0.0,
         )  # fmt: skip
+
+    def utime(self, fd: int) -> None:
+        self._disk.handle(fd)
 
     def listdir(self, fd: int) -> list[str]:
         return list(self._disk.handle(fd)[0].names)

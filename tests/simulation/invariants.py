@@ -40,5 +40,8 @@ INVARIANTS = {
     "L2": ("every operation ends, and everybody is found again", "story._settle"),
     "L3": ("the next save, the restore and every rollout succeed", "story._must_save, _restart and _finish"),
     "L4": ("a start is bounded, whoever hangs", "behaviour.coordinator_started"),
-    "L5": ("a failure names its cause, before the deadline of whoever waits", "trainer.blame; behaviour.too_late"),
+    "L5": (
+        "a failure names its cause, before the deadline of whoever waits",
+        "trainer.blame; behaviour.too_late; blame: single faults, 99 in 100 named",
+    ),
 }

@@ -73,6 +73,7 @@ class Process:
             return
         self.alive = False
         self.ready.clear()
+        self.loop.moved = True
         for job in list(self.jobs):
             job.kill()
         for call in self.on_kill:
@@ -82,6 +83,7 @@ class Process:
         """As SIGSTOP."""
         if not self.paused:
             self.paused, self._stopped_at = True, self.loop.now
+            self.loop.moved = True
 
     @property
     def away_s(self) -> float:
@@ -92,7 +94,7 @@ class Process:
         """As SIGCONT. What came meanwhile waits in sockets and timers; either may be looked at first."""
         if self.paused:
             self._away_s, self.woke_at = self.away_s, self.loop.now
-            self.paused = False
+            self.paused, self.loop.moved = False, True
             if self.loop.random.random() < 0.5:
                 timers = [h for h in self.ready if h.timer]
                 others = [h for h in self.ready if not h.timer]
@@ -198,6 +200,7 @@ class SimLoop(asyncio.BaseEventLoop):
     """See the module. `steps` counts callbacks; `fingerprint` is over all of them, in order."""
 
     forgotten = 0  # loops of this process
+    collect_every = 5  # of them: it takes as long as a tenth of a run. 0: never, in a process that ends soon
 
     def __init__(self, random: Random, thread_random: Random) -> None:
         super().__init__()
@@ -206,6 +209,7 @@ class SimLoop(asyncio.BaseEventLoop):
         self.steps = 0
         self.fingerprint = 0
         self.job: Job | None = None
+        self.moved = True  # whether another process may have become able to run, or unable
         self.kept: list[Any] = []  # nothing of a dead process may be collected: its `finally` would run
         self.failures: list[str] = []  # exceptions that nobody caught: each is a bug
         self._thread_random = thread_random
@@ -251,8 +255,14 @@ class SimLoop(asyncio.BaseEventLoop):
         self.at(self.now + delay_s, self.outside, call)
 
     def call_soon(self, callback: Any, *args: Any, context: Any = None) -> SimHandle:
-        handle = SimHandle(callback, args, context if context is not None else contextvars.copy_context(), False)
-        self._queue(handle)
+        context = context if context is not None else contextvars.copy_context()
+        handle = SimHandle(callback, args, context, False)
+        process: Process = context.get(PROCESS, self.outside)
+        if process.alive:
+            if not process.ready:
+                self._with_work[process] = None
+                self.moved = True
+            process.ready.append(handle)
         return handle
 
     call_soon_threadsafe = call_soon
@@ -275,15 +285,22 @@ class SimLoop(asyncio.BaseEventLoop):
     def _queue(self, handle: SimHandle) -> None:
         process: Process = handle._context.get(PROCESS, self.outside)
         if process.alive:
+            if not process.ready:
+                self._with_work[process] = None
+                self.moved = True
             process.ready.append(handle)
-            self._with_work[process] = None
 
     def _run_once(self) -> None:
         # Many steps at a time: this is where the time of a run goes.
         timers, working = self._timers, self._with_work
+        chance = self.random.random
         moved_at = self.steps
+        candidates: list[Process] = []
+        self.moved = True
         while not self._stopping:  # type: ignore[attr-defined]
-            candidates = [p for p in working if p.ready and not p.paused]
+            if self.moved:
+                self.moved = False
+                candidates = [p for p in working if p.ready and not p.paused]
             if not candidates:
                 for process in [p for p in working if not p.alive or not p.ready]:
                     del working[process]
@@ -291,18 +308,20 @@ class SimLoop(asyncio.BaseEventLoop):
                     raise RuntimeError("the world stands still for ever")
                 if timers[0][0] > self.now:
                     self.now, moved_at = timers[0][0], self.steps
-            while timers and timers[0][0] <= self.now:
+            if timers and timers[0][0] <= self.now:
                 _, _, process, due = heapq.heappop(timers)
                 if not isinstance(due, SimHandle):
                     due()
                 elif not due._cancelled:
                     self._queue(due)
+                continue
             if not candidates:
                 continue
-            chosen = candidates[0] if len(candidates) == 1 else candidates[int(self.random.random() * len(candidates))]
-            if not chosen.ready or chosen.paused:
-                continue  # a timer of the world has just stopped it
-            handle = chosen.ready.popleft()
+            chosen = candidates[0] if len(candidates) == 1 else candidates[int(chance() * len(candidates))]
+            ready = chosen.ready
+            handle = ready.popleft()
+            if not ready:
+                self.moved = True
             if handle._cancelled:
                 continue
             self.steps += 1
@@ -405,7 +424,7 @@ class SimLoop(asyncio.BaseEventLoop):
             self._executors.clear()
             self._unix.clear()
             SimLoop.forgotten += 1
-            if SimLoop.forgotten % 5 == 0:  # it takes as long as a tenth of a run
+            if SimLoop.collect_every and SimLoop.forgotten % SimLoop.collect_every == 0:
                 gc.collect()
         finally:
             sys.unraisablehook = before

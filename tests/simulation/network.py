@@ -183,6 +183,9 @@ class ServerCall:
     def invocation_metadata(self) -> Any:
         return ()
 
+    def peer(self) -> str:
+        return "unix:"
+
     # ---- life -------------------------------------------------------------------------------------------------------------
 
     def start(self, raw: bytes | None) -> None:

@@ -31,7 +31,7 @@ from tests.simulation.loop import Process, SimLoop
 from tests.simulation.network import Network
 
 Json = dict[str, Any]
-GAP_S, SILENCE_S = 0.25, 2.0  # between what a gate pushes: rarer than the real ones, since each costs time
+GAP_S, SILENCE_S = 0.4, 2.0  # between what a gate pushes: rarer than the real ones, since each costs time
 
 
 class Broken(ConnectionError):

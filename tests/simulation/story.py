@@ -11,7 +11,7 @@ import asyncio
 from dataclasses import dataclass, replace
 from typing import Any
 
-from coordinator.wire.errors import Reason
+from coordinator.wire.errors import Problem, Reason
 from tests.simulation.cut import finished_calls, next_attempts
 from tests.simulation.faults import LEASE_S, Event, Plan
 from tests.simulation.loop import Process
@@ -37,6 +37,7 @@ class Result:
     published: int
     restored: bool
     partial: int
+    failures: list[tuple[str, Problem]]  # operations that were told to have failed, and why
     unsteady: str = ""  # where two runs of the same seed differed, once and not again
 
 
@@ -411,5 +412,5 @@ def play(plan: Plan) -> Result:
         return Result(
             plan.seed, list(world.violations), world.lines, list(world.checks.decisions), world.loop.steps,
             world.loop.now - 10_000, world.loop.fingerprint, len(world.checks.published), story.restored,
-            world.checks.partial,
+            world.checks.partial, list(world.checks.failures),
         )  # fmt: skip

@@ -139,14 +139,21 @@ class Trainer:
         self.last_failure = error.reason
         if isinstance(error, Refused) and error.reason not in ASK_AGAIN:
             self.world.checks.told_aborted(snapshot, operation, error.reason.name)
-            self.blame(error)
+            self.blame(operation, error)
         else:
             self.world.checks.decisions.append(f"{operation} unknown")
 
-    def blame(self, error: SafepointError) -> None:
-        """L5: a failure names its reason and says something."""
-        if error.reason is Reason.INTERNAL or not error.problem.message:
+    def blame(self, operation: str, error: SafepointError) -> None:
+        """L5: a failure has one cause, whoever asks and however often, and it names reason, phase and what to do."""
+        checks, problem = self.world.checks, error.problem
+        if error.reason is Reason.INTERNAL or not problem.message or not problem.advice:
             self.world.violation(f"L5: a failure without a cause: {error}")
+        if operation in checks.behaviour.begun and not problem.phase:
+            self.world.violation(f"L5: {operation} failed, and nobody says in which phase: {error}")
+        before = [each for name, each in checks.failures if name == operation]
+        if before and operation in checks.behaviour.begun and before[-1].reason is not problem.reason:
+            self.world.violation(f"L5: {operation} failed for {before[-1].reason.name}, then for {problem.reason.name}")
+        checks.failures.append((operation, problem))
 
     async def restore(self, operation: str, snapshot: str, *, resume: bool) -> SafepointError | None:
         """Restore; its failure, or None."""
@@ -155,7 +162,8 @@ class Trainer:
         try:
             await self.ask("Restore", request, 30.0)
         except SafepointError as error:
-            self.blame(error)
+            if isinstance(error, Refused) and error.reason not in ASK_AGAIN:
+                self.blame(operation, error)
             return error
         return None
 

@@ -11,9 +11,11 @@ import contextlib
 import gc
 import json
 import logging
+import os
 import random as global_random
 import secrets
 import shutil
+import socket
 import tempfile
 import time
 from collections.abc import Callable, Generator
@@ -26,13 +28,16 @@ from coordinator.server import ADDRESS_NAME, Coordinator, serve
 from coordinator.settings import Settings
 from coordinator.wire import manifest_file
 from coordinator.wire.errors import SafepointError
+from participant_shims import ends
 from participant_shims.adapters.gym import GymAdapter
-from participant_shims.gate.calllog import CallLog
+from participant_shims.gate import logfile
+from participant_shims.gate import process as gate_process
 from participant_shims.shim import Shim, ShimOptions
 from tests.simulation.behaviour import KEPT_IN_MEMORY, KEPT_OUTCOMES
 from tests.simulation.checks import Checks
 from tests.simulation.disk import SimDisk, installed
 from tests.simulation.faults import LEASE_S, Plan
+from tests.simulation.logs import Logs
 from tests.simulation.loop import PROCESS, Process, SimLoop
 from tests.simulation.network import Network, Weather
 from tests.simulation.servers import GymServer, Http, Work
@@ -105,6 +110,14 @@ class World:
         self.checks.processes.append(made)
         return made
 
+    def pid(self) -> int:
+        """As `os.getpid`: of the simulated process. What is told of the machine would differ from run to run."""
+        return PROCESS.get(self.loop.outside).number
+
+    def began(self, pid: int) -> str:
+        """As `process.started`."""
+        return next((f"{each.born_at}" for each in self.checks.processes if each.number == pid and each.alive), "")
+
     def coordinator_address(self) -> str:
         text = self.disk.read_text(f"{ROOT}/coordinator/{ADDRESS_NAME}")
         try:
@@ -136,7 +149,7 @@ class World:
     async def _coordinate(self, process: Process) -> None:
         settings = Settings(
             root=ROOT, lease_ttl_s=LEASE_S, heartbeat_s=1.5, straggler_grace_s=2.0, prepare_timeout_s=12.0, commit_timeout_s=12.0,
-            restore_timeout_s=20.0,
+            restore_timeout_s=20.0, history_keep=0,
         )  # fmt: skip
         try:
             running = await serve(settings, make_server=self.network.make_server, dial=self.network.dial)
@@ -162,7 +175,6 @@ class World:
         life = self.lives[name] = self.lives.get(name, 0) + 1
         directory = self.scratch / f"{name}.{life}"
         directory.mkdir()
-        MEMORY.lay_log(directory / "calls.db")
         process = self.process(f"{name}.{life}", name)
         names = sorted(self.plan.servers)
         which = int(name.rpartition("-")[2])
@@ -259,12 +271,11 @@ class World:
 
 
 class Memory:
-    """Pure functions of what ships that are asked the same again and again; and an empty call log, to be copied."""
+    """Pure functions of what ships that are asked the same again and again."""
 
     def __init__(self) -> None:
         self._parse = manifest_file._parse
         self._parsed: dict[tuple[type[Any], bytes], Any] = {}
-        self._log = b""
 
     def parse(self, body: bytes, into: type[Any], where: str) -> Any:
         """As `manifest_file._parse`."""
@@ -277,14 +288,6 @@ class Memory:
         copied.CopyFrom(found)
         return copied
 
-    def lay_log(self, path: Path) -> None:
-        """What a call log is after its first opening."""
-        if not self._log:
-            CallLog(path).close()
-            self._log = path.read_bytes()
-        else:
-            path.write_bytes(self._log)
-
 
 MEMORY = Memory()
 
@@ -294,7 +297,7 @@ def made(plan: Plan) -> Generator[World]:
     """A world with its disk installed and chance under control; nothing of it is left afterwards."""
     base = "/dev/shm" if Path("/dev/shm").is_dir() else None
     scratch = Path(tempfile.mkdtemp(prefix="safepoint-sim-", dir=base))
-    world = World(plan, scratch)
+    world, logs = World(plan, scratch), Logs()
     chance = Random(f"secrets {plan.seed}")
     before = secrets.token_hex
     state = global_random.getstate()
@@ -305,6 +308,8 @@ def made(plan: Plan) -> Generator[World]:
         (operations, "KEPT_IN_MEMORY", KEPT_IN_MEMORY), (journal, "KEPT_OUTCOMES", KEPT_OUTCOMES[plan.little_memory]),
         (journal, "ROTATE_BYTES", 6_000), (time, "time_ns", world.wall_ns), (time, "time", lambda: world.wall_ns() / 1e9),
         (time, "monotonic", world.loop.time),  # how often progress is told
+        (logfile, "sqlite3", logs.sqlite3), (os, "getpid", world.pid), (gate_process, "started", world.began),
+        (ends, "output_of", lambda pid: ""), (socket, "gethostname", lambda: PROCESS.get(world.loop.outside).host),
     )  # fmt: skip
     kept = [(module, name, getattr(module, name)) for module, name, _ in constants]
     for module, name, value in constants:
@@ -324,6 +329,7 @@ def made(plan: Plan) -> Generator[World]:
                 for server in world.checks.servers:
                     server.gate.on_change = None
                     server.log.close()
+                logs.close()
                 asyncio.set_event_loop(None)
                 world.loop.close()
     finally:

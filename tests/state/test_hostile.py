@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import base64
+import hashlib
 import json
 import random
+import tempfile
 import time
+import zlib
 from collections import defaultdict
 from pathlib import Path
 from typing import Any
@@ -17,7 +21,7 @@ from hypothesis import strategies as st
 
 from coordinator.wire.errors import Reason, Refused
 from participant_shims.gate.state import codec
-from participant_shims.gate.state.file import SavedSession, Writer, read
+from participant_shims.gate.state.file import MAX_LINE, FileLimits, SavedSession, Writer, read
 from participant_shims.gate.state.graph import Limits
 from tests.state.samples import SCOPE, Board, Colour, Frozen, Label, Message, Names, Point
 
@@ -178,9 +182,6 @@ def test_keys_that_collide_on_purpose_are_refused_before_they_cost_time() -> Non
 
 
 def test_a_compressed_bomb_makes_no_more_than_it_declares() -> None:
-    import base64
-    import zlib
-
     bomb = base64.b64encode(zlib.compress(b"\0" * (200 << 20), 9)).decode()
     with pytest.raises(codec.Malformed):
         codec.decode(document(["b", [100, bomb, 1]]), SCOPE)
@@ -205,8 +206,8 @@ def test_text_that_is_no_json_is_malformed(text: str) -> None:
 # -- files -------------------------------------------------------------------------------------------------------------
 
 
-def write(path: Path) -> bytes:
-    writer = Writer(path)
+def write(path: Path, limits: FileLimits | None = None) -> bytes:
+    writer = Writer(path, limits=limits or FileLimits())
     writer.open({"method": "codec", "server": "x:Y"})
     long = ["word"] * 2000
     writer.write_sessions([SavedSession(f"s{n}", f"r{n}", 0, codec.encode({"n": n, "long": long})) for n in range(3)])
@@ -270,3 +271,81 @@ def test_a_newer_format_is_named_so(tmp_path: Path) -> None:
     with pytest.raises(Refused) as caught:
         read(path)
     assert caught.value.reason is Reason.SNAPSHOT_TOO_NEW
+
+
+def packed(part: Any, count: int = 1) -> list[dict[str, Any]]:
+    """Lines of blobs with other digests each, packed to almost nothing."""
+    lines: list[dict[str, Any]] = []
+    for number in range(count):
+        data = codec.dumps([number, part]).encode()
+        z = base64.b64encode(zlib.compress(data, 9)).decode()
+        lines.append({"blob": hashlib.sha256(data).hexdigest(), "size": len(data), "z": z})
+    return lines
+
+
+def write_lines(path: Path, blobs: list[dict[str, Any]], states: list[Any]) -> None:
+    """A file that is right in form."""
+    header = {"gym_session": 1, "schema": codec.SCHEMA, "method": "codec", "server": "x:Y"}
+    sessions = [{"session": f"s{n}", "rollout_id": "r", "attempt": 0, "state": s} for n, s in enumerate(states)]
+    end = {"end": {"sessions": len(sessions), "blobs": len(blobs)}}
+    path.write_text("".join(codec.dumps(line) + "\n" for line in [header, *blobs, *sessions, end]))
+
+
+def refused(path: Path, limits: FileLimits) -> str:
+    with pytest.raises(Refused) as caught:
+        read(path, limits)
+    assert caught.value.reason is Reason.SNAPSHOT_UNSAFE
+    return caught.value.problem.message
+
+
+def test_a_part_that_unpacks_to_too_much_is_unsafe(tmp_path: Path) -> None:
+    path, bomb = tmp_path / "f", "0" * (1 << 20)
+    write_lines(path, packed(bomb), [])
+    assert path.stat().st_size < 4000
+    assert "size" in refused(path, FileLimits(part_bytes=1 << 20))
+    lying = packed(bomb)
+    lying[0]["size"] = 100
+    write_lines(path, lying, [])
+    assert "length" in refused(path, FileLimits(part_bytes=1000))
+
+
+def test_many_parts_and_many_places_for_one_are_unsafe(tmp_path: Path) -> None:
+    path, small = tmp_path / "f", packed("x" * 1000, 4)
+    write_lines(path, small, [])
+    assert "3 shared parts" in refused(path, FileLimits(parts=3))
+    assert "stand for more than 4,000 bytes" in refused(path, FileLimits(total_bytes=4000))
+    write_lines(path, small[:1], [{"@": small[0]["blob"]}] * 10)
+    assert len(read(path, FileLimits(total_bytes=12_000)).sessions) == 10
+    assert "stand for more" in refused(path, FileLimits(total_bytes=10_000))
+
+
+LONG = st.integers(0, 3).map(lambda n: [f"{n} word"] * 700) | st.integers(0, 3).map(lambda n: f"{n}" * 6000)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.lists(st.lists(LONG | st.integers(), max_size=4), max_size=6),
+    st.builds(FileLimits, st.sampled_from([0, 5500, 7000]), st.integers(0, 6), st.integers(0, 80_000)),
+)
+def test_what_is_written_within_limits_is_read_within_them(states: list[Any], limits: FileLimits) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "f"
+        writer = Writer(path, limits=limits)
+        writer.open({})
+        left = writer.write_sessions(
+            [SavedSession(f"s{n}", "r", 0, codec.encode({"state": state})) for n, state in enumerate(states)]
+        )
+        writer.close()
+        assert not left
+        assert [codec.decode(s.state)["state"] for s in read(path, limits).sessions] == states
+
+
+def test_a_session_longer_than_a_reader_takes_is_left_out_and_the_others_are_not(tmp_path: Path) -> None:
+    writer = Writer(tmp_path / "f", max_line=2000)
+    writer.open({})
+    saved = [SavedSession(f"s{n}", "r", 0, {"values": list(range(length))}) for n, length in enumerate([10, 900, 20])]
+    assert writer.write_sessions(saved) == saved[1:2]
+    assert not writer.write_shared({"values": {"v": list(range(900)), "w": "x" * 1900}})
+    writer.close()
+    assert [s.session_id for s in read(tmp_path / "f").sessions] == ["s0", "s2"]
+    assert Writer(tmp_path / "g").max_line == MAX_LINE

@@ -62,7 +62,7 @@ async def test_sessions_come_back_into_a_fresh_server(tmp_path: Path) -> None:
     fresh, wrote, loaded = await moved(server, state, sessions, tmp_path / "f")
     assert (wrote["sessions"], wrote["excluded"]) == (40, [])
     assert wrote["bytes"] == (tmp_path / "f").stat().st_size == wrote["file"]["size"]
-    assert loaded == {"sessions": 40, "diverged": []}
+    assert (loaded["sessions"], loaded["diverged"], len(loaded["rollouts"])) == (40, [], 40)
     assert list(fresh.session_state) == sessions
     assert [fresh.session_state[s]["rng"].random() for s in sessions] == [
         server.session_state[s]["rng"].random() for s in sessions
@@ -170,7 +170,7 @@ async def test_global_state_that_cannot_be_saved_excludes_every_rollout(tmp_path
     assert wrote["sessions"] == 0
     assert len(wrote["excluded"]) == 3
     assert "server._cache['pool']: object" in wrote["excluded"][0]["reason"]
-    assert await SessionState(Server()).load(tmp_path / "f") == {"sessions": 0, "diverged": []}
+    assert await SessionState(Server()).load(tmp_path / "f") == {"sessions": 0, "diverged": [], "rollouts": []}
 
 
 async def test_machinery_that_is_made_again_does_not_count_as_state(tmp_path: Path) -> None:
@@ -371,7 +371,7 @@ def main(verb, path):
         table.hands["11111111-2222-4333-8444-555555555555"] = Hand([7])
         assert asyncio.run(state.export(path, {s: ("r", 0) for s in table.hands}))["sessions"] == 1
     else:
-        assert asyncio.run(state.load(path)) == {"sessions": 1, "diverged": []}
+        assert asyncio.run(state.load(path)) == {"sessions": 1, "diverged": [], "rollouts": ["r"]}
         [hand] = table.hands.values()
         assert type(hand) is Hand and hand.cards == [7]
 
@@ -471,7 +471,7 @@ async def test_re_executed_sessions_come_back_and_can_be_saved_again(tmp_path: P
     await recorded(session, tmp_path / "f")
     fresh = Server()
     state = SessionState(fresh, "reexecute", send=counting(fresh, session))
-    assert await state.load(tmp_path / "f") == {"sessions": 1, "diverged": []}
+    assert (await state.load(tmp_path / "f"))["diverged"] == []
     assert fresh.session_state == {session: 3}
     assert (await state.export(tmp_path / "again", owners([session])))["sessions"] == 1
 

@@ -20,7 +20,8 @@ from participant_shims.adapter import Exported, Loaded
 from participant_shims.adapters.vllm import VllmAdapter, VllmOptions
 from participant_shims.engine.held import HeldFront
 
-TOKENS = 120
+TOKENS = 280
+CUT_AT = 200  # tokens that each has at the cut: half a character of every one is then under 2 % of what is in flight
 
 
 def make_llm(model: str) -> Any:
@@ -83,7 +84,7 @@ async def main(model: str, folder: Path) -> dict[str, Any]:
     resumed = [await task for task in asked]
 
     asked = [asyncio.create_task(ask(front.generate, n, kind, **more)) for n, kind, more in questions]
-    while min([len(record.token_ids) for record in front.in_flight.values()] or [0]) < 30:
+    while min([len(record.token_ids) for record in front.in_flight.values()] or [0]) < CUT_AT:
         await asyncio.sleep(0.02)
     await freeze(adapter, "op-save")
     exported = [step async for step in adapter.export(folder / "cut")][-1]

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import asyncio
 import json
+import sys
+import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
@@ -181,6 +183,8 @@ async def scripted(port: int = 0, **knobs: Any) -> AsyncIterator[Scripted]:
             web.get("/weight_info", weights),
             web.post("/v1/completions", made.generate),
             web.post("/v1/chat/completions", made.generate),
+            web.post("/v1/responses", made.generate),
+            web.post("/v1/messages", made.generate),
         ]
     )
     runner = web.AppRunner(app, shutdown_timeout=0.1, handler_cancellation=True)
@@ -199,3 +203,17 @@ def _always(value: Any) -> Any:
         return web.json_response(value)
 
     return answer
+
+
+async def main() -> None:
+    """As a process, which can be stopped and killed: `python -m tests.vllm.scripted_engine PORT` prints its port and gives
+    each request a token every 20 ms."""
+    async with scripted(port=int(sys.argv[1]), started=time.time()) as engine:
+        print(engine.port, flush=True)
+        while True:
+            await asyncio.sleep(0.02)
+            engine.step()
+
+
+if __name__ == "__main__":
+    asyncio.run(main())

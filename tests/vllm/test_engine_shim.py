@@ -11,7 +11,7 @@ import tempfile
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import aiohttp
 import pytest
@@ -45,8 +45,15 @@ def _no_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("SAFEPOINT_TOKEN_FILE", raising=False)
 
 
+class HasTarget(Protocol):
+    @property
+    def target(self) -> str: ...
+
+
 @asynccontextmanager
-async def beside(engine: Scripted, path: Path, name: str = "engine") -> AsyncIterator[tuple[Shim, VllmAdapter, Caller]]:
+async def beside(
+    engine: HasTarget, path: Path, name: str = "engine"
+) -> AsyncIterator[tuple[Shim, VllmAdapter, Caller]]:
     life = path / f"life-{name}"
     life.mkdir(mode=0o700, exist_ok=True)
     adapter = VllmAdapter(VllmOptions(name, "127.0.0.1:0", engine.target, life))

@@ -51,18 +51,22 @@ async def test_four_thousand_tokens_freeze_as_fast_as_a_hundred(
     ]  # fmt: skip
     try:
         medians: dict[int, float] = {}
+        cpu: dict[int, float] = {}
         for length in (100, LONG):
             await until(lambda length=length: all(len(said.ids) >= length for said in told), 1200)
             times: list[float] = []
+            used: list[float] = []
             for number in range(TIMES):
-                begun = time.monotonic()
+                begun, before = time.monotonic(), time.process_time()
                 await freeze(small, f"op-{length}-{number}")
                 times.append(time.monotonic() - begun)
+                used.append(time.process_time() - before)
                 await small.open()
                 await asyncio.sleep(0.2)
-            medians[length] = statistics.median(times)
+            medians[length], cpu[length] = statistics.median(times), statistics.median(used)
             figure(f"freeze_s_16_streams_at_{length}_tokens",
-                   {"median": round(medians[length], 4), "max": round(max(times), 4), "n": len(times)})  # fmt: skip
+                   {"median": round(medians[length], 4), "max": round(max(times), 4), "n": len(times),
+                    "cpu_s_of_the_shim": round(cpu[length], 4)})  # fmt: skip
         directory = tmp_path / "cut"
         directory.mkdir()
         await freeze(small, "op-export")
@@ -75,7 +79,9 @@ async def test_four_thousand_tokens_freeze_as_fast_as_a_hundred(
         if MEASURES:
             assert max(medians.values()) < 0.3, medians
             assert max(medians.values()) < 1.5 * min(medians.values()), medians
-        # Also on a machine that is busy: nothing in it grows with what was generated.
+        # Also on a machine that is busy: nothing that the shim does grows with what was generated. The shim is in this
+        # process; what is added is what tokens cost that come until the engine stands still.
+        assert max(cpu.values()) < 1.5 * min(cpu.values()) + 0.005, cpu
         assert max(medians.values()) < 3 * min(medians.values()) + 0.5, medians
     finally:
         for task in streams:

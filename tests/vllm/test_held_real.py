@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from tests.vllm.real_engine import REPOSITORY, tiny_model, vllm_python
-from tests.vllm.test_freeze import figure
+from tests.vllm.test_freeze import MEASURES, figure
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.timeout(900)]
 
@@ -49,5 +49,6 @@ async def test_an_engine_in_process_goes_on_exactly_and_so_does_the_next_one(wor
             assert len(continued["ids"]) == len(want["ids"])
     assert sum(each["label"].startswith("exact") for each in found["continued"]) == 6
     assert found["kept"] + found["again"] == found["in_flight"]
-    assert found["again"] <= 4 * len(found["wanted"])  # at most one character of each, and that has four bytes
+    assert found["again"] < 0.02 * found["in_flight"]
+    assert not MEASURES or found["freeze_s"] < 0.3
     figure("in_process", {name: found[name] for name in ("rounds", "freeze_s", "in_flight", "kept", "again")})

@@ -13,9 +13,10 @@ pytestmark = [pytest.mark.vllm, pytest.mark.timeout(300)]
 
 
 async def test_the_cost_of_a_request_and_of_a_token() -> None:
-    found = await asyncio.to_thread(bench, 2000 if MEASURES else 100)
+    found = await asyncio.to_thread(bench, 50 if MEASURES else 5)
     for name, value in found.items():
         figure(f"proxy: {name}", value)
+    worst = max(value for name, value in found.items() if name.startswith("ms CPU a request"))
     # A guard against a cost of another order, on whatever machine; the figures are the finding.
-    assert max(value for name, value in found.items() if name.startswith("ms CPU a request")) < 1.0
+    assert worst < (0.15 if MEASURES else 1.0), found
     assert max(value for name, value in found.items() if name.startswith("us CPU a token")) < 500

@@ -6,6 +6,8 @@ import asyncio
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from coordinator.wire.terms import QuiesceMode
 from participant_shims.adapter import Exported, Loaded, Unloads
 from participant_shims.adapters.vllm import VllmAdapter
@@ -127,3 +129,34 @@ async def test_an_engine_that_was_started_anew_is_not_given_what_another_one_was
         engine.started += 100
         async with covered(engine, tmp_path) as (adapter, _):
             assert len(adapter.pool) == 0
+
+
+@pytest.mark.parametrize("path", ["/v1/responses", "/v1/messages"])
+async def test_what_is_not_read_is_in_the_ledger_by_name_and_begins_anew(tmp_path: Path, path: str) -> None:
+    question = {"model": "tiny", "input": "Count on.", "max_tokens": 4}
+    async with scripted() as engine:
+        async with covered(engine, tmp_path / "one") as (adapter, caller):
+            asked = asyncio.create_task(caller.post(path, question, MINE.headers()))
+            await until(lambda: len(engine.running) == 1)
+            assert adapter.doors.counts().in_flight == 1
+            exported = await saved(adapter, tmp_path / "cut")
+            ledger = (tmp_path / "cut" / exported.ledger_file).read_text()
+            assert f"what {path} generates is not read" in ledger
+            assert "r-1" in ledger
+            assert [r.ask.body for r in read_requests(tmp_path / "cut")[1]] == [question]
+            assert exported.recorded_calls == 0
+            # The answer of the life before is the engine's own, frozen or not.
+            engine.step(4)
+            assert await asked == (200, {"id": "x-1", "object": "o", "created": 5, "model": "tiny",
+                                         "choices": [{"index": 0, "text": "w103w104w105w106", "finish_reason": "length"}]})  # fmt: skip
+        async with covered(engine, tmp_path / "two") as (adapter, caller):
+            await load(adapter, tmp_path / "cut", exported)
+            await adapter.open()
+            before = len(engine.bodies)
+            asked = asyncio.create_task(caller.post(path, question, CallIdentity("r-1", 1, "0.1").headers()))
+            await until(lambda: len(engine.bodies) > before and bool(engine.running))
+            for _ in range(4):
+                engine.step()
+            assert (await asked)[1]["choices"][0]["text"] == "w103w104w105w106"
+            assert engine.bodies[-1] == question
+            assert (adapter.pool.tally.regenerated, len(adapter.pool)) == (1, 0)

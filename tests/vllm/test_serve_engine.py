@@ -19,9 +19,10 @@ import psutil
 import pytest
 from safepoint.v1 import coordinator_service_pb2 as pb
 
+from participant_shims.leftovers import NAME
 from participant_shims.serve_engine import engine_environment, is_vllm, target_of
 from tests.vllm.real_engine import REPOSITORY, Caller, free_port
-from tests.vllm.test_control import ASK
+from tests.vllm.test_control import ASK, until
 from tests.vllm.test_engine_shim import coordinating
 
 FAKE = f"""#!{sys.executable}
@@ -70,16 +71,25 @@ class Served:
         return next(c for c in children if "participant_shims.cli" in c.cmdline())
 
 
-@asynccontextmanager
-async def serving(folder: Path) -> AsyncIterator[Served]:
-    port, listen = free_port(), f"127.0.0.1:{free_port()}"
-    environment = {k: v for k, v in os.environ.items() if not k.startswith("SAFEPOINT_") or k == "SAFEPOINT_TEST_RUN"}
-    process = await asyncio.create_subprocess_exec(
+def command(folder: Path, port: int, listen: str) -> list[str]:
+    return [
         sys.executable, "-m", "participant_shims.cli", "serve", "--name", "engine-0", "--listen", listen,
         "--root", str(folder / "root"), "--coordinator", f"file:{folder}/root/coordinator/address.json",
         "--run-dir", str(folder), "--bind", "unix", "--", str(folder / "vllm"), "serve", "model", "--port", str(port),
-        stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE, cwd=REPOSITORY, start_new_session=True,
-        env={**environment, "PYTHONPATH": f"{REPOSITORY}{os.pathsep}{REPOSITORY / 'gen'}"},
+    ]  # fmt: skip
+
+
+def environment() -> dict[str, str]:
+    kept = {k: v for k, v in os.environ.items() if not k.startswith("SAFEPOINT_") or k == "SAFEPOINT_TEST_RUN"}
+    return {**kept, "PYTHONPATH": f"{REPOSITORY}{os.pathsep}{REPOSITORY / 'gen'}"}
+
+
+@asynccontextmanager
+async def serving(folder: Path) -> AsyncIterator[Served]:
+    listen = f"127.0.0.1:{free_port()}"
+    process = await asyncio.create_subprocess_exec(
+        *command(folder, free_port(), listen), stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE,
+        cwd=REPOSITORY, start_new_session=True, env=environment(),
     )  # fmt: skip
     made = Served(process, listen)
     try:
@@ -157,6 +167,51 @@ async def test_an_engine_that_dies_is_told_of_with_its_last_lines_and_its_group_
         assert f"  | orphan {orphan}" in report
         assert gone(orphan)
         assert gone(shim)
+
+
+async def test_who_is_left_when_everything_was_killed_is_ended_by_the_next_start(folder: Path) -> None:
+    async with serving(folder) as served:
+        await answers(served.listen)
+        orphan = await noted(folder, served)
+        for process in (psutil.Process(served.process.pid), served.shim, served.engine):
+            process.kill()
+        await served.process.wait()
+        assert not gone(orphan)
+        async with serving(folder) as again:
+            assert gone(orphan)
+            again.process.terminate()
+            _, errors = await asyncio.wait_for(again.process.communicate(), 40)
+        line = next(line for line in errors.decode().splitlines() if "before this one was killed" in line)
+        assert "engine-0" in line
+        assert f"{orphan} sleep" in line
+
+
+async def test_an_engine_ends_with_the_serve_that_was_killed_beside_it(folder: Path) -> None:
+    async with serving(folder) as served:
+        await answers(served.listen)
+        orphan, engine, shim = await noted(folder, served), served.engine.pid, served.shim.pid
+        served.process.kill()
+        await until(lambda: gone(engine) and gone(orphan) and gone(shim), 20)
+        _, errors = await served.process.communicate()
+        assert "`safepoint serve` was killed; its engine is ended with it" in errors.decode()
+
+
+async def test_an_engine_that_is_served_is_not_served_twice(folder: Path) -> None:
+    async with serving(folder) as served:
+        await answers(served.listen)
+        twice = await asyncio.create_subprocess_exec(*command(folder, free_port(), served.listen), cwd=REPOSITORY,
+                                                     stderr=asyncio.subprocess.PIPE, env=environment())  # fmt: skip
+        _, errors = await asyncio.wait_for(twice.communicate(), 30)
+        assert twice.returncode == 3
+        assert f"served already, by pid {served.process.pid}" in errors.decode()
+        assert not gone(served.engine.pid)
+
+
+async def noted(folder: Path, served: Served) -> int:
+    """The process that the engine has started, once it is noted."""
+    orphan = int(served.said["orphan"])
+    await until(lambda: f"[{orphan}, " in (folder / "engine-0-vllm" / NAME).read_text(), 10)
+    return orphan
 
 
 def test_a_command_that_starts_vllm_is_known_and_so_is_where_it_listens() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import re
 from enum import IntEnum
 from pathlib import Path
@@ -14,6 +16,7 @@ from safepoint.v1 import capabilities_pb2, coordinator_service_pb2, errors_pb2, 
 
 from coordinator.protocol.operation import Outcome
 from coordinator.wire import ids, terms
+from coordinator.wire.beneath import storage_error
 from coordinator.wire.deadline import MIN_BUDGET_S, budget, reply_margin
 from coordinator.wire.errors import CATALOG, Blocked, Reason, SafepointError, refuse
 
@@ -121,3 +124,20 @@ def test_a_server_keeps_back_one_second_or_a_tenth_of_a_short_deadline(remaining
 @given(st.floats(min_value=MIN_BUDGET_S, max_value=1e6))
 def test_a_server_always_ends_its_wait_before_its_caller(remaining: float) -> None:
     assert 0 < budget(remaining) < remaining
+
+
+@pytest.mark.parametrize(
+    ("number", "reason", "helps"),
+    [
+        (errno.EROFS, Reason.STORAGE_FAILED, "mounted read-only"),
+        (errno.EACCES, Reason.STORAGE_FAILED, "Let this user write there"),
+        (errno.EIO, Reason.STORAGE_FAILED, "dmesg"),
+        (errno.ENOSPC, Reason.STORAGE_FULL, "Free space"),
+        (errno.ELOOP, Reason.STORAGE_FAILED, "is mounted and can be written"),
+    ],
+)
+def test_a_failure_of_the_storage_says_what_helps_against_it(number: int, reason: Reason, helps: str) -> None:
+    problem = storage_error(OSError(number, os.strerror(number)), "making /data").problem
+    assert problem.reason is reason
+    assert helps in problem.advice
+    assert "save again" not in problem.advice, "it may be a start, a pull or a restore"

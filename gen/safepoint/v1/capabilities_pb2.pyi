@@ -432,6 +432,72 @@ class RolloutActivity(_message.Message):
 Global___RolloutActivity: _TypeAlias = RolloutActivity  # noqa: Y015
 
 @_typing.final
+class TaskStack(_message.Message):
+    """TaskStack is where one task of a rollout stands in a server's code: files, lines and names, never values."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ROLLOUT_ID_FIELD_NUMBER: _builtins.int
+    WORKER_ID_FIELD_NUMBER: _builtins.int
+    TASK_FIELD_NUMBER: _builtins.int
+    FRAMES_FIELD_NUMBER: _builtins.int
+    rollout_id: _builtins.str
+    """REQUIRED. The rollout; empty for what keeps the whole worker busy."""
+    worker_id: _builtins.str
+    """REQUIRED. The worker process."""
+    task: _builtins.str
+    """REQUIRED. What it is, e.g. "call 3" or "event loop". At most 128 bytes."""
+    @_builtins.property
+    def frames(self) -> _containers.RepeatedCompositeFieldContainer[Global___StackFrame]:
+        """REQUIRED. Outermost first, at most 32: the innermost ones."""
+
+    def __init__(
+        self,
+        *,
+        rollout_id: _builtins.str = ...,
+        worker_id: _builtins.str = ...,
+        task: _builtins.str = ...,
+        frames: _abc.Iterable[Global___StackFrame] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["frames", b"frames", "rollout_id", b"rollout_id", "task", b"task", "worker_id", b"worker_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___TaskStack: _TypeAlias = TaskStack  # noqa: Y015
+
+@_typing.final
+class StackFrame(_message.Message):
+    """StackFrame is one line of a stack."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    FILE_FIELD_NUMBER: _builtins.int
+    LINE_FIELD_NUMBER: _builtins.int
+    FUNCTION_FIELD_NUMBER: _builtins.int
+    file: _builtins.str
+    """REQUIRED. At most 256 bytes, the end of a longer path."""
+    line: _builtins.int
+    """REQUIRED."""
+    function: _builtins.str
+    """REQUIRED. At most 128 bytes."""
+    def __init__(
+        self,
+        *,
+        file: _builtins.str = ...,
+        line: _builtins.int = ...,
+        function: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["file", b"file", "function", b"function", "line", b"line"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___StackFrame: _TypeAlias = StackFrame  # noqa: Y015
+
+@_typing.final
 class ParticipantStatus(_message.Message):
     """ParticipantStatus is the truth about a participant now."""
 

@@ -845,6 +845,7 @@ class OperationEvent(_message.Message):
     RESTORED_FIELD_NUMBER: _builtins.int
     RESUMED_FIELD_NUMBER: _builtins.int
     FAILED_FIELD_NUMBER: _builtins.int
+    PARTICIPANT_CALLED_FIELD_NUMBER: _builtins.int
     operation_id: _builtins.str
     """REQUIRED. The operation."""
     sequence: _builtins.int
@@ -885,6 +886,10 @@ class OperationEvent(_message.Message):
     def failed(self) -> Global___Failed:
         """The operation ended without success; the call fails with the same detail."""
 
+    @_builtins.property
+    def participant_called(self) -> Global___ParticipantCalled:
+        """A participant is called: its part of the phase begins."""
+
     def __init__(
         self,
         *,
@@ -899,12 +904,13 @@ class OperationEvent(_message.Message):
         restored: Global___RestoreDone | None = ...,
         resumed: Global___Resumed | None = ...,
         failed: Global___Failed | None = ...,
+        participant_called: Global___ParticipantCalled | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["elapsed", b"elapsed", "event", b"event", "failed", b"failed", "participant_progress", b"participant_progress", "phase_finished", b"phase_finished", "phase_started", b"phase_started", "restored", b"restored", "resumed", b"resumed", "saved", b"saved", "warning", b"warning"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["elapsed", b"elapsed", "event", b"event", "failed", b"failed", "participant_called", b"participant_called", "participant_progress", b"participant_progress", "phase_finished", b"phase_finished", "phase_started", b"phase_started", "restored", b"restored", "resumed", b"resumed", "saved", b"saved", "warning", b"warning"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["elapsed", b"elapsed", "event", b"event", "failed", b"failed", "operation_id", b"operation_id", "participant_progress", b"participant_progress", "phase_finished", b"phase_finished", "phase_started", b"phase_started", "restored", b"restored", "resumed", b"resumed", "saved", b"saved", "sequence", b"sequence", "warning", b"warning"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["elapsed", b"elapsed", "event", b"event", "failed", b"failed", "operation_id", b"operation_id", "participant_called", b"participant_called", "participant_progress", b"participant_progress", "phase_finished", b"phase_finished", "phase_started", b"phase_started", "restored", b"restored", "resumed", b"resumed", "saved", b"saved", "sequence", b"sequence", "warning", b"warning"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_event: _TypeAlias = _typing.Literal["phase_started", "participant_progress", "phase_finished", "warning", "saved", "restored", "resumed", "failed"]  # noqa: Y015
+    _WhichOneofReturnType_event: _TypeAlias = _typing.Literal["phase_started", "participant_progress", "phase_finished", "warning", "saved", "restored", "resumed", "failed", "participant_called"]  # noqa: Y015
     _WhichOneofArgType_event: _TypeAlias = _typing.Literal["event", b"event"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_event) -> _WhichOneofReturnType_event | None: ...
 
@@ -918,25 +924,57 @@ class PhaseStarted(_message.Message):
 
     PHASE_FIELD_NUMBER: _builtins.int
     PARTICIPANT_IDS_FIELD_NUMBER: _builtins.int
+    BUDGET_FIELD_NUMBER: _builtins.int
     phase: _capabilities_pb2.Phase.ValueType
     """REQUIRED."""
     @_builtins.property
     def participant_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """REQUIRED. Who is called, in the order of the waves."""
 
+    @_builtins.property
+    def budget(self) -> _duration_pb2.Duration:
+        """OPTIONAL. The longest that it may take; absent when nothing bounds it."""
+
     def __init__(
         self,
         *,
         phase: _capabilities_pb2.Phase.ValueType = ...,
         participant_ids: _abc.Iterable[_builtins.str] | None = ...,
+        budget: _duration_pb2.Duration | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["budget", b"budget"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["participant_ids", b"participant_ids", "phase", b"phase"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["budget", b"budget", "participant_ids", b"participant_ids", "phase", b"phase"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___PhaseStarted: _TypeAlias = PhaseStarted  # noqa: Y015
+
+@_typing.final
+class ParticipantCalled(_message.Message):
+    """ParticipantCalled says that a participant's part of a phase begins. Told once for each attempt."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    PHASE_FIELD_NUMBER: _builtins.int
+    PARTICIPANT_ID_FIELD_NUMBER: _builtins.int
+    phase: _capabilities_pb2.Phase.ValueType
+    """REQUIRED."""
+    participant_id: _builtins.str
+    """REQUIRED."""
+    def __init__(
+        self,
+        *,
+        phase: _capabilities_pb2.Phase.ValueType = ...,
+        participant_id: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["participant_id", b"participant_id", "phase", b"phase"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ParticipantCalled: _TypeAlias = ParticipantCalled  # noqa: Y015
 
 @_typing.final
 class ParticipantProgress(_message.Message):
@@ -1376,19 +1414,25 @@ class GetCoordinatorStatusRequest(_message.Message):
 
     PARTICIPANTS_FIELD_NUMBER: _builtins.int
     MAX_ROLLOUTS_FIELD_NUMBER: _builtins.int
+    STACKS_OF_FIELD_NUMBER: _builtins.int
     participants: _builtins.bool
     """OPTIONAL. Ask every participant for its status as well; those that do not answer in time are listed without one."""
     max_rollouts: _builtins.int
     """OPTIONAL. At most so many rollouts per participant; zero means none, at most 1,000."""
+    @_builtins.property
+    def stacks_of(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """OPTIONAL. Participants whose await stacks are wanted as well, at most 20; only with `participants`."""
+
     def __init__(
         self,
         *,
         participants: _builtins.bool = ...,
         max_rollouts: _builtins.int = ...,
+        stacks_of: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["max_rollouts", b"max_rollouts", "participants", b"participants"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["max_rollouts", b"max_rollouts", "participants", b"participants", "stacks_of", b"stacks_of"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1410,6 +1454,9 @@ class OperationStatus(_message.Message):
     PENDING_PARTICIPANTS_FIELD_NUMBER: _builtins.int
     FAILURE_FIELD_NUMBER: _builtins.int
     UNCONFIRMED_FIELD_NUMBER: _builtins.int
+    BEGIN_TIME_FIELD_NUMBER: _builtins.int
+    PHASE_ELAPSED_FIELD_NUMBER: _builtins.int
+    PHASE_BUDGET_FIELD_NUMBER: _builtins.int
     operation_id: _builtins.str
     """REQUIRED."""
     snapshot_id: _builtins.str
@@ -1438,6 +1485,18 @@ class OperationStatus(_message.Message):
     def unconfirmed(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """OPTIONAL. Participants that may still be paused by it."""
 
+    @_builtins.property
+    def begin_time(self) -> _timestamp_pb2.Timestamp:
+        """OPTIONAL. Wall-clock time at which it began, for people; absent when not known."""
+
+    @_builtins.property
+    def phase_elapsed(self) -> _duration_pb2.Duration:
+        """OPTIONAL. Time since the phase began; while it runs only."""
+
+    @_builtins.property
+    def phase_budget(self) -> _duration_pb2.Duration:
+        """OPTIONAL. The longest that the phase may take, from its begin; absent when nothing bounds it, or it does not run."""
+
     def __init__(
         self,
         *,
@@ -1451,10 +1510,13 @@ class OperationStatus(_message.Message):
         pending_participants: _abc.Iterable[_builtins.str] | None = ...,
         failure: Global___Failed | None = ...,
         unconfirmed: _abc.Iterable[_builtins.str] | None = ...,
+        begin_time: _timestamp_pb2.Timestamp | None = ...,
+        phase_elapsed: _duration_pb2.Duration | None = ...,
+        phase_budget: _duration_pb2.Duration | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["elapsed", b"elapsed", "failure", b"failure"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["begin_time", b"begin_time", "elapsed", b"elapsed", "failure", b"failure", "phase_budget", b"phase_budget", "phase_elapsed", b"phase_elapsed"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["elapsed", b"elapsed", "failure", b"failure", "kind", b"kind", "operation_id", b"operation_id", "outcome", b"outcome", "pending_participants", b"pending_participants", "phase", b"phase", "snapshot_id", b"snapshot_id", "unconfirmed", b"unconfirmed", "waiting_for", b"waiting_for"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["begin_time", b"begin_time", "elapsed", b"elapsed", "failure", b"failure", "kind", b"kind", "operation_id", b"operation_id", "outcome", b"outcome", "pending_participants", b"pending_participants", "phase", b"phase", "phase_budget", b"phase_budget", "phase_elapsed", b"phase_elapsed", "snapshot_id", b"snapshot_id", "unconfirmed", b"unconfirmed", "waiting_for", b"waiting_for"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1470,6 +1532,7 @@ class ParticipantHealth(_message.Message):
     REACHABLE_FIELD_NUMBER: _builtins.int
     STATUS_FIELD_NUMBER: _builtins.int
     PROBLEM_FIELD_NUMBER: _builtins.int
+    STACKS_FIELD_NUMBER: _builtins.int
     reachable: _builtins.bool
     """REQUIRED. Whether it answered in time."""
     problem: _builtins.str
@@ -1482,6 +1545,10 @@ class ParticipantHealth(_message.Message):
     def status(self) -> _capabilities_pb2.ParticipantStatus:
         """OPTIONAL. Its own status; absent when it did not answer or was not asked."""
 
+    @_builtins.property
+    def stacks(self) -> _containers.RepeatedCompositeFieldContainer[_capabilities_pb2.TaskStack]:
+        """OPTIONAL. What the tasks of its rollouts wait for, when it was asked for; at most 20."""
+
     def __init__(
         self,
         *,
@@ -1489,10 +1556,11 @@ class ParticipantHealth(_message.Message):
         reachable: _builtins.bool = ...,
         status: _capabilities_pb2.ParticipantStatus | None = ...,
         problem: _builtins.str = ...,
+        stacks: _abc.Iterable[_capabilities_pb2.TaskStack] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["info", b"info", "status", b"status"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["info", b"info", "problem", b"problem", "reachable", b"reachable", "status", b"status"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["info", b"info", "problem", b"problem", "reachable", b"reachable", "stacks", b"stacks", "status", b"status"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -2004,6 +2072,7 @@ class ExplainResponse(_message.Message):
 
     OPERATION_FIELD_NUMBER: _builtins.int
     EVENTS_FIELD_NUMBER: _builtins.int
+    LATER_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def operation(self) -> Global___OperationStatus:
         """OPTIONAL. The operation; absent when none has failed."""
@@ -2012,16 +2081,103 @@ class ExplainResponse(_message.Message):
     def events(self) -> _containers.RepeatedCompositeFieldContainer[Global___OperationEvent]:
         """OPTIONAL. Its last events, oldest first, at most 200."""
 
+    @_builtins.property
+    def later(self) -> _containers.RepeatedCompositeFieldContainer[Global___OperationStatus]:
+        """OPTIONAL. Operations that began after it, newest first, at most 20: whether it is still like that."""
+
     def __init__(
         self,
         *,
         operation: Global___OperationStatus | None = ...,
         events: _abc.Iterable[Global___OperationEvent] | None = ...,
+        later: _abc.Iterable[Global___OperationStatus] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["operation", b"operation"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["events", b"events", "operation", b"operation"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["events", b"events", "later", b"later", "operation", b"operation"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___ExplainResponse: _TypeAlias = ExplainResponse  # noqa: Y015
+
+@_typing.final
+class ListOperationsRequest(_message.Message):
+    """ListOperationsRequest asks for a list."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    PAGE_SIZE_FIELD_NUMBER: _builtins.int
+    page_size: _builtins.int
+    """OPTIONAL. At most so many; zero means 20, at most 1,000."""
+    def __init__(
+        self,
+        *,
+        page_size: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["page_size", b"page_size"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ListOperationsRequest: _TypeAlias = ListOperationsRequest  # noqa: Y015
+
+@_typing.final
+class ListOperationsResponse(_message.Message):
+    """ListOperationsResponse is the list."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    OPERATIONS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def operations(self) -> _containers.RepeatedCompositeFieldContainer[Global___OperationSummary]:
+        """REQUIRED. Newest first."""
+
+    def __init__(
+        self,
+        *,
+        operations: _abc.Iterable[Global___OperationSummary] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["operations", b"operations"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ListOperationsResponse: _TypeAlias = ListOperationsResponse  # noqa: Y015
+
+@_typing.final
+class OperationSummary(_message.Message):
+    """OperationSummary is what a list shows of an operation."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    OPERATION_FIELD_NUMBER: _builtins.int
+    SNAPSHOT_FIELD_NUMBER: _builtins.int
+    PAUSE_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def operation(self) -> Global___OperationStatus:
+        """REQUIRED. How it stands or ended."""
+
+    @_builtins.property
+    def snapshot(self) -> Global___SnapshotInfo:
+        """OPTIONAL. The snapshot that it saved or restored; absent when it did not come to that."""
+
+    @_builtins.property
+    def pause(self) -> _duration_pb2.Duration:
+        """OPTIONAL. First admission closed to last admission open; absent when nobody was paused, or not known."""
+
+    def __init__(
+        self,
+        *,
+        operation: Global___OperationStatus | None = ...,
+        snapshot: Global___SnapshotInfo | None = ...,
+        pause: _duration_pb2.Duration | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["operation", b"operation", "pause", b"pause", "snapshot", b"snapshot"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["operation", b"operation", "pause", b"pause", "snapshot", b"snapshot"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___OperationSummary: _TypeAlias = OperationSummary  # noqa: Y015

@@ -135,6 +135,11 @@ class CoordinatorStub(object):
                 request_serializer=safepoint_dot_v1_dot_coordinator__service__pb2.ExplainRequest.SerializeToString,
                 response_deserializer=safepoint_dot_v1_dot_coordinator__service__pb2.ExplainResponse.FromString,
                 _registered_method=True)
+        self.ListOperations = channel.unary_unary(
+                '/safepoint.v1.Coordinator/ListOperations',
+                request_serializer=safepoint_dot_v1_dot_coordinator__service__pb2.ListOperationsRequest.SerializeToString,
+                response_deserializer=safepoint_dot_v1_dot_coordinator__service__pb2.ListOperationsResponse.FromString,
+                _registered_method=True)
 
 
 class CoordinatorServicer(object):
@@ -321,6 +326,16 @@ class CoordinatorServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def ListOperations(self, request, context):
+        """ListOperations lists the operations that the history has, newest first, those that were refused early among them.
+        Changes nothing.
+
+        OK also when the history cannot be read: what is in memory is listed then.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_CoordinatorServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -423,6 +438,11 @@ def add_CoordinatorServicer_to_server(servicer, server):
                     servicer.Explain,
                     request_deserializer=safepoint_dot_v1_dot_coordinator__service__pb2.ExplainRequest.FromString,
                     response_serializer=safepoint_dot_v1_dot_coordinator__service__pb2.ExplainResponse.SerializeToString,
+            ),
+            'ListOperations': grpc.unary_unary_rpc_method_handler(
+                    servicer.ListOperations,
+                    request_deserializer=safepoint_dot_v1_dot_coordinator__service__pb2.ListOperationsRequest.FromString,
+                    response_serializer=safepoint_dot_v1_dot_coordinator__service__pb2.ListOperationsResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -966,6 +986,33 @@ class Coordinator(object):
             '/safepoint.v1.Coordinator/Explain',
             safepoint_dot_v1_dot_coordinator__service__pb2.ExplainRequest.SerializeToString,
             safepoint_dot_v1_dot_coordinator__service__pb2.ExplainResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ListOperations(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/safepoint.v1.Coordinator/ListOperations',
+            safepoint_dot_v1_dot_coordinator__service__pb2.ListOperationsRequest.SerializeToString,
+            safepoint_dot_v1_dot_coordinator__service__pb2.ListOperationsResponse.FromString,
             options,
             channel_credentials,
             insecure,

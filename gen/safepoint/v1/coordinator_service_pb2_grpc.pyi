@@ -136,6 +136,12 @@ class CoordinatorStub:
     """
     Explain: _grpc.UnaryUnaryMultiCallable[_coordinator_service_pb2.ExplainRequest, _coordinator_service_pb2.ExplainResponse]
     """Explain says why the last operation, or a given one, did not finish: one primary cause. Changes nothing."""
+    ListOperations: _grpc.UnaryUnaryMultiCallable[_coordinator_service_pb2.ListOperationsRequest, _coordinator_service_pb2.ListOperationsResponse]
+    """ListOperations lists the operations that the history has, newest first, those that were refused early among them.
+    Changes nothing.
+
+    OK also when the history cannot be read: what is in memory is listed then.
+    """
 
 @_typing.type_check_only
 class CoordinatorAsyncStub(CoordinatorStub):
@@ -236,6 +242,12 @@ class CoordinatorAsyncStub(CoordinatorStub):
     """
     Explain: _aio.UnaryUnaryMultiCallable[_coordinator_service_pb2.ExplainRequest, _coordinator_service_pb2.ExplainResponse]  # type: ignore[assignment]
     """Explain says why the last operation, or a given one, did not finish: one primary cause. Changes nothing."""
+    ListOperations: _aio.UnaryUnaryMultiCallable[_coordinator_service_pb2.ListOperationsRequest, _coordinator_service_pb2.ListOperationsResponse]  # type: ignore[assignment]
+    """ListOperations lists the operations that the history has, newest first, those that were refused early among them.
+    Changes nothing.
+
+    OK also when the history cannot be read: what is in memory is listed then.
+    """
 
 class CoordinatorServicer(metaclass=_abc_1.ABCMeta):
     """Coordinator owns the operations of one job."""
@@ -453,5 +465,17 @@ class CoordinatorServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_coordinator_service_pb2.ExplainResponse, _abc.Awaitable[_coordinator_service_pb2.ExplainResponse]]:
         """Explain says why the last operation, or a given one, did not finish: one primary cause. Changes nothing."""
+
+    @_abc_1.abstractmethod
+    def ListOperations(
+        self,
+        request: _coordinator_service_pb2.ListOperationsRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_coordinator_service_pb2.ListOperationsResponse, _abc.Awaitable[_coordinator_service_pb2.ListOperationsResponse]]:
+        """ListOperations lists the operations that the history has, newest first, those that were refused early among them.
+        Changes nothing.
+
+        OK also when the history cannot be read: what is in memory is listed then.
+        """
 
 def add_CoordinatorServicer_to_server(servicer: CoordinatorServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

@@ -106,7 +106,8 @@ class GetCapabilitiesResponse(_message.Message):
     """REQUIRED. Where it stands now."""
     operation_id: _builtins.str
     """OPTIONAL. The operation that owns the fence. When open: the restore whose state is loaded and of which the
-    participant has not heard whether it was resumed; it refuses Prepare until Resume or Abort of it says so.
+    participant has not heard whether it was resumed; it refuses Prepare until Resume or Abort of it says so. Or the
+    operation in which the shim before this one was killed, while its server is still closed for it.
     """
     coordinator_epoch: _builtins.int
     """REQUIRED. The highest coordinator_epoch seen; zero before the first."""
@@ -984,16 +985,20 @@ class GetStatusRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     MAX_ROLLOUTS_FIELD_NUMBER: _builtins.int
+    MAX_STACKS_FIELD_NUMBER: _builtins.int
     max_rollouts: _builtins.int
     """OPTIONAL. At most so many rollouts; zero means none, at most 1,000."""
+    max_stacks: _builtins.int
+    """OPTIONAL. At most so many await stacks of rollouts' tasks; zero means none, at most 100."""
     def __init__(
         self,
         *,
         max_rollouts: _builtins.int = ...,
+        max_stacks: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["max_rollouts", b"max_rollouts"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["max_rollouts", b"max_rollouts", "max_stacks", b"max_stacks"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1006,18 +1011,24 @@ class GetStatusResponse(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     STATUS_FIELD_NUMBER: _builtins.int
+    STACKS_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def status(self) -> _capabilities_pb2.ParticipantStatus:
         """REQUIRED."""
+
+    @_builtins.property
+    def stacks(self) -> _containers.RepeatedCompositeFieldContainer[_capabilities_pb2.TaskStack]:
+        """OPTIONAL. What the tasks of its rollouts wait for, the longest-standing first; empty where nobody can look."""
 
     def __init__(
         self,
         *,
         status: _capabilities_pb2.ParticipantStatus | None = ...,
+        stacks: _abc.Iterable[_capabilities_pb2.TaskStack] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["status", b"status"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["status", b"status"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["stacks", b"stacks", "status", b"status"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

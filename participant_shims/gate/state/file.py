@@ -9,7 +9,8 @@ the footer, and gives nothing away before it has seen the footer.
     {"session": ID, "rollout_id": ..., "attempt": n, "state": {...}}        one a session
     {"end": {"sessions": n, "blobs": n}}                                    last
 
-A part of a document that is `{"@": SHA256}` stands for the blob.
+A part of a document that is `{"@": SHA256}` stands for the blob. Packing and repetition make a small file stand for much:
+`FileLimits` says how much. The writer keeps to them by writing out what would pass them.
 """
 
 from __future__ import annotations
@@ -36,7 +37,24 @@ BLOB_FROM: Final = 1024  # characters; shorter parts are cheaper to repeat
 COMPRESS_FROM: Final = 4096
 MAX_LINE: Final = 512 * 1024 * 1024
 MAX_SESSIONS: Final = 1_000_000
+TOO_LONG: Final = f"it has more than {MAX_LINE >> 20:,} MiB"
 _INLINE: Final = frozenset({type(None), bool, int, float, str})
+
+
+@dataclass(frozen=True, slots=True)
+class FileLimits:
+    """How much a file may stand for beyond its own bytes.
+
+    `part_bytes`: of one blob, unpacked; `parts`: how many blobs; `total_bytes`: of all blobs, and again of each at every
+    place that it stands for.
+    """
+
+    part_bytes: int = 64 << 20
+    parts: int = 1_000_000
+    total_bytes: int = 16 << 30
+
+
+LIMITS: Final = FileLimits()
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,10 +77,15 @@ class SavedFile:
 
 
 class Lines:
-    """Turns sessions into lines. `blobs` are the digests of those that the file has so far."""
+    """Turns sessions into lines. `blobs` are the digests of those that the file has so far.
 
-    def __init__(self) -> None:
+    Lines over `max_line` bytes no reader would take.
+    """
+
+    def __init__(self, limits: FileLimits = LIMITS, max_line: int = MAX_LINE) -> None:
         self.blobs: set[str] = set()
+        self.limits = limits
+        self.max_line = max_line
 
     def line(self, content: dict[str, Any]) -> bytes:
         """A line as it is written."""
@@ -91,8 +114,11 @@ class Lines:
         """The last line."""
         return self.line({"end": {"sessions": sessions, "blobs": len(self.blobs)}})
 
-    def put_blob(self, digest: str, line: Callable[[], bytes]) -> None:
-        """A blob is referred to; `line` makes its line. Comes before the line that refers to it."""
+    def put_blob(self, digest: str, size: int, line: Callable[[], bytes]) -> bool:
+        """A blob of `size` bytes is to be referred to; `line` makes its line, which comes before the one that refers to it.
+
+        False when the limits leave no room for it: then it is written out.
+        """
         raise NotImplementedError
 
     def _lift_all(self, state: Any) -> Any:
@@ -119,7 +145,8 @@ class Lines:
             return [self._lift(inner, depth + 1) for inner in part]
         return part
 
-    def _blob(self, part: Any) -> dict[str, str]:
+    def _blob(self, part: Any) -> Any:
+        """What stands for `part`; itself, where the limits leave no room for a blob."""
         data = codec.dumps(part).encode("utf-8")
         digest = hashlib.sha256(data).hexdigest()
 
@@ -129,18 +156,19 @@ class Lines:
                 return self.line({"blob": digest, "size": len(data), "z": base64.b64encode(packed).decode("ascii")})
             return b'{"blob":"%s","data":%s}\n' % (digest.encode(), data)
 
-        self.put_blob(digest, line)
-        return {"@": digest}
+        fits = len(data) <= self.limits.part_bytes and self.put_blob(digest, len(data), line)
+        return {"@": digest} if fits else part
 
 
 class Writer(Lines):
     """Writes one file; not for two threads at once. A file that `close` did not finish has no footer and is refused."""
 
-    def __init__(self, path: Path) -> None:
-        super().__init__()
+    def __init__(self, path: Path, limits: FileLimits = LIMITS, max_line: int = MAX_LINE) -> None:
+        super().__init__(limits, max_line)
         self.path = path
         self.size = 0
         self.sessions = 0
+        self._stands_for = 0
         self._digest = hashlib.sha256()
         self._file: BinaryIO | None = None
 
@@ -151,15 +179,19 @@ class Writer(Lines):
         self._file = os.fdopen(descriptor, "wb", buffering=1 << 20)
         self._write(self.header(header))
 
-    def write_shared(self, shared: dict[str, Any]) -> None:
-        """What belongs to the server as a whole."""
-        self._write(self.shared(shared))
+    def write_shared(self, shared: dict[str, Any]) -> bool:
+        """What belongs to the server as a whole; False when no reader would take it, and then it is not written."""
+        return self._write(self.shared(shared))
 
-    def write_sessions(self, sessions: list[SavedSession]) -> None:
-        """Sessions, one line each."""
+    def write_sessions(self, sessions: list[SavedSession]) -> list[SavedSession]:
+        """Sessions, one line each; those that no reader would take are not written, and returned."""
+        too_long: list[SavedSession] = []
         for saved in sessions:
-            self._write(self.session(saved))
-            self.sessions += 1
+            if self._write(self.session(saved)):
+                self.sessions += 1
+            else:
+                too_long.append(saved)
+        return too_long
 
     def close(self) -> str:
         """Footer, fsync; the SHA-256 hex of the file."""
@@ -181,23 +213,32 @@ class Writer(Lines):
         with contextlib.suppress(OSError):
             self.path.unlink()
 
-    def put_blob(self, digest: str, line: Callable[[], bytes]) -> None:
-        if digest not in self.blobs:
+    def put_blob(self, digest: str, size: int, line: Callable[[], bytes]) -> bool:
+        new = digest not in self.blobs
+        stands_for = self._stands_for + size * (2 if new else 1)
+        if stands_for > self.limits.total_bytes or (new and len(self.blobs) >= self.limits.parts):
+            return False
+        self._stands_for = stands_for
+        if new:
             self.blobs.add(digest)
             self._write(line())
+        return True
 
-    def _write(self, data: bytes) -> None:
+    def _write(self, data: bytes) -> bool:
         assert self._file is not None
+        if len(data) > self.max_line:
+            return False
         self._digest.update(data)
         self._file.write(data)
         self.size += len(data)
+        return True
 
 
 def _unsafe(path: Path, what: str) -> Refused:
     return refuse(Reason.SNAPSHOT_UNSAFE, f"Session file {path.name}: {what}.")
 
 
-def read(path: Path) -> SavedFile:
+def read(path: Path, limits: FileLimits = LIMITS) -> SavedFile:
     """The whole file. Raises Refused: SNAPSHOT_UNSAFE, SNAPSHOT_CORRUPT (cut short), SNAPSHOT_TOO_NEW; OSError."""
     with open_content(path) as file:
         header = _parse(path, file.readline(1 << 20))
@@ -211,7 +252,7 @@ def read(path: Path) -> SavedFile:
                 f"{FORMAT} ({codec.SCHEMA}).",
             )
         saved = SavedFile(header)
-        blobs: dict[str, Any] = {}
+        blobs = _Blobs(path, limits)
         seen: set[str] = set()
         while True:
             raw = file.readline(MAX_LINE)
@@ -219,9 +260,9 @@ def read(path: Path) -> SavedFile:
                 raise refuse(Reason.SNAPSHOT_CORRUPT, f"Session file {path.name} ends without its footer.")
             line = _parse(path, raw)
             if "blob" in line:
-                _take_blob(path, line, blobs)
+                blobs.take(line)
             elif "global" in line and not saved.shared and isinstance(line["global"], dict):
-                saved.shared = cast("dict[str, Any]", _put_back(path, line["global"], blobs))
+                saved.shared = cast("dict[str, Any]", blobs.put_back(line["global"]))
             elif "session" in line:
                 session = _take_session(path, line, blobs)
                 if session.session_id in seen or len(seen) >= MAX_SESSIONS:
@@ -229,7 +270,7 @@ def read(path: Path) -> SavedFile:
                 seen.add(session.session_id)
                 saved.sessions.append(session)
             elif "end" in line:
-                if line["end"] != {"sessions": len(seen), "blobs": len(blobs)} or file.read(1):
+                if line["end"] != {"sessions": len(seen), "blobs": len(blobs.parts)} or file.read(1):
                     raise _unsafe(path, "its footer does not agree with its content")
                 return saved
             else:
@@ -246,45 +287,66 @@ def _parse(path: Path, raw: bytes) -> dict[str, Any]:
     return line
 
 
-def _take_blob(path: Path, line: dict[str, Any], blobs: dict[str, Any]) -> None:
-    try:
-        if "z" in line:
-            size = line["size"]
-            if type(size) is not int or not 0 <= size <= MAX_LINE:
-                raise ValueError("size")
-            inflater = zlib.decompressobj()
-            data = inflater.decompress(base64.b64decode(line["z"], validate=True), size + 1)
-            if len(data) != size or not inflater.eof:
-                raise ValueError("length")
-            part = json.loads(data)
-        else:
-            part = line["data"]
-            data = codec.dumps(part).encode("utf-8")
-        if hashlib.sha256(data).hexdigest() != line["blob"] or line["blob"] in blobs:
-            raise ValueError("digest")
-    except (ValueError, KeyError, TypeError, zlib.error, RecursionError) as e:
-        raise _unsafe(path, f"a shared part is bad ({str(e)[:60]})") from None
-    blobs[line["blob"]] = part
+class _Blobs:
+    """The shared parts of one file, and how much it stands for so far."""
+
+    def __init__(self, path: Path, limits: FileLimits) -> None:
+        self._path, self._limits = path, limits
+        self.parts: dict[str, tuple[Any, int]] = {}  # by digest: the part, and its bytes when it is written out
+        self._stands_for = 0
+
+    def take(self, line: dict[str, Any]) -> None:
+        """Unpack one. Raises SNAPSHOT_UNSAFE."""
+        if len(self.parts) >= self._limits.parts:
+            raise _unsafe(self._path, f"it has more than {self._limits.parts:,} shared parts")
+        try:
+            if "z" in line:
+                size = line["size"]
+                if type(size) is not int or not 0 <= size <= self._limits.part_bytes:
+                    raise ValueError("size")
+                inflater = zlib.decompressobj()
+                data = inflater.decompress(base64.b64decode(line["z"], validate=True), size + 1)
+                if len(data) != size or not inflater.eof:
+                    raise ValueError("length")
+                part = json.loads(data)
+            else:
+                part = line["data"]
+                data = codec.dumps(part).encode("utf-8")
+                if len(data) > self._limits.part_bytes:
+                    raise ValueError("size")
+            if hashlib.sha256(data).hexdigest() != line["blob"] or line["blob"] in self.parts:
+                raise ValueError("digest")
+        except (ValueError, KeyError, TypeError, zlib.error, RecursionError) as e:
+            raise _unsafe(self._path, f"a shared part is bad ({str(e)[:60]})") from None
+        self._count(len(data))
+        self.parts[line["blob"]] = part, len(data)
+
+    def put_back(self, state: Any, depth: int = 0) -> Any:
+        """`state` with the parts in their places. Raises SNAPSHOT_UNSAFE."""
+        if depth > 12:
+            return state
+        if a_dict(state):
+            if state.keys() == {"@"}:
+                if not isinstance(state["@"], str) or state["@"] not in self.parts:
+                    raise _unsafe(self._path, "it refers to a shared part that it does not have")
+                part, size = self.parts[state["@"]]
+                self._count(size)
+                return part
+            return {name: self.put_back(part, depth + 1) for name, part in state.items()}
+        if a_list(state):
+            if set(map(type, state)) <= _INLINE:
+                return state
+            return [self.put_back(part, depth + 1) for part in state]
+        return state
+
+    def _count(self, size: int) -> None:
+        self._stands_for += size
+        if self._stands_for > self._limits.total_bytes:
+            raise _unsafe(self._path, f"its shared parts stand for more than {self._limits.total_bytes:,} bytes")
 
 
-def _take_session(path: Path, line: dict[str, Any], blobs: dict[str, Any]) -> SavedSession:
+def _take_session(path: Path, line: dict[str, Any], blobs: _Blobs) -> SavedSession:
     session, rollout, attempt = line["session"], line.get("rollout_id"), line.get("attempt")
     if not (isinstance(session, str) and isinstance(rollout, str) and type(attempt) is int and "state" in line):
         raise _unsafe(path, "a session line is incomplete")
-    return SavedSession(session, rollout, attempt, _put_back(path, line["state"], blobs))
-
-
-def _put_back(path: Path, state: Any, blobs: dict[str, Any], depth: int = 0) -> Any:
-    if depth > 12:
-        return state
-    if a_dict(state):
-        if state.keys() == {"@"}:
-            if not isinstance(state["@"], str) or state["@"] not in blobs:
-                raise _unsafe(path, "it refers to a shared part that it does not have")
-            return blobs[state["@"]]
-        return {name: _put_back(path, part, blobs, depth + 1) for name, part in state.items()}
-    if a_list(state):
-        if set(map(type, state)) <= _INLINE:
-            return state
-        return [_put_back(path, part, blobs, depth + 1) for part in state]
-    return state
+    return SavedSession(session, rollout, attempt, blobs.put_back(line["state"]))

@@ -169,9 +169,8 @@ def _action(row: dict[str, Any]) -> str:
 async def _post(send: Send, path: str, body: Any, cookie: str) -> tuple[str, int]:
     headers = (("content-type", "application/json"), *((("cookie", cookie),) if cookie else ()))
     try:
-        answer: Response = await asyncio.wait_for(
-            send(Request("POST", path, headers, json.dumps(body).encode())), TOOL_S
-        )
+        async with asyncio.timeout(TOOL_S):
+            answer: Response = await send(Request("POST", path, headers, json.dumps(body).encode()))
     except Exception:  # the server's own failure; the probe goes on with what it has
         return cookie, 599
     fresh = [v.partition(";")[0] for k, v in answer.headers if k == "set-cookie"]

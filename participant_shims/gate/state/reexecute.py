@@ -218,7 +218,8 @@ async def _again(
 ) -> Mismatch | None:
     name = f"{exchange.request.method} {exchange.request.target.partition('?')[0]}"
     try:
-        response = await asyncio.wait_for(send(with_session_cookie(exchange)), timeout_s)
+        async with asyncio.timeout(timeout_s):
+            response = await send(with_session_cookie(exchange))
     except TimeoutError:
         return Mismatch(number, name, f"no answer within {timeout_s:.0f} s")
     except Exception as e:  # whatever the server does wrong concerns this session only

@@ -17,12 +17,13 @@ from typing import Any, Final
 
 from participant_shims.gate.state import codec
 from participant_shims.gate.state.exporting import Export, Made
-from participant_shims.gate.state.file import SavedSession, Writer
+from participant_shims.gate.state.file import TOO_LONG, SavedSession, Writer
 from participant_shims.gate.state.shelf import Kept, RopeWriter, Shelf, session_digest
 
 SLICE_S: Final = 0.005  # longest time on the loop before it gives way
 AHEAD_SLICE_S: Final = 0.002  # the same while the server works
 TRIED: Final = 16  # clean sessions that are encoded all the same, ahead of each save
+TOO_MUCH: Final = "what it shares with others stands for more than a file may hold"
 _SHARED: Final = (
     "The session of rollout {} has changed without a request of its own: from now on all sessions are encoded at every save,"
     " which takes longer."
@@ -73,10 +74,7 @@ class Saving:
         writer = Writer(path)
         try:
             await asyncio.to_thread(writer.open, self._encoding.header)
-            shared = self._shared()
-            if shared is not None:
-                if shared:
-                    await asyncio.to_thread(writer.write_shared, shared)
+            if await self._write_shared(writer):
                 await self._write_file(writer)
             digest = await asyncio.to_thread(writer.close)
         except BaseException:
@@ -92,10 +90,10 @@ class Saving:
             if made is not None:
                 batch.append(SavedSession(session_id, *self._chosen[session_id], made.state))
             if time.monotonic() - begun > SLICE_S:
-                await asyncio.to_thread(writer.write_sessions, batch)
+                self._leave_out(await asyncio.to_thread(writer.write_sessions, batch))
                 self._tell(writer.size, done)
                 batch, begun = [], time.monotonic()
-        await asyncio.to_thread(writer.write_sessions, batch)
+        self._leave_out(await asyncio.to_thread(writer.write_sessions, batch))
         self._tell(writer.size, len(self._chosen))
 
     # -- pieces of chunks
@@ -106,19 +104,17 @@ class Saving:
         try:
             await asyncio.to_thread(shelf.settle, tidy=False)
             writer.open(self._encoding.header)
-            shared = self._shared()
-            if shared is not None:
-                if shared:
-                    await asyncio.to_thread(writer.write_shared, shared)
+            order: list[tuple[str, Kept]] = []
+            if await self._write_shared(writer):
                 stale = self._stale(shelf)
                 if self._tracks and self._has_changed_by_itself(shelf):
                     stale = list(self._chosen)
                 await self._write_stale(writer, shelf, stale, SLICE_S)
-                order = [kept for session_id in self._chosen if (kept := shelf.kept.get(session_id)) is not None]
-            else:
-                order = []
+                order = [(s, kept) for s in self._chosen if (kept := shelf.kept.get(s)) is not None]
             self._remember(shelf)
-            digest = await asyncio.to_thread(writer.finish, order)
+            fits, others = writer.fitting(order)
+            self._exclude(others, f"its session can't be saved: {TOO_MUCH}")
+            digest = await asyncio.to_thread(writer.finish, fits)
         except BaseException:
             writer.discard()
             raise
@@ -175,12 +171,12 @@ class Saving:
             elif encoded:
                 shelf.kept[session_id] = Kept(owner, {}, (), (), whole=True)  # without state
             if (now := time.monotonic()) - begun > slice_s:
-                await asyncio.to_thread(writer.write_sessions, batch)
+                self._leave_out(await asyncio.to_thread(writer.write_sessions, batch), shelf)
                 self._tell(writer.size, clean + done)
                 if self._stopped or now > until:
                     return
                 batch, begun = [], time.monotonic()
-        await asyncio.to_thread(writer.write_sessions, batch)
+        self._leave_out(await asyncio.to_thread(writer.write_sessions, batch), shelf)
         self._tell(writer.size, len(self._chosen))
 
     async def _try_some(self, shelf: Shelf, clean: Sequence[str]) -> None:
@@ -227,12 +223,31 @@ class Saving:
             self.exclude_all(f"state that belongs to the whole server can't be saved: {e}")
             return None
 
+    async def _write_shared(self, writer: Writer | RopeWriter) -> bool:
+        """Write what belongs to the server as a whole; False when that can't be saved: then nothing can."""
+        shared = self._shared()
+        if shared is None or not shared:
+            return shared is not None
+        if await asyncio.to_thread(writer.write_shared, shared):
+            return True
+        self.exclude_all(f"state that belongs to the whole server can't be saved: {TOO_LONG}")
+        return False
+
+    def _leave_out(self, too_long: Sequence[SavedSession], shelf: Shelf | None = None) -> None:
+        self._exclude([saved.session_id for saved in too_long], f"its session can't be saved: {TOO_LONG}")
+        for saved in too_long:
+            if shelf is not None:
+                shelf.kept.pop(saved.session_id, None)
+
+    def _exclude(self, session_ids: Sequence[str], reason: str) -> None:
+        self.excluded += [_excluded(self._chosen[session_id], reason) for session_id in session_ids]
+
     def _encode(self, session_id: str) -> tuple[bool, Made | None]:
         """Whether the session can be saved, and what it is; None for one without state."""
         try:
             return True, self._encoding.encode(session_id)
         except codec.Unencodable as e:
-            self.excluded.append(_excluded(self._chosen[session_id], f"its session can't be saved: {e}"))
+            self._exclude([session_id], f"its session can't be saved: {e}")
             return False, None
 
     def _tell(self, size: int, done: int) -> None:

@@ -276,7 +276,8 @@ class SessionState:
     async def load(self, path: str | Path, *, send: Send | None = None, told: Told | None = None) -> dict[str, Any]:
         """Load a file that `export` wrote, into a server that holds nothing yet. `told`: as for `export`.
 
-        Returns `sessions` loaded and `diverged` ones (`session_id`, `rollout_id`, `attempt`, `reason`), which restart.
+        Returns `sessions` loaded, the `rollouts` they belong to, and `diverged` ones (`session_id`, `rollout_id`, `attempt`,
+        `reason`), which restart.
         Everything is decoded before anything is put in place. Raises Refused: NOT_FRESH, SNAPSHOT_FOREIGN,
         SNAPSHOT_UNSAFE, SNAPSHOT_CORRUPT, SNAPSHOT_TOO_NEW, STATE_UNSUPPORTED; the server is unchanged then.
         """
@@ -295,16 +296,20 @@ class SessionState:
                 Reason.SNAPSHOT_FOREIGN,
                 f"The sessions are those of {str(saved.header.get('server'))[:200]}, this server is {self._class_name()}.",
             )
-        method = saved.header.get("method")
-        if method == "codec":
-            return await self._load_codec(saved, done)
-        if method == "hook":
-            return await self._load_hook(saved)
-        if method == "reexecute":
-            return await self._load_requests(saved, send or self._send, done)
-        if method == "none" and not saved.sessions:
-            return {"sessions": 0, "diverged": []}
-        raise refuse(Reason.SNAPSHOT_UNSAFE, f"Session file {Path(path).name} was made in an unknown way.")
+        loaded: dict[str, Any]
+        match saved.header.get("method"):
+            case "codec":
+                loaded = await self._load_codec(saved, done)
+            case "hook":
+                loaded = await self._load_hook(saved)
+            case "reexecute":
+                loaded = await self._load_requests(saved, send or self._send, done)
+            case "none" if not saved.sessions:
+                loaded = {"sessions": 0, "diverged": []}
+            case _:
+                raise refuse(Reason.SNAPSHOT_UNSAFE, f"Session file {Path(path).name} was made in an unknown way.")
+        lost = {one["session_id"] for one in loaded["diverged"]}
+        return loaded | {"rollouts": sorted({s.rollout_id for s in saved.sessions if s.session_id not in lost})}
 
     async def _load_codec(self, saved: SavedFile, done: Callable[[int], None]) -> dict[str, Any]:
         if not saved.shared:

@@ -15,7 +15,7 @@ import contextlib
 import hashlib
 import os
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -42,6 +42,7 @@ class Kept:
     digest: bytes = b""
     line: Piece | None = None
     blobs: tuple[str, ...] = ()
+    stands_for: int = 0  # bytes of all blobs where they belong, at most
 
 
 class Shelf:
@@ -117,6 +118,8 @@ class RopeWriter(Lines):
         self._shelf = shelf
         self._out = ChunkWriter(shelf.chunks)
         self._named: list[str] = []  # blobs of the line that is being made
+        self._named_size = 0
+        self._head_stands_for = 0
         self._head: list[bytes | Piece] = []
         self._head_blobs: tuple[str, ...] = ()
 
@@ -125,10 +128,13 @@ class RopeWriter(Lines):
         failpoints.reach("sessions.before_write")
         self._head.append(self.header(header))
 
-    def write_shared(self, shared: dict[str, Any]) -> None:
-        """What belongs to the server as a whole. Raises STORAGE_*."""
+    def write_shared(self, shared: dict[str, Any]) -> bool:
+        """What belongs to the server as a whole; False when no reader would take it. Raises STORAGE_*."""
         line = self.shared(shared)
         self._head_blobs, self._named = tuple(dict.fromkeys(self._named)), []
+        self._head_stands_for, self._named_size = self._named_size, 0
+        if len(line) > self.max_line:
+            return False
         digest = hashlib.sha256(line).digest()
         known = self._shelf.shared
         if known is not None and known[0] == digest:
@@ -139,12 +145,21 @@ class RopeWriter(Lines):
             piece = self._out.add(line)
             self._shelf.shared = (digest, piece, self._head_blobs)
             self._head.append(piece)
+        return True
 
-    def write_sessions(self, sessions: list[tuple[SavedSession, Kept, Kept | None]]) -> None:
-        """Sessions, each with what is kept of it and what was kept before. Raises STORAGE_*: these are not kept then."""
+    def write_sessions(self, sessions: list[tuple[SavedSession, Kept, Kept | None]]) -> list[SavedSession]:
+        """Sessions, each with what is kept of it and what was kept before; those that no reader would take are returned.
+
+        Raises STORAGE_*: these are not kept then.
+        """
+        too_long: list[SavedSession] = []
         for saved, kept, before in sessions:
             line = self.session(saved)
             kept.blobs, self._named = tuple(dict.fromkeys(self._named)), []
+            kept.stands_for, self._named_size = self._named_size, 0
+            if len(line) > self.max_line:
+                too_long.append(saved)
+                continue
             kept.digest = hashlib.sha256(line).digest()
             if before is not None and before.whole and before.digest == kept.digest and before.line is not None:
                 kept.line = before.line
@@ -152,17 +167,39 @@ class RopeWriter(Lines):
                 kept.line = self._out.add(line)
             kept.whole = True
             self.size += len(line)
+        return too_long
 
-    def put_blob(self, digest: str, line: Callable[[], bytes]) -> None:
+    def put_blob(self, digest: str, size: int, line: Callable[[], bytes]) -> bool:
         self._named.append(digest)
+        self._named_size += (
+            2 * size
+        )  # as if it were nobody else's: what a file may stand for is bounded when it is finished
         if digest not in self._shelf.blobs:
             self._shelf.blobs[digest] = self._out.add(line())
+        return True
 
     def seal(self) -> None:
         """What was written so far is durable. Raises STORAGE_*."""
         self._out.seal()
 
-    def finish(self, order: list[Kept]) -> str:
+    def fitting(self, order: Sequence[tuple[str, Kept]]) -> tuple[list[Kept], list[str]]:
+        """The sessions that one file may hold, as far as what their blobs stand for goes, and the names of the others."""
+        fits: list[Kept] = []
+        others: list[str] = []
+        stands_for, blobs = self._head_stands_for, set(self._head_blobs)
+        for session_id, kept in order:
+            if kept.blobs:
+                more = [name for name in kept.blobs if name not in blobs]
+                stands_for += kept.stands_for
+                if stands_for > self.limits.total_bytes or len(blobs) + len(more) > self.limits.parts:
+                    stands_for -= kept.stands_for
+                    others.append(session_id)
+                    continue
+                blobs.update(more)
+            fits.append(kept)
+        return fits, others
+
+    def finish(self, order: Sequence[Kept]) -> str:
         """Write the rope of these sessions, durably; the SHA-256 hex of its own file. Raises STORAGE_*, OSError."""
         assert self.path is not None
         self.seal()
@@ -212,8 +249,8 @@ class RopeWriter(Lines):
 
 
 class _Unwritten(Lines):
-    def put_blob(self, digest: str, line: Callable[[], bytes]) -> None:
-        pass
+    def put_blob(self, digest: str, size: int, line: Callable[[], bytes]) -> bool:
+        return True
 
 
 def session_digest(saved: SavedSession) -> bytes:

@@ -5,11 +5,8 @@ from __future__ import annotations
 import asyncio
 import json
 import os
-import shutil
 import signal
-import tempfile
 import time
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -21,24 +18,9 @@ from safepoint.v1 import coordinator_service_pb2_grpc
 from coordinator.settings import Settings
 from coordinator.wire.errors import Reason, SafepointError
 from coordinator.wire.rpc import channel
+from tests.ray.conftest import Nodes
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow]
-
-
-@pytest.fixture(scope="module")
-def ray_cluster() -> Iterator[Any]:
-    os.environ["RAY_AUTH_MODE"] = os.environ.get("RAY_AUTH_MODE", "disabled")
-    ray = pytest.importorskip("ray")
-    folder = tempfile.mkdtemp(prefix="sp-ray-")  # short: Ray's sockets lie deep below it
-    try:
-        ray.init(
-            address="local", num_cpus=2, include_dashboard=False, log_to_driver=False, configure_logging=False,
-            _temp_dir=folder,
-        )  # fmt: skip
-        yield ray
-        ray.shutdown()
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
 
 
 def status(address: str) -> Any:
@@ -50,7 +32,7 @@ def status(address: str) -> Any:
     return asyncio.run(ask())
 
 
-def test_two_that_start_it_at_once_get_one_coordinator(ray_cluster: Any, tmp_path: Path) -> None:
+def test_two_that_start_it_at_once_get_one_coordinator(nodes: Nodes, tmp_path: Path) -> None:
     from coordinator import ray_host
 
     settings = Settings(root=str(tmp_path))
@@ -69,14 +51,14 @@ def test_two_that_start_it_at_once_get_one_coordinator(ray_cluster: Any, tmp_pat
     assert caught.value.reason is Reason.UNAVAILABLE
 
 
-def test_a_killed_coordinator_comes_back_under_a_higher_epoch(ray_cluster: Any, tmp_path: Path) -> None:
+def test_a_killed_coordinator_comes_back_under_a_higher_epoch(nodes: Nodes, tmp_path: Path) -> None:
     from coordinator import ray_host
 
     try:
         before = ray_host.start(Settings(root=str(tmp_path)), "again")
         assert status(before).coordinator_epoch == 1
-        actor = ray_cluster.get_actor("again", namespace=ray_host.NAMESPACE)
-        os.kill(ray_cluster.get(actor.pid.remote()), signal.SIGKILL)
+        actor = nodes.ray.get_actor("again", namespace=ray_host.NAMESPACE)
+        os.kill(nodes.ray.get(actor.pid.remote()), signal.SIGKILL)
         end = time.monotonic() + 30
         while True:
             try:
@@ -94,7 +76,7 @@ def test_a_killed_coordinator_comes_back_under_a_higher_epoch(ray_cluster: Any, 
         ray_host.stop("again")
 
 
-def test_a_coordinator_that_cannot_start_says_why_and_leaves_no_actor(ray_cluster: Any, tmp_path: Path) -> None:
+def test_a_coordinator_that_cannot_start_says_why_and_leaves_no_actor(nodes: Nodes, tmp_path: Path) -> None:
     from coordinator import ray_host
 
     (tmp_path / "owner.json").write_text('{"job_id": "another"}')
@@ -104,7 +86,7 @@ def test_a_coordinator_that_cannot_start_says_why_and_leaves_no_actor(ray_cluste
     end = time.monotonic() + 10
     while time.monotonic() < end:
         try:
-            ray_cluster.get_actor("foreign", namespace=ray_host.NAMESPACE)
+            nodes.ray.get_actor("foreign", namespace=ray_host.NAMESPACE)
         except ValueError:
             return
         time.sleep(0.1)

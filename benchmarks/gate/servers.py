@@ -1,0 +1,120 @@
+"""The contenders: one real Gym server each, on a port of its own, differing in nothing but what is loaded into it."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections.abc import Callable, Generator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any, Final
+
+import psutil
+
+from benchmarks.fleets.fleets import scratch
+from benchmarks.fleets.processes import REPOSITORY, Worker
+from benchmarks.gate.load import Next, request
+from participant_shims.identity import CallIdentity
+from tests.gym.fleet import TOOLS, Fleet, counter_config, free_ports
+
+CHEAPEST: Final = REPOSITORY / "benchmarks" / "gate" / "cheapest"
+
+
+class Server:
+    """A contender: where it listens, the next request for it, and the server's process (not its shim's, nor a proxy's)."""
+
+    def __init__(self, port: int, make: Callable[[], Next], pid: int) -> None:
+        self.port, self.make = port, make
+        self._process = psutil.Process(pid)
+
+    def cpu_s(self) -> float:
+        """Seconds of CPU that the server has used."""
+        times = self._process.cpu_times()
+        return float(times.user + times.system)
+
+
+@contextmanager
+def resources() -> Generator[dict[str, Server]]:
+    """`example_session_state_mgmt`, asked to add to a counter: without identity, and as a gated agent asks it."""
+    with ExitStack() as stack, scratch("gate") as root:
+        out: dict[str, Server] = {}
+        for name in ("bare", "cheapest middleware", "gate"):
+            fleet = _start(stack, root / name.replace(" ", "-"), "counter", name)
+            port, pid = _port(fleet, "counter"), fleet.processes["counter"].pid
+            out[name] = Server(port, _anonymous(port), pid)
+            if name == "gate":
+                out["gate, calls remembered"] = Server(port, _identified(port), pid)
+            if name == "bare":
+                through = _proxy(stack, root, port)
+                out["behind the proxy"] = Server(through, _anonymous(through), pid)
+        yield out
+
+
+@contextmanager
+def agents() -> Generator[dict[str, Server]]:
+    """`simple_agent`, asked for whole rollouts of five model calls and four tool calls; model and tools are canned."""
+    with ExitStack() as stack, scratch("gate") as root:
+        out: dict[str, Server] = {}
+        for name in ("bare", "gate and call log"):
+            fleet = _start(stack, root / name.replace(" ", "-"), "counter_agent", name)
+            port, pid = _port(fleet, "counter_agent"), fleet.processes["counter_agent"].pid
+            out[name] = Server(port, _rollouts(port), pid)
+        yield out
+
+
+def _start(stack: ExitStack, folder: Path, name: str, contender: str) -> Fleet:
+    folder.mkdir()
+    fleet = Fleet(counter_config("http://127.0.0.1:9/v1"), folder, gated=contender.startswith("gate"))
+    fleet.environment |= {"SAFEPOINT_SHIM": "spawn", "SAFEPOINT_DEBUG": ""}
+    if contender == "cheapest middleware":
+        fleet.environment["PYTHONPATH"] = str(CHEAPEST)
+    stack.callback(fleet.close)
+    if name == "counter_agent":
+        ports = [str(_port(fleet, each)) for each in ("policy_model", "counter")]
+        stack.enter_context(Worker("benchmarks.gate.neighbours", *ports, log=folder / "neighbours.log")).ready()
+    fleet.start(name)
+    return fleet
+
+
+def _port(fleet: Fleet, name: str) -> int:
+    return int(fleet.url(name).rpartition(":")[2])
+
+
+def _proxy(stack: ExitStack, root: Path, upstream: int) -> int:
+    (port,) = free_ports(1)
+    arguments = ["shim", "--proxy", f"127.0.0.1:{port}=127.0.0.1:{upstream}", "--name", "counter", "--role", "resources",
+                 "--checkpoint-mode", "stateless", "--life", str(root / "proxy"), "--bind", "unix"]  # fmt: skip
+    stack.enter_context(Worker("participant_shims.cli", *arguments, log=root / "proxy.log")).ready()
+    return port
+
+
+def _anonymous(port: int) -> Callable[[], Next]:
+    made = request(port, "/increment_counter", b'{"count": 1}')
+    return lambda: (made, None)
+
+
+def _identified(port: int) -> Callable[[], Next]:
+    """As an agent asks with 16 rollouts: each call is new, and says that the one before it was recorded."""
+    numbers = itertools.count(16)
+
+    def make() -> Next:
+        number = next(numbers)
+        identity = CallIdentity(f"r-{number % 16}", 0, f"0.{number}")
+        headers = identity.headers([f"0.{number - 16}"])
+        return request(port, "/increment_counter", b'{"count": 1}', headers), None
+
+    return make
+
+
+def _rollouts(port: int) -> Callable[[], Next]:
+    numbers = itertools.count()
+
+    def make() -> Next:
+        row: dict[str, Any] = {
+            "responses_create_params": {"input": [{"role": "user", "content": "add 1"}], "tools": TOOLS},
+            "initial_count": 0, "expected_count": 3, "_ng_rollout_id": f"r-{next(numbers)}",
+            "agent_ref": {"type": "responses_api_agents", "name": "counter_agent"},
+        }  # fmt: skip
+        return request(port, "/run", json.dumps(row).encode()), None
+
+    return make

@@ -1,0 +1,64 @@
+"""Whether a coordinator uses a root, for commands that write one themselves.
+
+The rule: without a coordinator nothing is deleted, pinned or added while one may be using the root. One that is stopped, or
+that we cannot reach, may: only an address at which nobody listens says that it is gone.
+"""
+
+from __future__ import annotations
+
+import socket
+from pathlib import Path
+from typing import Final
+
+from coordinator.wire.errors import Reason, SafepointError, Unanswered, refuse
+
+ASK_WITHIN_S: Final = 2.0
+ASK_IT: Final = "Leave out --root: the coordinator knows what is being restored."
+
+
+def require_alone(root: Path, token_file: str = "", next_step: str = ASK_IT) -> None:
+    """Raise SNAPSHOT_IN_USE when a coordinator runs on the root, or may. `next_step`: what to do beside one that answers."""
+    from coordinator.wire.record import FILE, look_up
+
+    record = root / "coordinator" / "address.json"
+    if not record.exists():
+        return
+    try:
+        address = look_up(f"{FILE}{record}").address
+    except Unanswered:
+        return  # nobody could find one by it either
+    if not _listens(address):
+        return
+    from coordinator.client import Budgets, Client
+
+    with Client(f"{FILE}{record}", token_file=token_file or None, budgets=Budgets(0, 0, 0)) as client:
+        try:
+            client.status(timeout=ASK_WITHIN_S)
+        except Unanswered as silence:
+            if "handshake" not in silence.problem.metadata:
+                raise refuse(
+                    Reason.SNAPSHOT_IN_USE,
+                    f"The coordinator of {root} does not answer at {address}, and may live.",
+                    next_step=f"End it. If it is gone for good, and somebody else listens there, remove {record}.",
+                ) from silence
+        except SafepointError:
+            pass  # it lives, and does not like our token
+    raise refuse(Reason.SNAPSHOT_IN_USE, f"A coordinator runs on {root}.", next_step=next_step)
+
+
+def _listens(address: str) -> bool:
+    """Whether anybody does, as far as we can see: a host that does not answer may be cut off from us, and not from the root."""
+    unix = address.startswith("unix:")
+    try:
+        if unix:
+            with socket.socket(socket.AF_UNIX) as line:
+                line.settimeout(ASK_WITHIN_S)
+                line.connect(address.removeprefix("unix:"))
+        else:
+            host, _, port = address.rpartition(":")
+            socket.create_connection((host.strip("[]"), int(port)), ASK_WITHIN_S).close()
+    except (ConnectionRefusedError, FileNotFoundError):
+        return False
+    except (OSError, ValueError):
+        pass
+    return True

@@ -1,0 +1,268 @@
+"""Commands about what has happened: why and history.
+
+The rule: the coordinator is asked first; where none answers, the history below the root is read, and the output says so.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Final
+
+import typer
+
+from coordinator.cli_options import DEFAULT_WAIT_S, AsJson, Root, Target, Timeout, TokenFile, Wait, make_client
+from coordinator.cli_output import emit, note, plain, reporting, say, short, show
+from coordinator.wire.errors import Reason, SafepointError, refuse
+from coordinator.wire.terms import Phase
+
+if TYPE_CHECKING:
+    from rich.table import Table
+    from safepoint.v1 import capabilities_pb2
+    from safepoint.v1 import coordinator_service_pb2 as pb
+
+    from coordinator.history import History
+
+_RECORD: Final = "file:"
+_ASK_S: Final = 2.0  # the root can be read instead, so nobody has to wait longer for a coordinator
+_MAX_STACKS_OF: Final = 20
+_FRAMEWORK: Final = frozenset({"starlette", "fastapi", "anyio", "uvicorn", "asyncio", "participant_shims"})
+
+
+def why(
+    operation_id: Annotated[
+        str, typer.Argument(help="The operation; the last one that did not finish when absent.")
+    ] = "",
+    events: Annotated[bool, typer.Option("--events", help="Show all of its last events, not only the end.")] = False,
+    stacks: Annotated[
+        bool, typer.Option("--stacks", help="Show where the tasks of the server that blocks stand now, in its code.")
+    ] = False,
+    timeout: Timeout = None,
+    target: Target = "",
+    root: Root = "",
+    token_file: TokenFile = "",
+    wait: Wait = DEFAULT_WAIT_S,
+    as_json: AsJson = False,
+) -> None:
+    """Say why an operation did not finish: one primary cause, what followed from it, and whether later ones succeeded.
+
+    Without a coordinator it is read from the root. Stacks are files, lines and functions, never values.
+
+    Example: safepoint why --stacks
+    """
+    with reporting(as_json):
+        health: list[pb.ParticipantHealth] = []
+        here = _history(target, root)
+        try:
+            with make_client(target, root, token_file, wait if here is None else min(wait, _ASK_S), as_json) as client:
+                answer = client.explain(operation_id or None, timeout=timeout)
+                if stacks and (blocking := blamed(answer)):
+                    status = client.status(stacks_of=blocking, timeout=timeout)
+                    health = [h for h in status.participants if h.info.capabilities.participant_id in blocking]
+            source = "coordinator"
+        except SafepointError as error:
+            found = _from_root(error, here, operation_id)
+            answer, source = found, "root"
+        if as_json:
+            extra = {"stacks": {h.info.capabilities.participant_id: plain(h)["stacks"] for h in health}}
+            emit(plain(answer) | {"source": source} | (extra if stacks else {}))
+            return
+        say(cause_text(answer, events, time.time()))
+        if stacks:
+            say(stacks_text(health, blamed(answer)) if source == "coordinator" else "No coordinator, no stacks.")
+
+
+def history(
+    limit: Annotated[int, typer.Option("--limit", "-n", min=1, max=1000, help="At most so many.")] = 20,
+    timeout: Timeout = None,
+    target: Target = "",
+    root: Root = "",
+    token_file: TokenFile = "",
+    wait: Wait = DEFAULT_WAIT_S,
+    as_json: AsJson = False,
+) -> None:
+    """List saves and restores, newest first: how they ended, how long everybody was paused, what they hold.
+
+    Without a coordinator it is read from the root.
+
+    Example: safepoint history -n 50
+    """
+    with reporting(as_json):
+        here = _history(target, root)
+        try:
+            with make_client(target, root, token_file, wait if here is None else min(wait, _ASK_S), as_json) as client:
+                found = list(client.operations(limit, timeout=timeout))
+        except SafepointError as error:
+            if not _absent(error) or here is None:
+                raise
+            note(f"no coordinator answers; read from {here.path}")
+            found = [record.summary() for record in here.list(limit)]
+        if as_json:
+            emit({"operations": [plain(one) for one in found]})
+        elif found:
+            show(history_table(found))
+        else:
+            say("no operations yet")
+
+
+# ---- text -----------------------------------------------------------------------------------------------------------
+
+
+def cause_text(answer: pb.ExplainResponse, with_events: bool, now_s: float) -> str:
+    """Why an operation did not finish: the one primary cause first, then what followed from it."""
+    from coordinator.cli_views import operation_text
+    from coordinator.client_results import describe
+    from coordinator.wire.rpc import problem_from_detail
+
+    if not answer.HasField("operation"):
+        return "No operation has failed."
+    operation = answer.operation
+    lines = [operation_text(operation)]
+    if operation.HasField("begin_time"):
+        began_s = operation.begin_time.ToMilliseconds() / 1e3
+        lines.append(f"  began: {_when(began_s)} UTC, {_ago(now_s - began_s)} ago")
+    if operation.HasField("failure"):
+        lines += [f"  also: {problem_from_detail(detail)}" for detail in operation.failure.secondary]
+    elif not operation.outcome:
+        lines.append("  its coordinator ended meanwhile, and none has started since")
+    around = list(answer.events) if with_events else _around(answer.events)
+    if told := [text for text in map(describe, around) if text]:
+        lines += ["events:", *(f"  {text}" for text in told)]
+    lines += _later_text(answer.later)
+    return "\n".join(lines)
+
+
+def _around(events: Iterable[pb.OperationEvent]) -> list[pb.OperationEvent]:
+    """The events from the begin of the phase that failed, and warnings of earlier ones; not the failure, which is told."""
+    kept: list[pb.OperationEvent] = []
+    for event in events:
+        kind = event.WhichOneof("event")
+        if kind == "failed":
+            break
+        if kind == "phase_started" and event.phase_started.phase != int(Phase.ABORT):
+            kept = [e for e in kept if e.WhichOneof("event") == "warning"]
+        kept.append(event)
+    return kept[-12:]
+
+
+def _later_text(later: Iterable[pb.OperationStatus]) -> list[str]:
+    rows = list(later)
+    if not rows:
+        return ["since then: no other operation"]
+    well = [one for one in rows if short(one, "outcome") in ("succeeded", "paused")]
+    text = f"since then: {len(well)} of {len(rows)} operations succeeded"
+    if len(rows) >= 20:
+        text = f"since then: {len(well)} of the last {len(rows)} operations succeeded"
+    newest = rows[0]
+    return [f"{text}; the newest: {short(newest, 'kind')} {newest.snapshot_id} {_outcome(newest)}"]
+
+
+def stacks_text(health: Iterable[pb.ParticipantHealth], blocking: Iterable[str]) -> str:
+    """Where the tasks of those that block stand, outermost first."""
+    lines: list[str] = []
+    here = {h.info.capabilities.participant_id: h for h in health}
+    for name in blocking:
+        if name not in here:
+            lines.append(f"{name}: is not here")
+        elif not here[name].reachable:
+            lines.append(f"{name}: {here[name].problem}")
+        elif not here[name].stacks:
+            lines.append(f"{name}: no task of a rollout is in it now")
+        for stack in here[name].stacks if name in here else ():
+            whose = f"rollout {stack.rollout_id}" if stack.rollout_id else "no rollout"
+            lines.append(f"{name} {stack.worker_id}: {whose}, {stack.task}")
+            lines += [f"    {_frame(frame)}" for frame in _telling(stack.frames)]
+    return "\n".join(lines) or "Nobody is named as the one who blocks, so there are no stacks to show."
+
+
+def _telling(frames: Sequence[capabilities_pb2.StackFrame]) -> list[capabilities_pb2.StackFrame]:
+    """Without the lines of the web framework, which are the same in every server; the innermost one stays."""
+    own = [frame for frame in frames if not _FRAMEWORK & set(Path(frame.file).parts)]
+    return own or list(frames[-1:])
+
+
+def _frame(frame: capabilities_pb2.StackFrame) -> str:
+    parts = Path(frame.file).parts
+    return f"{frame.function} at {'/'.join(parts[-3:])}:{frame.line}"
+
+
+def history_table(found: Iterable[pb.OperationSummary]) -> Table:
+    """One row an operation."""
+    from coordinator.cli_views import table
+    from coordinator.client_results import seconds, size_text, totals_from
+    from coordinator.wire.rpc import problem_from_detail
+
+    rows = table("began (UTC)", "operation", "snapshot", "outcome", "took", "paused", "kept", "size", "cause")
+    for one in found:
+        status, saved = one.operation, one.HasField("snapshot")
+        kept = one.snapshot.totals
+        totals = totals_from(kept)
+        rows.add_row(
+            _when(status.begin_time.ToMilliseconds() / 1e3) if status.HasField("begin_time") else "",
+            f"{short(status, 'kind')} {status.operation_id}",
+            status.snapshot_id,
+            _outcome(status),
+            f"{seconds(status.elapsed):.1f} s",
+            f"{seconds(one.pause):.2f} s" if one.HasField("pause") else "",
+            f"{totals.all - totals.excluded} of {totals.all}" if saved else "",
+            size_text(one.snapshot.size_bytes) if saved else "",
+            _cause(problem_from_detail(status.failure.primary)) if status.HasField("failure") else "",
+        )
+    return rows
+
+
+def _cause(problem: Any) -> str:
+    who = f" at {problem.participant_id}" if problem.participant_id else ""
+    return f"{problem.reason.name}{who}"
+
+
+def _outcome(status: pb.OperationStatus) -> str:
+    return short(status, "outcome").replace("_", " ") if status.outcome else "cut off"
+
+
+def _when(time_s: float) -> str:
+    from coordinator.cli_views import when
+
+    return when(time_s)
+
+
+def _ago(seconds: float) -> str:
+    for size, unit in ((86_400, "days"), (3600, "hours"), (60, "minutes")):
+        if seconds >= 2 * size:
+            return f"{seconds / size:.0f} {unit}"
+    return f"{max(0.0, seconds):.0f} seconds"
+
+
+# ---- where it comes from --------------------------------------------------------------------------------------------
+
+
+def blamed(answer: pb.ExplainResponse) -> list[str]:
+    """Whose tasks are to be looked at: who is named by the cause, or who is waited for now."""
+    operation = answer.operation
+    named = [operation.failure.primary.participant_id] if operation.HasField("failure") else []
+    return [name for name in dict.fromkeys([*named, *operation.pending_participants]) if name][:_MAX_STACKS_OF]
+
+
+def _history(target: str, root: str) -> History | None:
+    """The history of the root that the options name, when it can be read from here."""
+    from coordinator.history import History
+
+    if not root and target.startswith(_RECORD):
+        root = str(Path(target.removeprefix(_RECORD)).parent.parent)
+    history = History(root) if root else None
+    return history if history is not None and history.path.is_dir() else None
+
+
+def _absent(error: SafepointError) -> bool:
+    return error.reason in (Reason.UNREACHABLE, Reason.UNAVAILABLE)
+
+
+def _from_root(error: SafepointError, here: History | None, operation_id: str) -> pb.ExplainResponse:
+    if not _absent(error) or here is None:
+        raise error
+    note(f"no coordinator answers; read from {here.path}")
+    found = here.explain(operation_id)
+    if found is None:
+        raise refuse(Reason.UNKNOWN_OPERATION, f"The history in {here.path} has no operation {operation_id}.")
+    return found

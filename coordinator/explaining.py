@@ -1,0 +1,103 @@
+"""What has become of operations: of those in memory, and of those that only the history below the root remembers.
+
+The rule: what is in memory is told at once and wins; the disk is asked in a thread and for a bounded time, and when it does
+not answer the answer is shorter, not missing.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+from typing import Final, TypeVar
+
+from safepoint.v1 import coordinator_service_pb2 as pb
+
+from coordinator.history import MAX_LATER, History, Record
+from coordinator.operations import Operations
+from coordinator.outcomes import Ended, running_status
+from coordinator.protocol.operation import Outcome
+from coordinator.wire.errors import Reason, SafepointError, refuse
+
+log = logging.getLogger(__name__)
+T = TypeVar("T")
+
+READ_WITHIN_S: Final = 2.0
+DEFAULT_LISTED: Final = 20
+MAX_LISTED: Final = 1000
+
+
+async def explain(operations: Operations, operation_id: str) -> pb.ExplainResponse:
+    """The operation of that id, or the last one that did not finish. Raises UNKNOWN_OPERATION for an id that nobody knows."""
+    active = operations.active
+    failing = active is not None and active.transaction.primary is not None
+    if active is not None and (operation_id == active.operation.operation_id or (failing and not operation_id)):
+        status = running_status(active, operations.clock())
+        return pb.ExplainResponse(operation=status, events=active.reporter.history)
+    history = History(operations.settings.root)
+    found: Ended | Record | None = operations.remembered(operation_id)
+    if found is None:
+        found = await _read(lambda: _looked_up(history, operations, operation_id), None)
+    if found is None:
+        found = operations.last_ended(operation_id, failed_only=not operation_id)
+    if found is None:
+        if operation_id:
+            raise refuse(Reason.UNKNOWN_OPERATION, f"No operation {operation_id} is known here.")
+        return pb.ExplainResponse()
+    events = found.history if isinstance(found, Ended) else found.kept_events()
+    answer = pb.ExplainResponse(operation=found.status(), events=events)
+    if answer.operation.HasField("begin_time"):
+        after = answer.operation.begin_time.ToMilliseconds()
+        later = await _read(lambda: history.list(MAX_LATER, begun_after_ms=after), list[Record]())
+        answer.later.extend(_as_it_is(operations, one.status()) for one in later)
+    return answer
+
+
+async def list_operations(operations: Operations, size: int) -> pb.ListOperationsResponse:
+    """The newest `size` operations (0: 20), newest first."""
+    size = min(size or DEFAULT_LISTED, MAX_LISTED)
+    history = History(operations.settings.root)
+    found = [record.summary() for record in await _read(lambda: history.list(size), list[Record]())]
+    known = {one.operation.operation_id for one in found}
+    unwritten = [ended.summary() for ended in operations.in_memory() if ended.operation_id not in known]
+    if operations.active is not None and operations.active.operation.operation_id not in known:
+        unwritten.insert(0, pb.OperationSummary(operation=running_status(operations.active, operations.clock())))
+    for one in found:
+        one.operation.CopyFrom(_as_it_is(operations, one.operation))
+    return pb.ListOperationsResponse(operations=[*unwritten, *found][:size])
+
+
+def _as_it_is(operations: Operations, status: pb.OperationStatus) -> pb.OperationStatus:
+    """What the history says, corrected by what is known: its last lines may not be written yet."""
+    active = operations.active
+    if active is not None and active.operation.operation_id == status.operation_id:
+        return running_status(active, operations.clock())
+    ended = operations.remembered(status.operation_id) or operations.ended_operation(status.operation_id)
+    if ended is None:
+        return status
+    known = ended.status()
+    if not known.HasField("begin_time"):
+        known.begin_time.CopyFrom(status.begin_time)
+    return known
+
+
+def _looked_up(history: History, operations: Operations, operation_id: str) -> Record | None:
+    if operation_id:
+        return history.find(operation_id)
+    active = operations.active
+    running = active.operation.operation_id if active is not None else ""
+    for found in history.list():
+        ended = operations.ended_operation(found.operation_id)
+        outcome = ended.outcome is Outcome.SUCCEEDED if ended is not None else found.outcome == "succeeded"
+        if not outcome and found.operation_id != running:
+            return history.find(found.operation_id)
+    return None
+
+
+async def _read(read: Callable[[], T], otherwise: T) -> T:
+    try:
+        async with asyncio.timeout(READ_WITHIN_S):
+            return await asyncio.to_thread(read)
+    except (TimeoutError, SafepointError) as error:
+        log.warning("the history cannot be read: %s", error or f"no answer within {READ_WITHIN_S:.0f} s")
+        return otherwise

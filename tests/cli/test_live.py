@@ -1,0 +1,210 @@
+"""`status --watch`: what is shown while a phase runs, who blocks and on what, and that silence is said within a second."""
+
+from __future__ import annotations
+
+import asyncio
+import io
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from rich.console import Console
+from safepoint.v1 import coordinator_service_pb2 as pb
+
+from coordinator.cli_live import Look, blocking, edges, view
+from coordinator.cli_status import Watcher
+from coordinator.wire.errors import Problem, Reason, Refused, Unanswered
+from coordinator.wire.terms import Activity, Phase
+from tests.cli.conftest import Safepoint
+from tests.client.fake_coordinator import FakeCoordinator, Fault
+
+
+def running() -> pb.GetCoordinatorStatusResponse:
+    """A save in prepare: counter runs r-17, which its agent waits for, and which waits for the judge."""
+    status = pb.GetCoordinatorStatusResponse(coordinator_epoch=3, job_id="default")
+    operation = status.operation
+    operation.operation_id, operation.snapshot_id = "save-7", "step-40"
+    operation.kind, operation.outcome, operation.phase = 1, 1, int(Phase.PREPARE)  # type: ignore[assignment]
+    operation.phase_elapsed.FromMilliseconds(6_000)
+    operation.phase_budget.FromMilliseconds(60_000)
+    operation.pending_participants.append("counter")
+    for name, activity, waiting_on, age in (
+        ("counter_agent", Activity.CALLING, "counter POST /verify", 84),
+        ("counter", Activity.CALLING, "judge_model POST /v1/responses", 83),
+        ("judge_model", Activity.RUNNING, "POST /v1/responses", 82),
+    ):
+        health = status.participants.add(reachable=True)
+        health.info.capabilities.participant_id = name
+        health.info.capabilities.configured_workers = 2
+        health.status.participant_id = name
+        health.status.in_flight, health.status.parked, health.status.held = 11, 22, 33
+        health.status.workers.add(worker_id="worker-0", acknowledged=True)
+        live = health.status.rollouts.add(rollout_id="r-17", activity=int(activity), waiting_on=waiting_on, turn=4)
+        live.age.FromSeconds(age)
+    return status
+
+
+def text(look: Look, now: float, width: int = 200, **options: Any) -> str:
+    console = Console(width=width, record=True, file=io.StringIO(), force_terminal=options.get("bars", False))
+    console.print(view(look, now, **options))
+    return console.export_text()
+
+
+def test_everything_that_an_operator_asks_is_on_one_screen() -> None:
+    shown = text(Look(running(), 100.0), 100.0)
+    assert "prepare: 6.0 s of 60.0 s, 54.0 s left" in shown
+    row = next(line for line in shown.splitlines() if line.lstrip().startswith("counter "))
+    assert re.search(r"11 +22 +33 +r-17 83 s +1/2", row), row
+    assert (
+        "blocks: counter: r-17 for 83 s, in judge_model POST /v1/responses (counter_agent -> counter -> judge_model)"
+        in shown
+    )
+    assert "counter -> judge_model: 1 call, the oldest 83 s of r-17" in shown
+
+
+def test_the_time_that_is_left_goes_on_between_two_answers() -> None:
+    assert "16.0 s of 60.0 s, 44.0 s left" in text(Look(running(), 100.0), 110.0)
+    assert "0.0 s left" in text(Look(running(), 100.0), 1000.0)
+
+
+def test_bars_and_colours_are_for_terminals_only() -> None:
+    console = Console(width=120, force_terminal=True, color_system="truecolor", file=io.StringIO(), record=True)
+    console.print(view(Look(running(), 0.0), 0.0, bars=True))
+    assert "\x1b[" in console.export_text(styles=True)
+    assert "━" not in text(Look(running(), 0.0), 0.0)
+    assert "━" in text(Look(running(), 0.0), 0.0, bars=True)
+
+
+@pytest.mark.parametrize("width", [60, 80, 120])
+def test_a_narrow_terminal_loses_nothing(width: int) -> None:
+    shown = re.sub(r"\s+", "", text(Look(running(), 0.0), 0.0, width=width, bars=True))
+    for word in ("counter_agent", "judge_model", "r-17", "54.0sleft"):
+        assert word in shown, (width, word)
+
+
+def test_calls_are_counted_by_who_waits_for_whom() -> None:
+    status = running()
+    more = status.participants[0].status.rollouts.add(rollout_id="r-18", activity=4, waiting_on="counter POST /step")
+    more.age.FromSeconds(90)
+    first = edges(status)[0]
+    assert (first.caller, first.callee, first.calls, first.oldest_s, first.rollout_id) == (
+        "counter_agent", "counter", 2, 90.0, "r-18",
+    )  # fmt: skip
+
+
+def test_calls_in_a_circle_end() -> None:
+    status = running()
+    status.participants[2].status.rollouts[0].activity = 4
+    status.participants[2].status.rollouts[0].waiting_on = "counter_agent POST /run"
+    assert len(blocking(status)) == 1
+
+
+def test_a_participant_that_does_not_answer_or_is_gone_is_named_as_blocking() -> None:
+    status = running()
+    status.operation.pending_participants[:] = ["counter", "gone"]
+    status.participants[1].ClearField("status")
+    status.participants[1].problem = "no answer within 0.7 s"
+    assert blocking(status) == ["blocks: counter: no answer within 0.7 s", "blocks: gone, which is not here"]
+
+
+def test_silence_is_said_after_a_second_over_what_was_said_last() -> None:
+    look = Look(running(), 100.0).asking(101.0)
+    assert "has not answered" not in text(look, 101.9)
+    shown = text(look, 102.5)
+    assert "The coordinator has not answered for 1.5 s" in shown
+    assert "What it said 2.5 s ago:" in shown
+    assert "counter_agent" in shown
+    assert "has not answered for 9.0 s: connection refused" in text(
+        look.failed("connection refused").asking(105.0), 110.0
+    )
+
+
+def test_a_refusal_to_connect_is_said_at_once_and_forgotten_with_the_next_answer() -> None:
+    look = Look().asking(0.0).failed("connection refused")
+    assert "connection refused" in text(look, 0.1)
+    assert "refused" not in text(look.answered(running(), 1.0), 1.0)
+
+
+def test_watching_outlives_a_coordinator_in_trouble_and_not_a_wrong_token() -> None:
+    answers: Iterator[Any] = iter([
+        running(), Unanswered(Problem(Reason.UNREACHABLE, "gone")), Refused(Problem(Reason.UNAVAILABLE, "starting")),
+        Refused(Problem(Reason.UNAUTHENTICATED, "no valid token")),
+    ])  # fmt: skip
+
+    def ask() -> Any:
+        answer = next(answers)
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+    watcher = Watcher(ask, 0.0)
+    with watcher:
+        watcher._thread.join(10)
+    assert watcher.fatal is not None
+    assert watcher.fatal.reason is Reason.UNAUTHENTICATED
+    assert watcher.look.status is not None, "what was said before stays"
+
+
+@pytest.fixture
+def silent() -> Iterator[str]:
+    """Takes connections and never says a word, as a stopped process does."""
+    with socket.socket() as server:
+        server.bind(("127.0.0.1", 0))
+        server.listen()
+        yield f"127.0.0.1:{server.getsockname()[1]}"
+
+
+async def watch(target: str, *arguments: str, lines: int) -> tuple[list[str], int]:
+    env = os.environ | {"SAFEPOINT_COORDINATOR": target, "SAFEPOINT_ROOT": "", "COLUMNS": "120"}
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, "-m", "coordinator.cli", "status", "--watch", *arguments, env=env, stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+    )  # fmt: skip
+    assert process.stdout is not None
+    async with asyncio.timeout(60):
+        seen = [(await process.stdout.readline()).decode() for _ in range(lines)]
+        process.send_signal(signal.SIGINT)
+        await process.stdout.read()
+        await process.wait()
+    return seen, process.returncode or 0
+
+
+async def test_a_coordinator_that_hangs_is_shown_in_a_pipe_again_and_again(silent: str) -> None:
+    seen, code = await watch(silent, "--interval", "0.2", lines=3)
+    assert code == 130
+    waited = [float(m[1]) for line in seen if (m := re.search(r"has not answered for ([0-9.]+) s", line))]
+    assert len(waited) == 3
+    assert waited == sorted(waited)
+    assert waited[0] < 2 * waited[-1]
+    assert "\x1b" not in "".join(seen)
+
+
+async def test_a_coordinator_that_hangs_is_json_too(silent: str) -> None:
+    seen, _ = await watch(silent, "--interval", "0.2", "--json", lines=2)
+    assert all(json.loads(line)["unanswered_for_s"] > 0 for line in seen)
+
+
+async def test_a_reader_that_leaves_ends_it_without_a_word(fake: FakeCoordinator) -> None:
+    command = f"{sys.executable} -m coordinator.cli status --watch --interval 0.1 | head -1"
+    env = os.environ | {"SAFEPOINT_COORDINATOR": fake.address}
+    process = await asyncio.create_subprocess_exec(
+        "bash", "-c", f"set -o pipefail; {command}", env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    )
+    out, err = await asyncio.wait_for(process.communicate(), 60)
+    assert out.decode().startswith("coordinator epoch 3")
+    assert err == b""
+
+
+async def test_status_once_shows_the_same(safepoint: Safepoint, fake: FakeCoordinator) -> None:
+    ran = await safepoint("status")
+    assert "oldest rollout" in ran.out
+    assert "agent -> judge: 2 calls" in ran.out
+    fake.fail("GetStatus", Fault(Problem(Reason.UNAUTHENTICATED, "no valid token")))
+    assert (await safepoint("status", "--watch")).code == 9

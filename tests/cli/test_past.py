@@ -1,0 +1,166 @@
+"""`why` and `history`: from a coordinator, and from the root alone when there is none."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from safepoint.v1 import coordinator_service_pb2 as pb
+
+from coordinator.cli_past import blamed, cause_text, stacks_text
+from coordinator.wire.errors import Blocked, Problem, Reason
+from coordinator.wire.rpc import detail_from_problem
+from coordinator.wire.terms import Phase
+from tests.cli.conftest import Safepoint
+from tests.client.fake_coordinator import FakeCoordinator
+
+BEGAN = 1_796_000_000.0
+PROBLEM = Problem(
+    Reason.DRAIN_INCOMPLETE, "counter still drains.", phase=Phase.PREPARE, participant_id="counter",
+    rollouts=(Blocked("r-17", turn=4, age_s=83, waiting_on="judge"),), waited_s=10.0,
+)  # fmt: skip
+
+
+def remember(root: Path, number: int, outcome: str = "succeeded", snapshot: str = "") -> None:
+    """A file of history, as another process has left it."""
+    name, began = f"save-{number}", BEGAN + 100 * number
+    folder = root / "coordinator" / "history"
+    folder.mkdir(parents=True, exist_ok=True)
+    lines: list[dict[str, Any]] = [
+        {"kind": "operation", "format": 1, "operation_id": name, "operation": "save", "snapshot_id": snapshot or f"step-{number}",
+         "time": began},
+        {"kind": "event", "event": {"elapsed": "0.1s", "phase_started": {"phase": "PHASE_PREPARE", "participant_ids": ["a"]}}},
+    ]  # fmt: skip
+    if outcome == "aborted":
+        from google.protobuf import json_format
+
+        detail = json_format.MessageToDict(detail_from_problem(PROBLEM), preserving_proto_field_name=True)
+        lines.append({"kind": "event", "event": {"elapsed": "10.1s", "failed": {"primary": detail}}})
+    if outcome:
+        lines.append({"kind": "ended", "time": began + 10, "outcome": outcome, "phase": "abort", "elapsed_s": 10.2})
+    text = "".join(json.dumps(line) + "\n" for line in lines)
+    (folder / f"{int(began * 1000):013d}-{name}.jsonl").write_text(text)
+
+
+@pytest.fixture
+def alone(tmp_path: Path) -> Safepoint:
+    """The command where a root is named and no coordinator has ever announced itself in it."""
+    found = Safepoint("")
+    run = found.run
+    found.run = lambda *a, env=None: run(*a, env={"SAFEPOINT_ROOT": str(tmp_path)} | (env or {}))  # type: ignore[method-assign]
+    return found
+
+
+async def test_without_a_coordinator_the_root_says_why(alone: Safepoint, tmp_path: Path) -> None:
+    remember(tmp_path, 1, "aborted")
+    remember(tmp_path, 2)
+    ran = await alone("why")
+    assert ran.code == 0
+    assert "save step-1 (save-1): aborted" in ran.out
+    assert "r-17 (turn 4, 83 s, waiting on judge)" in ran.out
+    assert "Waited 10.0 s. Next: " in ran.out
+    assert "since then: 1 of 1 operations succeeded; the newest: save step-2 succeeded" in ran.out
+    assert "no coordinator answers" in ran.err
+    document = (await alone("why", "save-1", "--json")).json()
+    assert document["source"] == "root"
+    assert document["operation"]["failure"]["primary"]["participant_id"] == "counter"
+
+
+async def test_a_dead_coordinators_address_is_no_obstacle(alone: Safepoint, tmp_path: Path) -> None:
+    remember(tmp_path, 1, "aborted")
+    record = tmp_path / "coordinator" / "address.json"
+    record.write_text('{"address": "127.0.0.1:9", "epoch": 1, "nonce": "00"}')
+    ran = await alone("why", "--wait", "0.2")
+    assert ran.code == 0, ran.err
+    assert "counter still drains" in ran.out
+    ran = await alone("why", "--wait", "0.2", "-c", f"file:{record}", env={"SAFEPOINT_ROOT": ""})
+    assert "counter still drains" in ran.out, ran.err
+
+
+async def test_an_operation_whose_coordinator_died_in_it_says_so(alone: Safepoint, tmp_path: Path) -> None:
+    remember(tmp_path, 1, "")
+    ran = await alone("why")
+    assert "its coordinator ended meanwhile, and none has started since" in ran.out
+    assert "prepare: 1 participants" in ran.out
+    assert "cut off" in (await alone("history")).out
+
+
+async def test_the_list_is_read_from_the_root_too(alone: Safepoint, tmp_path: Path) -> None:
+    for number in (1, 2, 3):
+        remember(tmp_path, number, "aborted" if number == 2 else "succeeded")
+    ran = await alone("history", "-n", "2")
+    assert "step-3" in ran.out
+    assert "DRAIN_INCOMPLETE at counter" in ran.out
+    assert "step-1" not in ran.out
+    assert "\x1b" not in ran.out
+    found = (await alone("history", "--json")).json()["operations"]
+    assert [one["operation"]["operation_id"] for one in found] == ["save-3", "save-2", "save-1"]
+
+
+async def test_a_root_that_never_had_a_coordinator_is_not_taken_for_a_history(alone: Safepoint) -> None:
+    ran = await alone("why", "--wait", "0.1")
+    assert ran.code == 5
+    assert "Next" in ran.err
+
+
+async def test_history_of_a_coordinator(safepoint: Safepoint, fake: FakeCoordinator) -> None:
+    ran = await safepoint("history")
+    assert "0.31 s" in ran.out
+    assert "65 of 65" in ran.out
+    assert "41 MB" in ran.out
+
+
+async def test_stacks_are_asked_of_the_one_who_blocks(safepoint: Safepoint, fake: FakeCoordinator) -> None:
+    ran = await safepoint("why", "--stacks")
+    assert list(fake.requests("GetStatus")[-1].stacks_of) == ["counter"]
+    assert ran.code == 0
+
+
+def answer(**later: pb.OperationStatus) -> pb.ExplainResponse:
+    made = pb.ExplainResponse()
+    made.operation.failure.primary.CopyFrom(detail_from_problem(PROBLEM))
+    made.operation.outcome = pb.OPERATION_OUTCOME_ABORTED
+    made.operation.begin_time.FromSeconds(int(BEGAN))
+    return made
+
+
+def test_the_time_is_told_and_how_long_ago() -> None:
+    text = cause_text(answer(), False, BEGAN + 7200)
+    assert "began: 2026-11-30 00:53:20 UTC, 2 hours ago" in text
+    assert "since then: no other operation" in text
+
+
+def test_events_of_the_phase_that_failed_are_shown_and_warnings_before_it() -> None:
+    made = answer()
+    for phase in (Phase.DISCOVER, Phase.PREPARE, Phase.ABORT):
+        made.events.add().phase_started.phase = int(phase)  # type: ignore[assignment]
+    made.events.insert(1, pb.OperationEvent(warning=pb.Warning(message="mind the gap")))
+    made.events.add().failed.primary.message = "told above"
+    short, long = cause_text(made, False, BEGAN), cause_text(made, True, BEGAN)
+    assert "mind the gap" in short
+    assert "discover" not in short.partition("events:")[2]
+    assert "discover" in long
+    assert "prepare" in short.partition("events:")[2]
+    assert "abort" in short.partition("events:")[2]
+
+
+def test_who_blocks_is_the_one_named_then_those_waited_for() -> None:
+    made = answer()
+    made.operation.pending_participants.extend(["model", "counter"])
+    assert blamed(made) == ["counter", "model"]
+    assert blamed(pb.ExplainResponse()) == []
+
+
+def test_stacks_name_the_worker_the_rollout_and_lines_of_code() -> None:
+    health = pb.ParticipantHealth(reachable=True)
+    health.info.capabilities.participant_id = "counter"
+    stack = health.stacks.add(rollout_id="r-17", worker_id="worker-0", task="call 3")
+    stack.frames.add(file="/usr/lib/starlette/routing.py", line=1, function="Router.app")
+    stack.frames.add(file="/long/way/to/resources_servers/counter/app.py", line=42, function="Counter.step")
+    text = stacks_text([health], ["counter", "gone"])
+    assert "counter worker-0: rollout r-17, call 3" in text
+    assert "Counter.step at resources_servers/counter/app.py:42" in text
+    assert "starlette" not in text
+    assert "gone: is not here" in text

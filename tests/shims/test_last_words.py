@@ -1,0 +1,43 @@
+"""What is quoted of a dead server's log: the end of it, short, clean, and no secret."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from participant_shims.last_words import BYTES, last_words
+from participant_shims.registration import MAX_CAUSE_BYTES
+
+
+@pytest.mark.parametrize(
+    ("text", "quoted"),
+    [
+        ("", ""),
+        ("\n \n\x00\n", ""),
+        ("a\nb\nc\nd\n\n", ' The last of its log: "b", "c", "d".'),
+        ("Traceback:\n\x1b[31mOSError:\x1b[0m\t\x07no  space\x1b]0;title\x07\n", ' The last of its log: "Traceback:", "OSError: no space".'),
+        ("half a li", ' The last of its log: "half a li".'),
+        ("\xff\xfe", ' The last of its log: "\ufffd\ufffd".'),
+        ("GET / Authorization: Bearer abc.def-1\nOPENAI_API_KEY=sk-123 x\n",
+         ' The last of its log: "GET / Authorization: Bearer ***", "OPENAI_API_KEY=*** x".'),
+    ],
+)  # fmt: skip
+def test_the_last_lines_are_quoted_clean_and_without_secrets(text: str, quoted: str, tmp_path: Path) -> None:
+    (tmp_path / "log").write_bytes(text.encode("latin-1") if "\xff" in text else text.encode())
+    assert last_words(str(tmp_path / "log")) == quoted
+
+
+def test_a_quote_is_bounded_and_the_last_line_is_in_it(tmp_path: Path) -> None:
+    (tmp_path / "log").write_text("x" * 100_000 + "\n" + "y" * 5_000 + "\n" + "é" * 5_000 + "\nthe end\n")
+    quote = last_words(str(tmp_path / "log"))
+    assert quote.endswith('"the end".')
+    assert len(quote.encode()) < BYTES + 30
+    assert len(quote.encode()) + 200 < MAX_CAUSE_BYTES
+
+
+def test_what_is_no_readable_file_is_not_quoted(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "fifo")
+    for path in ("", str(tmp_path / "absent"), str(tmp_path), str(tmp_path / "fifo"), "/dev/zero"):
+        assert last_words(path) == ""

@@ -1,0 +1,94 @@
+"""What the log of whoever refuses says of it: enough to find the caller, nothing that the caller sent, and no flood."""
+
+from __future__ import annotations
+
+import logging
+
+import grpc
+import pytest
+from grpc import aio
+from safepoint.v1 import coordinator_service_pb2 as pb
+from safepoint.v1 import coordinator_service_pb2_grpc
+
+from coordinator.wire.auth import Token
+from coordinator.wire.errors import Problem, Reason
+from coordinator.wire.refusals import EVERY_S, LINES, Refusals
+from coordinator.wire.rpc import SERVER_OPTIONS, ErrorInterceptor
+
+REGISTER = "/safepoint.v1.Coordinator/Register"
+NO_TOKEN = Problem(Reason.UNAUTHENTICATED, "The call carries no valid token.")
+
+
+class Now:
+    def __init__(self) -> None:
+        self.s = 1000.0
+
+    def __call__(self) -> float:
+        return self.s
+
+
+@pytest.fixture
+def now() -> Now:
+    return Now()
+
+
+def said(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [r.getMessage() for r in caplog.records if r.name == "coordinator.wire.refusals"]
+
+
+def test_one_that_tries_on_is_a_line_a_minute_with_how_often(caplog: pytest.LogCaptureFixture, now: Now) -> None:
+    refusals = Refusals(now)
+    for n in range(100):
+        refusals.note(f"ipv4:10.0.0.3:{4000 + n}", REGISTER, NO_TOKEN)
+    assert said(caplog) == ["refused Register from 10.0.0.3: The call carries no valid token. (UNAUTHENTICATED)"]
+    now.s += EVERY_S
+    refusals.note("ipv4:10.0.0.3:9", REGISTER, NO_TOKEN)
+    assert "99 more since the last line" in said(caplog)[1]
+
+
+def test_many_callers_cannot_fill_the_log(caplog: pytest.LogCaptureFixture, now: Now) -> None:
+    refusals = Refusals(now)
+    for n in range(5000):
+        refusals.note(f"ipv6:%5Bfd00::{n:x}%5D:7", REGISTER, NO_TOKEN)
+    assert len(said(caplog)) == LINES
+    assert "from fd00::0:" in said(caplog)[0]
+    now.s += EVERY_S
+    refusals.note("ipv4:10.0.0.3:1", REGISTER, NO_TOKEN)
+    assert f"{5000 - LINES} more calls" in said(caplog)[LINES]
+    assert "10.0.0.3" in said(caplog)[LINES + 1]
+
+
+def test_what_a_stranger_has_made_up_is_not_shown(caplog: pytest.LogCaptureFixture, now: Now) -> None:
+    Refusals(now).note("unix:", "/x/\x1b[31mEvil\n2026 INFO all is well", NO_TOKEN)
+    assert said(caplog) == [
+        "refused an unknown method from this machine: The call carries no valid token. (UNAUTHENTICATED)"
+    ]
+
+
+def test_what_an_operation_tells_itself_is_not_logged(caplog: pytest.LogCaptureFixture, now: Now) -> None:
+    Refusals(now).note("unix:", REGISTER, Problem(Reason.FENCED, "Another operation runs."))
+    assert said(caplog) == []
+
+
+@pytest.mark.parametrize("method", ["GetStatus", "NoSuchMethod"])
+async def test_a_server_logs_a_wrong_token_and_never_shows_it(method: str, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.DEBUG)
+    right, wrong = "a1" * 32, "b2" * 32
+    server = aio.server(interceptors=[ErrorInterceptor(Token(right))], options=SERVER_OPTIONS)
+    coordinator_service_pb2_grpc.add_CoordinatorServicer_to_server(
+        coordinator_service_pb2_grpc.CoordinatorServicer(), server
+    )
+    port = server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+    async with aio.insecure_channel(f"127.0.0.1:{port}") as link:
+        call = link.unary_unary(
+            f"/safepoint.v1.Coordinator/{method}",
+            request_serializer=pb.GetCoordinatorStatusRequest.SerializeToString,
+        )
+        with pytest.raises(grpc.RpcError):
+            await call(pb.GetCoordinatorStatusRequest(), timeout=5, metadata=(("authorization", f"Bearer {wrong}"),))
+    await server.stop(0)
+    (line,) = said(caplog)
+    assert "from 127.0.0.1: The call carries no valid token. (UNAUTHENTICATED)" in line
+    assert wrong not in caplog.text
+    assert right not in caplog.text
