@@ -106,19 +106,16 @@ def _ids_in(method: Method, arguments_are: bool) -> set[str]:
     for node in ast.walk(method):
         if isinstance(node, ast.Assign):
             for target in node.targets:
-                for name in ast.walk(target):
-                    if isinstance(name, ast.Name):
-                        assigned.setdefault(name.id, []).append(node.value if target is name else None)
+                for name in _stored(target):
+                    assigned.setdefault(name.id, []).append(node.value if target is name else None)
         elif isinstance(node, ast.AnnAssign | ast.NamedExpr) and isinstance(node.target, ast.Name):
             assigned.setdefault(node.target.id, []).append(node.value)
         elif isinstance(node, ast.AugAssign | ast.For | ast.AsyncFor | ast.comprehension):
-            for name in ast.walk(node.target):
-                if isinstance(name, ast.Name):
-                    assigned.setdefault(name.id, []).append(None)
+            for name in _stored(node.target):
+                assigned.setdefault(name.id, []).append(None)
         elif isinstance(node, ast.withitem) and node.optional_vars is not None:
-            for name in ast.walk(node.optional_vars):
-                if isinstance(name, ast.Name):
-                    assigned.setdefault(name.id, []).append(None)
+            for name in _stored(node.optional_vars):
+                assigned.setdefault(name.id, []).append(None)
         elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda) and node is not method:
             for argument in ast.walk(node.args):
                 if isinstance(argument, ast.arg):
@@ -126,6 +123,10 @@ def _ids_in(method: Method, arguments_are: bool) -> set[str]:
     for _ in range(len(assigned) + 1):  # an id may be passed on by assignment
         ids |= {name for name, values in assigned.items() if values and all(_is_id(v, ids) for v in values)}
     return {name for name in ids if all(_is_id(value, ids) for value in assigned.get(name, []))}
+
+
+def _stored(target: ast.expr) -> Iterator[ast.Name]:
+    return (n for n in ast.walk(target) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store))
 
 
 def _is_id(node: ast.expr | None, ids: set[str]) -> bool:
