@@ -213,7 +213,10 @@ async def test_a_failed_write_is_found_by_the_next_save(tmp_path: Path, monkeypa
         ("self.data[request.session['session_id']] = 1; self.data.clear()", False),
         ("self.data[request.session['session_id']] = 1\n        for v in self.data.values(): v.x = 1", False),
         ("self.data[request.session['session_id']] = 1; every = self.data", False),
-        ("s = request.session['session_id']; s = body.s; self.data[s] = 1; self.data[request.session['session_id']]", False),
+        (
+            "s = request.session['session_id']; s = body.s; self.data[s] = 1; self.data[request.session['session_id']]",
+            False,
+        ),
         ("self.data[request.session['session_id']] = 1; asyncio.create_task(self.work())", False),
         ("self.data[request.session['session_id']] = 1; threading.Thread(target=self.work).start()", False),
         ("self.data[request.session['session_id']] = 1; self.put(body.session_id)", False),
