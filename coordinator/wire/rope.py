@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import io
 import json
+import os
 import re
 from collections.abc import Sequence
 from contextlib import ExitStack
@@ -162,7 +163,7 @@ def open_content(path: Path) -> BinaryIO:
     For files that were verified. Raises OSError as `open` does, and as `open_rope`.
     """
     if not is_rope(path.name):
-        return path.open("rb")
+        return os.fdopen(os.open(path, os.O_RDONLY | os.O_CLOEXEC), "rb", _BUFFER)
     with Directory.open(path.parent) as directory:
         return open_rope(directory, path.name, Chunks(root_of(path.parent)))
 

@@ -68,6 +68,7 @@ class Sessions:
         return not self.state
 
     async def export(self, path: Path, sessions: Any, skip: set[str], told: Any = None, root: Any = None) -> Json:
+        path = path.with_suffix(".jsonl")  # what the real ones share in chunks is tried elsewhere
         lines = [
             json.dumps({"session_id": name, **state}) for name, state in sorted(self.state.items()) if name not in skip
         ]

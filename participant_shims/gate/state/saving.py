@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
-from participant_shims.gate.state import codec
+from participant_shims.gate.state import codec, layout
 from participant_shims.gate.state.exporting import Export, Made
 from participant_shims.gate.state.file import TOO_LONG, SavedSession, Writer
 from participant_shims.gate.state.shelf import Kept, RopeWriter, Shelf, session_digest
@@ -141,17 +141,21 @@ class Saving:
 
     def _stale(self, shelf: Shelf) -> list[str]:
         """The sessions that have to be encoded: all but the clean ones."""
-        kept, whole, tracks = shelf.kept, self._encoding.whole, self._tracks
+        kept, whole = shelf.kept, self._encoding.whole
+        if not self._tracks:
+            return list(self._chosen)
         stale: list[str] = []
         for session_id, owner in self._chosen.items():
             known = kept.get(session_id)
-            if (
-                known is None or known.dirty or not tracks or not known.whole or known.owner != owner
-                or (whole is not None and not whole.fits(session_id, known.roots, known.used))
-            ):  # fmt: skip
+            if known is None or known.dirty or not known.whole or known.owner != owner:
                 stale.append(session_id)
-            elif known.owned and whole is not None:
-                whole.own(session_id, known.owned)
+        if whole is not None:
+            others = whole.moved(shelf.values)
+            others |= {name for name, known in kept.items() if known.used and not whole.still_refers(known.used)}
+            others -= set(stale)
+            stale += [session_id for session_id in others if session_id in self._chosen]
+            wrong = set(stale)
+            whole.own((name, obj) for name, known in kept.items() if name not in wrong for obj in known.owned)
         return stale
 
     async def _write_stale(
@@ -164,12 +168,14 @@ class Saving:
             before = shelf.kept.pop(session_id, None)
             encoded, made = self._encode(session_id)
             owner = self._chosen[session_id]
+            if self._encoding.whole is not None:
+                self._encoding.whole.note(session_id, shelf.values)
             if made is not None:
-                kept = Kept(owner, made.used, made.roots, made.owned)
+                kept = Kept(owner, made.used, made.owned)
                 batch.append((SavedSession(session_id, *owner, made.state), kept, before))
                 shelf.kept[session_id] = kept  # from here on a request that ends makes it dirty
             elif encoded:
-                shelf.kept[session_id] = Kept(owner, {}, (), (), whole=True)  # without state
+                shelf.kept[session_id] = Kept(owner, {}, (), whole=True)  # without state
             if (now := time.monotonic()) - begun > slice_s:
                 self._leave_out(await asyncio.to_thread(writer.write_sessions, batch), shelf)
                 self._tell(writer.size, clean + done)
@@ -208,6 +214,9 @@ class Saving:
             shelf.alive = self._encoding.whole.alive
         if len(shelf.kept) > len(self._chosen):
             shelf.kept = {name: kept for name, kept in shelf.kept.items() if name in self._chosen}
+            for held in shelf.values.values():  # of sessions that have ended
+                for key in [key for key in held if layout.session_of(key, self._chosen) is None]:
+                    del held[key]
 
     # -- both
 

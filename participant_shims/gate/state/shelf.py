@@ -35,7 +35,6 @@ class Kept:
 
     owner: tuple[str, int]
     used: Mapping[int, int]  # what of the server's own objects it refers to: id to number
-    roots: tuple[Any, ...]  # the values that its places had
     owned: tuple[object, ...]  # objects of the server's classes in it
     dirty: bool = False
     whole: bool = False
@@ -53,6 +52,7 @@ class Shelf:
         self.kept: dict[str, Kept] = {}
         self.blobs: dict[str, Piece] = {}
         self.shared: tuple[bytes, Piece, tuple[str, ...]] | None = None  # digest of the line, where it is, its blobs
+        self.values: dict[str, dict[Any, Any]] = {}  # what each place held when its session was encoded, by key
         self.alive: object = None  # the objects whose ids are in `used`
         self.tried = 0  # how many clean sessions were encoded to see whether they are
         self.suspects: set[str] = set()  # those that were not, unless a request of theirs was running
@@ -184,6 +184,9 @@ class RopeWriter(Lines):
 
     def fitting(self, order: Sequence[tuple[str, Kept]]) -> tuple[list[Kept], list[str]]:
         """The sessions that one file may hold, as far as what their blobs stand for goes, and the names of the others."""
+        size = self._head_stands_for + sum(kept.stands_for for _, kept in order)
+        if size <= self.limits.total_bytes and len(self._shelf.blobs) <= self.limits.parts:
+            return [kept for _, kept in order], []
         fits: list[Kept] = []
         others: list[str] = []
         stands_for, blobs = self._head_stands_for, set(self._head_blobs)
