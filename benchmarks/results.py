@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
 from benchmarks.measure import Spread
 
-# What the issue asks for: name -> (the bar, whether more is better, what it says).
+TOLERATED: Final = 2 / 3  # what must be left of an earlier ratio
+# What is to be reached: name -> (the bar, whether more is better, what it says).
 BARS: Final[dict[str, tuple[float, bool, str]]] = {
     "switch_vs_http_peer_100": (3.0, True, "overhead of a whole switch, drains of 0.5 to 2.5 s: HTTP peer / Safepoint"),
     "control_vs_http_longpoll_1000": (1.3, True, "control time without drain: HTTP peer with long-poll / Safepoint"),
@@ -50,6 +52,7 @@ class Results:
     """Filled by the sections."""
 
     machine: dict[str, object]
+    scale: str = "full"
     ratios: dict[str, Spread] = field(default_factory=dict[str, Spread])
     tables: list[Table] = field(default_factory=list[Table])
     curves: list[Curves] = field(default_factory=list[Curves])
@@ -60,6 +63,7 @@ class Results:
         """`bench.json` beside the folder `out`, and `out`/bench.md."""
         out.mkdir(parents=True, exist_ok=True)
         data = {
+            "scale": self.scale,
             "ratios": {name: asdict(found) for name, found in self.ratios.items()},
             "machine": self.machine,
             "not_measured": self.not_measured,
@@ -80,6 +84,19 @@ class Results:
         parts = [_table(table) for table in (ratios, *self.tables) if table.rows]
         parts += [f"Not measured: {name}: {why}" for name, why in self.not_measured.items()]
         return "\n\n".join(parts) + "\n"
+
+
+def worse_than(reference: Mapping[str, Mapping[str, float]], results: Results) -> list[str]:
+    """What has become worse by more than a third, in sentences. Ratios of only one of both runs are not compared."""
+    found: list[str] = []
+    for name, (_, more_is_better, _) in BARS.items():
+        if name not in results.ratios or name not in reference:
+            continue
+        before, now = reference[name]["median"], results.ratios[name].median
+        left = now / before if more_is_better else before / now
+        if left < TOLERATED:
+            found.append(f"{name} was {before:.3g} and is {now:.3g}")
+    return found
 
 
 def _table(table: Table) -> str:

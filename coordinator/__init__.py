@@ -20,6 +20,7 @@ settling        who has something of an operation that is over hears how it ende
 service, status the Coordinator service
 settings, server, ray_host            a running coordinator: as a process, as an actor; the only file that imports Ray
 
+page/           a page in the browser, and one operation as one file
 client          the trainer's end, sync and async; client_* are its parts
 cli             the `safepoint` command; cli_* are its parts
 certs           certificates for a cluster that has nothing that makes them

@@ -2,7 +2,7 @@
 
     safepoint coordinator | shim | serve              start something
     safepoint save | restore | resume | abort         operate
-    safepoint status | topology | why | history | snapshots     look
+    safepoint status | topology | why | history | report | snapshots     look
     safepoint doctor | config | certs | inspect | demo | version   this machine
 
 The rule: `safepoint --help` answers at once, so nothing but Typer is imported before a command runs.
@@ -12,7 +12,7 @@ cli_output       JSON, text, failures
 cli_options      options that many commands share
 cli_progress     bars and lines while an operation runs
 cli_views, cli_live        tables; what status shows
-cli_operations, cli_status, cli_past, cli_snapshots, cli_retention, cli_archive, cli_processes, cli_doctor, cli_config, cli_certs      the commands
+cli_operations, cli_status, cli_past, cli_report, cli_snapshots, cli_retention, cli_archive, cli_processes, cli_doctor, cli_config, cli_certs      the commands
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ from coordinator import (
     cli_operations,
     cli_past,
     cli_processes,
+    cli_report,
     cli_retention,
     cli_snapshots,
     cli_status,
@@ -92,6 +93,7 @@ app.command(rich_help_panel=LOOK)(cli_status.status)
 app.command(rich_help_panel=LOOK)(cli_operations.topology)
 app.command(rich_help_panel=LOOK)(cli_past.why)
 app.command(rich_help_panel=LOOK)(cli_past.history)
+app.command(rich_help_panel=LOOK)(cli_report.report)
 for command in (cli_retention.prune, cli_retention.pin, cli_retention.unpin, cli_archive.push, cli_archive.pull):
     cli_snapshots.app.command()(command)
 app.add_typer(cli_snapshots.app, name="snapshots", rich_help_panel=LOOK)

@@ -53,7 +53,7 @@ def why(
     """
     with reporting(as_json):
         health: list[pb.ParticipantHealth] = []
-        here = _history(target, root)
+        here = history_here(target, root)
         try:
             with make_client(target, root, token_file, wait if here is None else min(wait, _ASK_S), as_json) as client:
                 answer = client.explain(operation_id or None, timeout=timeout)
@@ -89,12 +89,12 @@ def history(
     Example: safepoint history -n 50
     """
     with reporting(as_json):
-        here = _history(target, root)
+        here = history_here(target, root)
         try:
             with make_client(target, root, token_file, wait if here is None else min(wait, _ASK_S), as_json) as client:
                 found = list(client.operations(limit, timeout=timeout))
         except SafepointError as error:
-            if not _absent(error) or here is None:
+            if not is_absent(error) or here is None:
                 raise
             note(f"no coordinator answers; read from {here.path}")
             found = [record.summary() for record in here.list(limit)]
@@ -244,7 +244,7 @@ def blamed(answer: pb.ExplainResponse) -> list[str]:
     return [name for name in dict.fromkeys([*named, *operation.pending_participants]) if name][:_MAX_STACKS_OF]
 
 
-def _history(target: str, root: str) -> History | None:
+def history_here(target: str, root: str) -> History | None:
     """The history of the root that the options name, when it can be read from here."""
     from coordinator.history import History
 
@@ -254,12 +254,12 @@ def _history(target: str, root: str) -> History | None:
     return history if history is not None and history.path.is_dir() else None
 
 
-def _absent(error: SafepointError) -> bool:
+def is_absent(error: SafepointError) -> bool:
     return error.reason in (Reason.UNREACHABLE, Reason.UNAVAILABLE)
 
 
 def _from_root(error: SafepointError, here: History | None, operation_id: str) -> pb.ExplainResponse:
-    if not _absent(error) or here is None:
+    if not is_absent(error) or here is None:
         raise error
     note(f"no coordinator answers; read from {here.path}")
     found = here.explain(operation_id)

@@ -8,7 +8,6 @@ from __future__ import annotations
 import asyncio
 import importlib.metadata
 import importlib.util
-import logging
 import os
 import platform
 import sys
@@ -36,6 +35,12 @@ def coordinator(
         str,
         typer.Option("--bind", metavar="ADDRESS", help="host:port (port 0: any) or unix:PATH. [default: 127.0.0.1:0]"),
     ] = "",
+    page_bind: Annotated[
+        str,
+        typer.Option(
+            "--page-bind", metavar="ADDRESS", help="Loopback host:port of the page for browsers; port 0: any."
+        ),
+    ] = "",
     advertise: Annotated[str, typer.Option("--advertise", metavar="HOST", help="Host that others reach it by.")] = "",
     participant: Annotated[
         list[str] | None, typer.Option("--participant", metavar="ADDRESS", help="A shim that does not register itself.")
@@ -62,6 +67,9 @@ def coordinator(
     ray: Annotated[
         bool, typer.Option("--ray", help="Host it as a named detached Ray actor, and return once it serves.")
     ] = False,
+    log_format: Annotated[
+        str, typer.Option("--log-format", envvar="SAFEPOINT_LOG_FORMAT", help="text, or json: one object a line.")
+    ] = "text",
     show_settings: Annotated[
         bool, typer.Option("--show-settings", help="Print the settings with their origins, and start nothing.")
     ] = False,
@@ -97,6 +105,7 @@ def coordinator(
             root=folder(root) if root and not os.path.isabs(root) else given("root", folder(root)),
             job_id=given("job", job),
             bind=bind or None,
+            page_bind=page_bind or None,
             advertise=advertise or None,
             participants=tuple(participant) if participant else None,
             policy_endpoints=tuple(policy_endpoint) if policy_endpoint else None,
@@ -115,8 +124,9 @@ def coordinator(
             _on_ray(settings, name, namespace, ray_address, ray_resource or [])
             return
         from coordinator.server import run
+        from coordinator.wire import logs
 
-        logging.basicConfig(level=logging.INFO, stream=sys.stderr, format="%(asctime)s %(levelname)s %(message)s")
+        logs.configure(log_format)
         note(f"For shims and trainers: export SAFEPOINT_COORDINATOR=file:{settings.root}/coordinator/address.json")
         asyncio.run(run(settings))
 

@@ -28,6 +28,7 @@ from __future__ import annotations
 from coordinator.client_async import AsyncClient
 from coordinator.client_autosave import Autosave
 from coordinator.client_cut import AsyncCut, Cut
+from coordinator.client_metrics import OnSaved, save_metrics, to_tensorboard, to_wandb
 from coordinator.client_patience import DEADLINES_S, Budgets
 from coordinator.client_results import (
     AbortResult,
@@ -60,6 +61,7 @@ __all__ = [
     "Cut",
     "Due",
     "Misanswered",
+    "OnSaved",
     "PreparedResult",
     "ProgressCallback",
     "QuiesceMode",
@@ -79,4 +81,7 @@ __all__ = [
     "Trigger",
     "Unanswered",
     "describe",
+    "save_metrics",
+    "to_tensorboard",
+    "to_wandb",
 ]

@@ -20,6 +20,7 @@ from coordinator import client_requests as requests
 from coordinator.client_address import find_target
 from coordinator.client_calls_async import AsyncCalls
 from coordinator.client_cut import AsyncCut
+from coordinator.client_metrics import OnSaved, tell
 from coordinator.client_patience import Budgets
 from coordinator.client_results import (
     AbortResult,
@@ -57,7 +58,9 @@ class AsyncClient:
         tls_dir: str | os.PathLike[str] | None = None,
         insecure: bool | None = None,
         budgets: Budgets | None = None,
+        on_saved: OnSaved | None = None,
     ) -> None:
+        self._on_saved = on_saved
         self._calls = AsyncCalls(
             find_target(target), read_security(token_file, tls_dir, insecure), budgets or Budgets()
         )
@@ -71,6 +74,10 @@ class AsyncClient:
     async def close(self) -> None:
         """Close the channel. Running operations go on. May be called twice; in a forked child it does nothing."""
         await self._calls.close()
+
+    def saved(self, result: SaveResult) -> SaveResult:
+        """Tell `on_saved` of a save that is over. Called by the client itself."""
+        return tell(self._on_saved, result)
 
     # Saving and restoring
 
@@ -100,7 +107,7 @@ class AsyncClient:
         request = requests.save_request(snapshot_id, operation_id, metadata, options)
         outcome = Outcome(request.operation_id, request.snapshot_id)
         await self._calls.operate("Save", lambda stub: stub.Save, request, outcome, timeout, on_progress)
-        return outcome.save_result()
+        return self.saved(outcome.save_result())
 
     async def restore(
         self,

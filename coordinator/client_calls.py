@@ -25,6 +25,7 @@ from coordinator.wire.errors import Reason, SafepointError, refuse
 from coordinator.wire.links import Security
 from coordinator.wire.record import look_up
 from coordinator.wire.rpc import error_from_rpc
+from coordinator.wire.trace import outgoing
 
 log = logging.getLogger("safepoint.client")
 
@@ -66,6 +67,10 @@ class Calls:
         self._pid = os.getpid()
         self._closed = False
 
+    def _sent(self) -> tuple[tuple[str, str], ...]:
+        """What goes along with a call: who we are, and the trace that it is part of."""
+        return (*self._metadata, *outgoing())
+
     def close(self) -> None:
         """Close the channel; in a forked child do nothing."""
         if os.getpid() != self._pid:
@@ -93,7 +98,7 @@ class Calls:
 
         def once() -> _Response:
             try:
-                return pick(self._stub())(request, timeout=patience.next_try_s(), metadata=self._metadata)
+                return pick(self._stub())(request, timeout=patience.next_try_s(), metadata=self._sent())
             except grpc.RpcError as error:
                 raise error_from_rpc(error) from None
 
@@ -129,7 +134,7 @@ class Calls:
 
         def begin() -> tuple[_Stream[_Response], _Response | None]:
             try:
-                call = pick(self._stub())(request, timeout=patience.next_try_s(), metadata=self._metadata)
+                call = pick(self._stub())(request, timeout=patience.next_try_s(), metadata=self._sent())
                 return call, next(call, None)
             except grpc.RpcError as error:
                 raise error_from_rpc(error) from None

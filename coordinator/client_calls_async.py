@@ -26,6 +26,7 @@ from coordinator.wire.errors import Reason, SafepointError, refuse
 from coordinator.wire.links import Security
 from coordinator.wire.record import look_up
 from coordinator.wire.rpc import error_from_rpc
+from coordinator.wire.trace import outgoing
 
 if TYPE_CHECKING:
     from safepoint.v1.coordinator_service_pb2_grpc import CoordinatorAsyncStub
@@ -61,6 +62,10 @@ class AsyncCalls:
         self._pid = os.getpid()
         self._closed = False
 
+    def _sent(self) -> tuple[tuple[str, str], ...]:
+        """What goes along with a call: who we are, and the trace that it is part of."""
+        return (*self._metadata, *outgoing())
+
     async def close(self) -> None:
         """Close the channel; in a forked child do nothing."""
         self._closed = True
@@ -88,7 +93,7 @@ class AsyncCalls:
 
         async def once() -> _Response:
             try:
-                return await pick(self._stub())(request, timeout=patience.next_try_s(), metadata=self._metadata)
+                return await pick(self._stub())(request, timeout=patience.next_try_s(), metadata=self._sent())
             except aio.AioRpcError as error:
                 raise error_from_rpc(error) from None
 
@@ -125,7 +130,7 @@ class AsyncCalls:
 
         async def begin() -> tuple[aio.UnaryStreamCall[_Request, _Response], _Response | None]:
             try:
-                call = pick(self._stub())(request, timeout=patience.next_try_s(), metadata=self._metadata)
+                call = pick(self._stub())(request, timeout=patience.next_try_s(), metadata=self._sent())
                 return call, await anext(aiter(call), None)
             except aio.AioRpcError as error:
                 raise error_from_rpc(error) from None

@@ -131,7 +131,7 @@ class Cut(CutState):
         self.result = published
         with _naming_what_is_published(self.snapshot_id):
             resumed = self._client.resume(self.operation_id, on_progress=self._on_progress)
-        self.result = self._finished(published, resumed)
+        self.result = self._client.saved(self._finished(published, resumed))
 
     def _settle(self, error: BaseException) -> None:
         """Commit or publish failed, perhaps after the manifest was written: resume if so, else abort."""
@@ -227,7 +227,7 @@ class AsyncCut(CutState):
         self.result = published
         with _naming_what_is_published(self.snapshot_id):
             resumed = await self._client.resume(self.operation_id, on_progress=self._on_progress)
-        self.result = self._finished(published, resumed)
+        self.result = self._client.saved(self._finished(published, resumed))
 
     async def _settle(self, error: BaseException) -> None:
         if not isinstance(error, Refused):

@@ -18,6 +18,7 @@ from coordinator import client_requests as requests
 from coordinator.client_address import find_target
 from coordinator.client_calls import Calls
 from coordinator.client_cut import Cut
+from coordinator.client_metrics import OnSaved, tell
 from coordinator.client_patience import Budgets
 from coordinator.client_results import (
     AbortResult,
@@ -47,7 +48,7 @@ class Client:
     `target`: `host:port`, `unix:PATH` or `file:ROOT/coordinator/address.json`; else SAFEPOINT_COORDINATOR, else the
     address file below SAFEPOINT_ROOT. `token_file`: else SAFEPOINT_TOKEN_FILE, else no token. `tls_dir`: the directory of
     a certificate, else SAFEPOINT_TLS_DIR, else no TLS. `insecure`: a token may leave this machine without TLS; else
-    SAFEPOINT_INSECURE, else it may not. Nothing is dialled before the first call.
+    SAFEPOINT_INSECURE, else it may not. `on_saved` is told the numbers of each save (see `client_metrics`). Nothing is dialled before the first call.
 
     Every method has a deadline, `timeout` in seconds, with a default for its kind, and raises one of
 
@@ -68,7 +69,9 @@ class Client:
         tls_dir: str | os.PathLike[str] | None = None,
         insecure: bool | None = None,
         budgets: Budgets | None = None,
+        on_saved: OnSaved | None = None,
     ) -> None:
+        self._on_saved = on_saved
         self._calls = Calls(find_target(target), read_security(token_file, tls_dir, insecure), budgets or Budgets())
 
     def __enter__(self) -> Client:
@@ -80,6 +83,10 @@ class Client:
     def close(self) -> None:
         """Close the channel. Running operations go on. May be called twice; in a forked child it does nothing."""
         self._calls.close()
+
+    def saved(self, result: SaveResult) -> SaveResult:
+        """Tell `on_saved` of a save that is over. Called by the client itself."""
+        return tell(self._on_saved, result)
 
     # Saving and restoring
 
@@ -109,7 +116,7 @@ class Client:
         request = requests.save_request(snapshot_id, operation_id, metadata, options)
         outcome = Outcome(request.operation_id, request.snapshot_id)
         self._calls.operate("Save", lambda stub: stub.Save, request, outcome, timeout, on_progress)
-        return outcome.save_result()
+        return self.saved(outcome.save_result())
 
     def restore(
         self,

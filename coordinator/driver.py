@@ -14,7 +14,7 @@ import asyncio
 import logging
 from collections import deque
 from collections.abc import Awaitable, Callable, Coroutine
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Final, Protocol
 
 from safepoint.v1 import coordinator_service_pb2, manifest_pb2
@@ -29,7 +29,7 @@ from coordinator.protocol.proofs import Opened, Progress
 from coordinator.protocol.topology import Participant
 from coordinator.protocol.transaction import Transaction
 from coordinator.reporting import Reporter
-from coordinator.wire import failpoints
+from coordinator.wire import failpoints, logs
 from coordinator.wire.errors import Misanswered, Problem, Reason, Refused, SafepointError
 from coordinator.wire.ids import ParticipantId
 from coordinator.wire.terms import Phase
@@ -92,6 +92,7 @@ class Identity:
 
     digest: str
     metadata: dict[str, str]
+    trace: dict[str, str] = field(default_factory=dict[str, str])  # the caller's, when it sent one and traces are on
 
 
 class Drive:
@@ -185,6 +186,7 @@ class Drive:
     # ---- the loop ---------------------------------------------------------------------------------------------------
 
     async def _run(self) -> None:
+        logs.about(self.operation.operation_id)
         renewing = self._spawn(self._renew_leases(soon=self.recorded))
         try:
             while not self._nothing_left():

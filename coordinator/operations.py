@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import OrderedDict
-from collections.abc import Awaitable, Collection, Coroutine, Iterable
+from collections.abc import Awaitable, Callable, Collection, Coroutine, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any, Final, Protocol
@@ -40,7 +40,7 @@ from coordinator.retention import Retention
 from coordinator.settings import Settings
 from coordinator.settling import Settling
 from coordinator.snapshots import SnapshotStore
-from coordinator.wire import failpoints
+from coordinator.wire import failpoints, logs
 from coordinator.wire.errors import Problem, Reason, Refused, SafepointError, refuse
 from coordinator.wire.ids import OperationId, SnapshotId
 from coordinator.wire.terms import OperationKind, Phase, Role, RolloutState
@@ -53,7 +53,9 @@ EXPLAIN_WITHIN_S: Final = 3.0  # the successor of a shim that died needs a secon
 
 
 class Chronicle(Protocol):
-    """Who writes down what operations do (`history_writing`): called on the event loop, it returns without waiting."""
+    """Who writes down what operations do (`history_writing`, `tracing`): called on the event loop, returns without waiting."""
+
+    def offer(self, event: coordinator_service_pb2.OperationEvent) -> None: ...
 
     def began(self, drive: Drive, *, taken_over: bool = False) -> None: ...
 
@@ -82,7 +84,7 @@ class Operations:
         self._recorded: set[OperationId] = set()  # those of `_memory` whose id is used up
         self._work: set[asyncio.Task[None]] = set()
         self._closing = False
-        self.history: Chronicle | None = None  # who writes down what each operation did
+        self.chronicles: list[Chronicle] = []  # who writes down what each operation did
         self._loop = asyncio.get_running_loop()
         self.membership = Membership(journal, discovery.registry, self._append)
         discovery.registry.follow(self._lost, self._joined, self._explained)
@@ -111,13 +113,30 @@ class Operations:
         drive = Drive(operation, Transaction(limits), identity, self, self.feed.publish)
         drive.answers.ask(START, identity.digest)
         self.active = drive
-        if self.history is not None:
-            self.history.began(drive)
+        self.told_began(drive)
         # A little more than the reserve: the end of a hung opening must still reach the caller.
         deadline = self.clock() + min(budget_s - 1.1 * limits.reserve_s, self._longest(operation))
         drive.checking = asyncio.create_task(self._check_and_start(drive, deadline))
         drive.checking.add_done_callback(lambda _: self._checked(drive))
         return drive
+
+    def keep(self, chronicle: Chronicle) -> None:
+        """From now on `chronicle` is told of everything."""
+        self.chronicles.append(chronicle)
+        self.feed.add(chronicle)
+
+    def told_began(self, drive: Drive, *, taken_over: bool = False) -> None:
+        """Tell the chronicles that an operation begins, or is gone on with after a restart."""
+        self._told(lambda each: each.began(drive, taken_over=taken_over))
+
+    def _told(self, tell: Callable[[Chronicle], None]) -> None:
+        for each in tuple(self.chronicles):
+            try:
+                tell(each)
+            except Exception:
+                log.exception("%s has failed and is left out: operations go on without it", type(each).__name__)
+                self.chronicles.remove(each)
+                self.feed.remove(each)
 
     def _checked(self, drive: Drive) -> None:
         # A task that is cancelled before its first step never runs its handlers: the operation would be active for ever.
@@ -125,6 +144,7 @@ class Operations:
             drive.fail_early(_aborted_early(drive))
 
     async def _check_and_start(self, drive: Drive, deadline: float) -> None:
+        logs.about(drive.operation.operation_id)
         try:
             drive.reporter.announce(core.PhaseStarted(Phase.DISCOVER, ()))
             begun = self.clock()
@@ -336,19 +356,12 @@ class Operations:
 
     def ended(self, drive: Drive) -> None:
         ended = outcomes.ended(drive)
-        if self.history is not None:
-            self.history.ended(drive, ended)
+        self._told(lambda each: each.ended(drive, ended))
         self._memory[ended.operation_id] = ended
         self._memory.move_to_end(ended.operation_id)
         while len(self._memory) > KEPT_IN_MEMORY:
             self._recorded.discard(self._memory.popitem(last=False)[0])
-        log.info(
-            "%s %s: %s %s",
-            ended.kind.name.lower(),
-            ended.operation_id,
-            ended.outcome.name.lower(),
-            outcomes.primary_reason(ended),
-        )
+        log.info("%s", outcomes.line(ended), extra={logs.FIELDS: outcomes.fields(ended)})
         if drive.operation.kind is OperationKind.RESTORE and drive.outcome is Outcome.SUCCEEDED:
             # What runs now is the snapshot, and who is in that was checked: nobody else can be missing.
             mine = {p.participant_id for p in drive.transaction.topology.participants}

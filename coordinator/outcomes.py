@@ -158,6 +158,37 @@ def began(began_ms: int) -> Timestamp | None:
     return at
 
 
-def primary_reason(found: Ended) -> str:
-    """The reason by name, for one line of a log."""
-    return problem_from_detail(found.failed.primary).reason.name if found.failed is not None else ""
+def fields(found: Ended) -> dict[str, Any]:
+    """An operation in numbers and names, for a structured log. Seconds and bytes as the names say."""
+    summary = found.summary()
+    out: dict[str, Any] = {
+        "operation_id": found.operation_id, "operation": found.kind.name.lower(), "snapshot_id": found.snapshot_id,
+        "outcome": found.outcome.name.lower(), "elapsed_s": round(found.elapsed_s, 3),
+    }  # fmt: skip
+    if found.failed is not None:
+        primary = problem_from_detail(found.failed.primary)
+        out |= {"reason": primary.reason.name, "phase": primary.phase.name.lower(), "blamed": primary.participant_id}
+    if summary.HasField("pause"):
+        out["pause_s"] = round(convert.seconds(summary.pause), 3)
+    if summary.HasField("snapshot"):
+        totals = summary.snapshot.totals
+        out |= {
+            "size_bytes": summary.snapshot.size_bytes, "completed": totals.completed,
+            "in_flight": totals.parked + totals.pending, "to_restart": totals.excluded,
+        }  # fmt: skip
+    return out
+
+
+def line(found: Ended) -> str:
+    """One line for a log: what an operation came to, and why not further."""
+    said = fields(found)
+    text = f"{said['operation']} {found.operation_id}: {said['outcome']}"
+    if "reason" in said:
+        who = f" at {said['blamed']}" if said["blamed"] else ""
+        return f"{text} {said['reason']}{who}"
+    if "size_bytes" in said:
+        text += (
+            f": snapshot {found.snapshot_id}, {said['in_flight']} in flight kept, {said['completed']} completed, "
+            f"{said['to_restart']} to restart, {said['size_bytes']} bytes"
+        )
+    return text + (f", paused {said['pause_s']:.2f} s" if "pause_s" in said else "")

@@ -55,6 +55,8 @@ class Participants:
         self._dial = dial or self._security.dial(Access.SHIM)
         self._former: list[aio.Channel] = []  # with a certificate that was replaced; calls may still run on them
         self._version = self._security.version
+        # What goes along with a call, by operation and participant: the context of its span, where traces are on.
+        self.carried: Callable[[str, str], Metadata] = lambda operation_id, participant_id: ()
         # By address: participants come back under other names and addresses.
         self._channels: dict[str, aio.Channel] = {}
         self._stubs: dict[str, participant_service_pb2_grpc.ParticipantAsyncStub] = {}
@@ -81,6 +83,7 @@ class Participants:
         Raises Refused, Unanswered, Misanswered, each with phase and participant filled in.
         """
         stub = self._stub(whom.address)
+        metadata = (*self._metadata, *self.carried(call.operation_id, whom.participant_id))
         context = participant_service_pb2.OperationContext(
             operation_id=call.operation_id, coordinator_epoch=self._epoch
         )
@@ -88,11 +91,11 @@ class Participants:
         with _errors(whom.participant_id, call.phase, call.operation_id):
             match call.arguments:
                 case core.PrepareArguments() as arguments:
-                    with _left(self._prepare(stub, context, arguments, call.timeout_s)) as prepare:
+                    with _left(self._prepare(stub, context, arguments, call.timeout_s, metadata)) as prepare:
                         proof = await _until_prepared(prepare, on_progress, on_closed)
                 case core.CommitArguments() as arguments:
                     commit = participant_service_pb2.CommitRequest(context=context, snapshot_id=arguments.snapshot_id)
-                    with _left(stub.Commit(commit, timeout=call.timeout_s, metadata=self._metadata)) as export:
+                    with _left(stub.Commit(commit, timeout=call.timeout_s, metadata=metadata)) as export:
                         proof = await _until_committed(export, on_progress)
                 case core.ConfirmArguments() as arguments:
                     confirm = participant_service_pb2.ConfirmRequest(
@@ -100,19 +103,19 @@ class Participants:
                         incarnation_id=arguments.incarnation_id,
                         admission_generation=arguments.generation,
                     )
-                    confirmed = await stub.Confirm(confirm, timeout=call.timeout_s, metadata=self._metadata)
+                    confirmed = await stub.Confirm(confirm, timeout=call.timeout_s, metadata=metadata)
                     proof = convert.confirmed(confirmed), confirmed
                 case core.RestoreArguments() as arguments:
-                    with _left(self._restore(stub, context, arguments, call.timeout_s)) as load:
+                    with _left(self._restore(stub, context, arguments, call.timeout_s, metadata)) as load:
                         proof = await _until_restored(load, on_progress, on_closed)
                 case core.ResumeArguments():
                     resume = participant_service_pb2.ResumeRequest(context=context)
-                    resumed = await stub.Resume(resume, timeout=call.timeout_s, metadata=self._metadata)
+                    resumed = await stub.Resume(resume, timeout=call.timeout_s, metadata=metadata)
                     proof = convert.opened(resumed), resumed
                 case core.AbortArguments() as arguments:
                     cause = arguments.cause.encode()[:MAX_CAUSE_BYTES].decode(errors="ignore")
                     abort = participant_service_pb2.AbortRequest(context=context, cause=cause)
-                    aborted = await stub.Abort(abort, timeout=call.timeout_s, metadata=self._metadata)
+                    aborted = await stub.Abort(abort, timeout=call.timeout_s, metadata=metadata)
                     proof = convert.opened(aborted), aborted
         if proof is None:
             raise Misanswered(
@@ -178,6 +181,7 @@ class Participants:
         context: participant_service_pb2.OperationContext,
         arguments: core.PrepareArguments,
         timeout_s: float,
+        metadata: Metadata,
     ) -> PrepareCall:
         request = participant_service_pb2.PrepareRequest(
             context=context,
@@ -186,7 +190,7 @@ class Participants:
             lease_ttl=convert.duration(arguments.lease_ttl_s),
             straggler_grace=convert.duration(arguments.straggler_grace_s),
         )
-        return stub.Prepare(request, timeout=timeout_s, metadata=self._metadata)
+        return stub.Prepare(request, timeout=timeout_s, metadata=metadata)
 
     def _restore(
         self,
@@ -194,6 +198,7 @@ class Participants:
         context: participant_service_pb2.OperationContext,
         arguments: core.RestoreArguments,
         timeout_s: float,
+        metadata: Metadata,
     ) -> RestoreCall:
         request = participant_service_pb2.RestoreRequest(
             context=context,
@@ -202,7 +207,7 @@ class Participants:
             lease_ttl=convert.duration(arguments.lease_ttl_s),
             source_participant_id=arguments.source_participant_id,
         )
-        return stub.Restore(request, timeout=timeout_s, metadata=self._metadata)
+        return stub.Restore(request, timeout=timeout_s, metadata=metadata)
 
     @property
     def _metadata(self) -> Metadata:

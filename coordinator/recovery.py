@@ -73,8 +73,7 @@ async def recover(operations: Operations) -> None:
         drive = await _drive(operations, records, begun, entries)
         if operation_id == unfinished[-1][0]:
             operations.active = drive
-        if operations.history is not None:
-            operations.history.began(drive, taken_over=True)
+        operations.told_began(drive, taken_over=True)
         log.warning("the coordinator before this one did not end %s; settling it", operation_id)
         failpoints.reach("recovery.before_open")
         drive.start(core.Recover(operations.clock()))

@@ -20,10 +20,12 @@ from coordinator.protocol.operation import Operation
 from coordinator.protocol.proofs import Progress
 from coordinator.wire.errors import Problem
 from coordinator.wire.ids import ParticipantId
+from coordinator.wire.marks import Marks, Use
 from coordinator.wire.rpc import detail_from_problem
 from coordinator.wire.terms import Phase
 
 MAX_SECONDARY = 20
+SHOWN = 5
 
 
 @dataclass(slots=True)
@@ -38,11 +40,14 @@ class Reporter:
         default_factory=lambda: deque[coordinator_service_pb2.OperationEvent](maxlen=HISTORY_LENGTH)
     )
     _sequence: int = 0
+    _budget: tuple[float, float | None] = (0.0, None)  # of the phase that runs: since when, and how many seconds
+    _marks: Marks = field(default_factory=Marks)
 
     def announce(self, what: core.PhaseStarted | core.ParticipantDone | core.PhaseFinished | core.Warned) -> None:
         """Tell what the core announces."""
         match what:
             case core.PhaseStarted():
+                self._budget, self._marks = (self.clock(), what.budget_s), Marks()
                 self._tell(
                     phase_started=coordinator_service_pb2.PhaseStarted(
                         phase=convert.wire(what.phase),
@@ -95,6 +100,17 @@ class Reporter:
             items_total=how_far.items_total,
         )
         self._tell(keep=False, participant_progress=message)
+        began_at, budget_s = self._budget
+        if budget_s and how_far.in_flight:
+            taken = Use(
+                participant_id,
+                f"{participant_id} is not done with {phase.name.lower()}",
+                self.clock() - began_at,
+                budget_s,
+                "s",
+            )
+            for use in self._marks.look([taken]):
+                self.warn(f"{use}{_waits_for(how_far)}", participant_id)
 
     def saved(
         self, manifest: manifest_pb2.SnapshotManifest, pause_s: float, unconfirmed: Sequence[str]
@@ -144,6 +160,16 @@ def failure(primary: Problem, secondary: Sequence[Problem]) -> coordinator_servi
         primary=detail_from_problem(primary),
         secondary=[detail_from_problem(each) for each in secondary[:MAX_SECONDARY]],
     )
+
+
+def _waits_for(how_far: Progress) -> str:
+    """Which rollouts, as the end of a sentence; empty when it does not say."""
+    shown = [
+        f"{r.rollout_id} (turn {r.turn}{f', on {r.waiting_on}' if r.waiting_on else ''})"
+        for r in how_far.waiting_for[:SHOWN]
+    ]
+    more = max(how_far.waiting_for_count, len(how_far.waiting_for)) - len(shown)
+    return f" It waits for {', '.join(shown)}{f' and {more} more' if more > 0 else ''}." if shown else ""
 
 
 def snapshot_info(

@@ -29,7 +29,9 @@ from coordinator.feed import Feed
 from coordinator.history_writing import HistoryWriter
 from coordinator.journal import Journal
 from coordinator.metrics import Metrics, MetricsServer
-from coordinator.operations import Operations
+from coordinator.operations import Chronicle, Operations
+from coordinator.page.host import serve_page
+from coordinator.page.serving import PageServer
 from coordinator.participants import Participants
 from coordinator.preflight import Discovery, members
 from coordinator.protocol.legality import BEFORE_PUBLISH
@@ -50,6 +52,7 @@ from coordinator.wire.marks import Marks, Use
 from coordinator.wire.record import NonceInterceptor
 from coordinator.wire.rpc import SERVER_OPTIONS, ErrorInterceptor
 from coordinator.wire.terms import OperationKind
+from coordinator.wire.trace import Tracer
 from coordinator.wire.usage import open_files, raise_open_files, space, watch
 
 log = logging.getLogger(__name__)
@@ -84,15 +87,17 @@ class Coordinator:
     _stopped: bool = False
     unfit: Problem | None = None  # why it has stopped by itself
     metrics: MetricsServer | None = None
+    page: PageServer | None = None
     history: HistoryWriter | None = None
     marks: Marks = field(default_factory=Marks)  # how full its limits are, once somebody looks: `watch_limits`
     lanes: Lanes | None = None
     _ending: asyncio.Task[None] | None = None
 
     def announcement(self) -> str:
-        """One line of JSON: address, epoch and nonce, and where metrics are, if anywhere."""
+        """One line of JSON: address, epoch and nonce, and where metrics and the page are, if anywhere."""
         said = {"address": self.address, "epoch": self.epoch, "nonce": self.nonce}
-        return json.dumps(said | ({"metrics": self.metrics.address} if self.metrics is not None else {}))
+        beside = {"metrics": self.metrics, "page": self.page}
+        return json.dumps(said | {name: server.address for name, server in beside.items() if server is not None})
 
     async def stop(self) -> None:
         """Stop in good order: what is not published is aborted, everybody connected is told. Twice is harmless."""
@@ -116,6 +121,8 @@ class Coordinator:
         self._stopped = True
         if self.metrics is not None:
             await asyncio.to_thread(self.metrics.close)
+        if self.page is not None:
+            await asyncio.to_thread(self.page.close)
         for task in self._tasks:
             task.cancel()
         await self.operations.stop_drives()
@@ -214,6 +221,7 @@ async def serve(
     failpoints.arm()
     security = read_security(settings.token_file or None, settings.tls_dir or None, settings.insecure)
     check_bind(settings.bind, security)
+    tracer = Tracer("safepoint-coordinator") if settings.traces else None
     loop = asyncio.get_running_loop()
     lanes, marks = Lanes(loop.time), Marks()
     store = await asyncio.to_thread(SnapshotStore, settings.root, settings.job_id)
@@ -238,10 +246,11 @@ async def serve(
     )
     operations = Operations(settings, store, journal, discovery, Feed())
     history: HistoryWriter | None = None
+    if tracer is not None:
+        operations.keep(_traces(operations, tracer))
     if settings.history_keep:
         history = HistoryWriter(lambda: store.directory(_DIRECTORY), settings.job_id, settings.history_keep)
-        operations.history = history
-        operations.feed.add(history)
+        operations.keep(history)
 
     registration = Registration(registry, journal.epoch, settings.job_id, settings.heartbeat_s)
     coordinator_service_pb2_grpc.add_CoordinatorServicer_to_server(CoordinatorService(operations, registration), server)
@@ -251,14 +260,19 @@ async def serve(
         reflection: Any = importlib.import_module("grpc_reflection.v1alpha.reflection")
         reflection.enable_server_reflection((SERVICE_NAME, _health.SERVICE_NAME, reflection.SERVICE_NAME), server)
     metrics: MetricsServer | None = None
+    page: PageServer | None = None
     try:
         await recover(operations)
         if settings.metrics_bind:
             metrics = await asyncio.to_thread(_serve_metrics, operations, marks)
+        if settings.page_bind:
+            keyed = security.tokens is not None or security.tls is not None
+            page = await asyncio.to_thread(serve_page, operations, _DIRECTORY, keyed=keyed)
         await server.start()
     except BaseException:
-        if metrics is not None:
-            metrics.close()
+        for beside in (metrics, page):
+            if beside is not None:
+                beside.close()
         listening.close()
         await operations.stop_drives()
         if history is not None:
@@ -273,7 +287,7 @@ async def serve(
     ]
     address = listening.address
     running = Coordinator(address, journal.epoch, nonce, operations, server, healthy, tasks, listening)
-    running.metrics, running.history = metrics, history
+    running.metrics, running.page, running.history = metrics, page, history
     running.marks, running.lanes = marks, lanes
     await asyncio.to_thread(running.keep_announced)
     tasks.append(asyncio.create_task(running.stay_fit(), name="stay fit"))
@@ -328,6 +342,14 @@ class _Observed:
     def active(self) -> OperationKind | None:
         active = self.operations.active
         return active.operation.kind if active is not None else None
+
+
+def _traces(operations: Operations, tracer: Tracer) -> Chronicle:
+    from coordinator.tracing import Traces
+
+    traces = Traces(tracer)
+    operations.participants.carried = traces.carried
+    return traces
 
 
 def _serve_metrics(operations: Operations, marks: Marks) -> MetricsServer:

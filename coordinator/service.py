@@ -41,6 +41,7 @@ from coordinator.wire.guard import caller
 from coordinator.wire.ids import IncarnationId, OperationId, ParticipantId, SnapshotId, is_rollout_id, is_wire_id
 from coordinator.wire.rpc import time_budget
 from coordinator.wire.terms import OperationKind
+from coordinator.wire.trace import incoming
 
 Context = aio.ServicerContext[Any, Any]
 log = logging.getLogger(__name__)
@@ -99,7 +100,7 @@ class CoordinatorService(coordinator_service_pb2_grpc.CoordinatorServicer):
     async def Save(self, request: pb.SaveRequest, context: Context) -> AsyncIterator[pb.OperationEvent]:
         budget_s = time_budget(context)
         operation = self._save(request.operation_id, request.snapshot_id, request.options, trainer_driven=False)
-        identity = Identity(_digest(request), convert.metadata(request.metadata))
+        identity = Identity(_digest(request), convert.metadata(request.metadata), self._trace(context))
         async for event in self._run("Save", operation, identity, budget_s):
             yield event
 
@@ -113,7 +114,9 @@ class CoordinatorService(coordinator_service_pb2_grpc.CoordinatorServicer):
             options=Options(lease_ttl_s=convert.lease_ttl(request.lease_ttl, self._operations.settings.lease_ttl_s)),
             resume_when_done=request.resume,
         )
-        async for event in self._run("Restore", operation, Identity(_digest(request), {}), budget_s):
+        async for event in self._run(
+            "Restore", operation, Identity(_digest(request), {}, self._trace(context)), budget_s
+        ):
             yield event
 
     # ---- trainer-driven phases --------------------------------------------------------------------------------------
@@ -121,7 +124,9 @@ class CoordinatorService(coordinator_service_pb2_grpc.CoordinatorServicer):
     async def Prepare(self, request: pb.PrepareOperationRequest, context: Context) -> AsyncIterator[pb.OperationEvent]:
         budget_s = time_budget(context)
         operation = self._save(request.operation_id, request.snapshot_id, request.options, trainer_driven=True)
-        async for event in self._run("Prepare", operation, Identity(_digest(request), {}), budget_s):
+        async for event in self._run(
+            "Prepare", operation, Identity(_digest(request), {}, self._trace(context)), budget_s
+        ):
             yield event
 
     async def Commit(self, request: pb.CommitOperationRequest, context: Context) -> AsyncIterator[pb.OperationEvent]:
@@ -338,6 +343,10 @@ class CoordinatorService(coordinator_service_pb2_grpc.CoordinatorServicer):
         found.post(request if first else core.TrainerHeard(self._operations.clock()))
         async for event in follow_answer(found, self._operations.feed, call, answer, budget_s, from_start=False):
             yield event
+
+    def _trace(self, context: Context) -> dict[str, str]:
+        """The caller's trace context, where traces are on."""
+        return incoming(context.invocation_metadata()) if self._operations.settings.traces else {}
 
     def _named(self, operation_id: str) -> Drive | Ended:
         name = _operation_id(operation_id)

@@ -3,8 +3,8 @@
 The rule: a name that nobody knows is an error with a suggestion, never ignored. A misspelt `lease_ttl` would else show
 only when the first coordinator dies.
 
-Variables: SAFEPOINT_CONFIG names the file. SAFEPOINT_ROOT, SAFEPOINT_JOB, SAFEPOINT_TOKEN_FILE, SAFEPOINT_TLS_DIR and
-SAFEPOINT_INSECURE are read by shims, too; every other setting is SAFEPOINT_COORDINATOR_<NAME>, e.g.
+Variables: SAFEPOINT_CONFIG names the file. SAFEPOINT_ROOT, SAFEPOINT_JOB, SAFEPOINT_TOKEN_FILE, SAFEPOINT_TLS_DIR,
+SAFEPOINT_INSECURE and SAFEPOINT_TRACES are read by shims, too; every other setting is SAFEPOINT_COORDINATOR_<NAME>, e.g.
 SAFEPOINT_COORDINATOR_LEASE_TTL_S, and those of `autosave`, which the trainer reads, are SAFEPOINT_AUTOSAVE_<NAME>. Lists are
 separated by commas.
 """
@@ -36,6 +36,7 @@ _SHARED: Final = {
     "SAFEPOINT_TOKEN_FILE": "token_file",
     "SAFEPOINT_TLS_DIR": "tls_dir",
     "SAFEPOINT_INSECURE": "insecure",
+    "SAFEPOINT_TRACES": "traces",
 }
 
 Seconds = Annotated[float, Field(gt=0, le=86_400, allow_inf_nan=False)]
@@ -121,6 +122,8 @@ class Settings(BaseModel):
     """Directory with ca.crt, tls.crt and tls.key."""
     reflection: bool = False
     """Serve gRPC reflection."""
+    traces: bool = False
+    """Take OpenTelemetry spans of operations; where they go say OTEL_TRACES_EXPORTER and OTEL_EXPORTER_OTLP_ENDPOINT."""
     metrics_bind: str = ""
     """host:port of /metrics for Prometheus; empty: none."""
     page_bind: str = ""

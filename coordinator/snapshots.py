@@ -89,9 +89,21 @@ class SnapshotStore(SnapshotReader):
                     raise refuse(Reason.STALE_EPOCH, taken) from None
                 raise refuse(Reason.SNAPSHOT_EXISTS, f"The snapshot {manifest.snapshot_id} is published.") from None
         failpoints.reach("snapshots.after_publish")
-        if self.published_by(SnapshotId(manifest.snapshot_id), manifest.operation_id) is None:
+        if not self._has(manifest.snapshot_id, written):
             raise refuse(Reason.STALE_EPOCH, taken)  # we wrote into a directory that was being deleted
         return written
+
+    def _has(self, snapshot_id: str, written: FileDigest) -> bool:
+        """Whether the snapshot of that name has this manifest. Raises STORAGE_FAILED when the disk cannot say."""
+        try:
+            with self.open(snapshot_id) as directory:
+                return directory.digest(MANIFEST_NAME) == written
+        except FileNotFoundError:
+            return False
+        except SafepointError as error:
+            if error.reason is Reason.STORAGE_FAILED:
+                raise
+            return False
 
     def void(self, snapshot_id: SnapshotId) -> None:
         """Take the manifest's name, so that a coordinator before us that still runs cannot publish this snapshot.
@@ -127,14 +139,23 @@ class SnapshotStore(SnapshotReader):
             directory.discard_temporaries(MANIFEST_NAME)
 
     def published_by(self, snapshot_id: SnapshotId, operation_id: str) -> manifest_pb2.SnapshotManifest | None:
-        """The manifest, if that operation has published it. Raises STORAGE_FAILED when the disk cannot say."""
+        """The manifest, if that operation has published it: durable from now on, since whoever linked it may have died, or
+        failed, before its name was. Raises STORAGE_FAILED when the disk cannot say, STORAGE_* when it cannot keep it.
+        """
         try:
             manifest = self.load(snapshot_id)
         except SafepointError as error:
             if error.reason is Reason.STORAGE_FAILED:
                 raise
             return None
-        return manifest if manifest.operation_id == operation_id else None
+        if manifest.operation_id != operation_id:
+            return None
+        with self.open(snapshot_id) as directory:
+            try:
+                directory.sync()
+            except OSError as error:
+                raise storage_error(error, f"making the name of {directory.path / MANIFEST_NAME} durable") from error
+        return manifest
 
     def discard(self, snapshot_id: SnapshotId) -> None:
         """Delete what an operation without success left. Raises SNAPSHOT_IN_USE when it is published after all."""

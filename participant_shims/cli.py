@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import logging
 import os
 import sys
 from collections.abc import Sequence
@@ -62,9 +61,15 @@ def default_run_dir() -> Path:
     return Path(runtime) / "safepoint" if runtime else Path(f"/tmp/safepoint-{os.getuid()}")
 
 
+def life_name(life: str) -> str:
+    """The server that a life's directory is of: its name without the random end."""
+    return Path(life).name.rpartition("-")[0] if life else ""
+
+
 def run_shim(arguments: argparse.Namespace) -> int:
     """Serve one participant until told to go: the exit code."""
     # Here and not above: `serve` must start at once, and grpc takes a second to import.
+    from coordinator.wire import logs
     from coordinator.wire.errors import Reason, SafepointError
     from participant_shims.adapter import Adapter
     from participant_shims.adapters.gym import GymAdapter
@@ -76,10 +81,10 @@ def run_shim(arguments: argparse.Namespace) -> int:
     from participant_shims.leftovers import end_what_is_left
     from participant_shims.shim import ShimOptions, complain, serve_shim
 
-    logging.basicConfig(
-        level=logging.DEBUG if arguments.verbose else logging.INFO,
-        format="%(asctime)s %(levelname)s %(name)s: %(message)s",
-        stream=sys.stderr,
+    logs.configure(
+        arguments.log_format,
+        verbose=arguments.verbose,
+        participant_id=arguments.name or life_name(arguments.life) or "shim",
     )
     if arguments.root and not Path(arguments.root).is_absolute():
         print(
@@ -213,6 +218,9 @@ def _parser() -> argparse.ArgumentParser:
     shim.add_argument("--tls-dir", default=environ("SAFEPOINT_TLS_DIR", ""), help="with ca.crt, tls.crt and tls.key")
     shim.add_argument(
         "--insecure", action="store_true", help="listen beyond loopback without TLS (SAFEPOINT_INSECURE=1)"
+    )
+    shim.add_argument(
+        "--log-format", default=environ("SAFEPOINT_LOG_FORMAT", "text"), help="text, or json: one object a line"
     )
     shim.add_argument("--verbose", action="store_true")
 

@@ -15,7 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any, Final, Protocol, TypeVar
 
-from coordinator.wire import failpoints
+from coordinator.wire import failpoints, logs
 from coordinator.wire.beneath import storage_error
 from coordinator.wire.errors import Problem, Reason, Refused, SafepointError, refuse
 from coordinator.wire.terms import ParticipantState, Phase
@@ -132,6 +132,7 @@ class Operations:
 
     def call(self, rpc: Rpc, operation_id: str, epoch: int, digest: str, lease_ttl_s: float = 0.0) -> Decision:
         """Ask the fence, and perform what the decision ended. Raises what it refuses."""
+        logs.about(operation_id)
         decision = self.fence.call(rpc, operation_id, epoch, digest, self.clock.now(), lease_ttl_s)
         self.apply(decision.ended)
         if isinstance(decision, Refuse):

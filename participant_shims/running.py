@@ -81,6 +81,10 @@ class Running(Generic[EventT]):
         self._progress = event
         self._pulse.beat()
 
+    def resting(self, event: EventT) -> None:
+        """What is said after a second in which nothing else was: most exports take less, and of a thousand none is free."""
+        self._progress = event
+
     def finish(self, event: EventT) -> None:
         """Done: the last event."""
         self._final = event

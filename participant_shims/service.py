@@ -20,7 +20,7 @@ from grpc import aio
 from safepoint.v1 import capabilities_pb2, participant_service_pb2_grpc
 from safepoint.v1 import participant_service_pb2 as pb
 
-from coordinator.wire import failpoints
+from coordinator.wire import failpoints, logs
 from coordinator.wire.deadline import MIN_BUDGET_S
 from coordinator.wire.errors import Problem, Reason, Refused, SafepointError, refuse
 from coordinator.wire.ids import is_rollout_id
@@ -165,7 +165,7 @@ class ParticipantService(participant_service_pb2_grpc.ParticipantServicer):
         assert closed is not None  # the fence lets nobody commit who has not prepared
         what = messages.capabilities(await operations.describe())
         await operations.check_freeze(closed.generation)
-        running.progress(pb.CommitEvent(export_progress=pb.ExportProgress()))
+        running.resting(pb.CommitEvent(export_progress=pb.ExportProgress()))
         self._snapshots[operation_id] = snapshot_id
         begin = partial(exports.begin, snapshot_id, operation_id)
         directory = await until_seen(partial(operations.on_disk, begin))
@@ -284,6 +284,7 @@ class ParticipantService(participant_service_pb2_grpc.ParticipantServicer):
         return response
 
     async def Abort(self, request: pb.AbortRequest, context: Context) -> pb.AbortResponse:
+        logs.about(request.context.operation_id[:128])
         if request.cause:
             log.warning("abort of %s: %s", request.context.operation_id[:128], request.cause[:1000])
         opened = await self._end(Rpc.ABORT, request, context)

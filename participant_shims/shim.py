@@ -31,6 +31,7 @@ from coordinator.wire.links import read_security
 from coordinator.wire.listening import Listening, listen
 from coordinator.wire.marks import Use
 from coordinator.wire.rpc import SERVER_OPTIONS, ErrorInterceptor
+from coordinator.wire.trace import SpanInterceptor, Tracer, wanted
 from coordinator.wire.usage import open_files, raise_open_files, size, space, watch
 from participant_shims import messages
 from participant_shims.adapter import Adapter
@@ -153,7 +154,8 @@ class Shim:
         await self.service.start()
         server = self._make_server(
             interceptors=[
-                ErrorInterceptor(self._security.tokens, options.job_id if self._security.tls is not None else "")
+                ErrorInterceptor(self._security.tokens, options.job_id if self._security.tls is not None else ""),
+                *self._spans(),
             ],
             options=SERVER_OPTIONS,
         )
@@ -179,6 +181,17 @@ class Shim:
                 "SAFEPOINT_COORDINATOR is not set: this shim registers nowhere, and is found only by a coordinator that has %s "
                 "in its list of participants", self.address,
             )  # fmt: skip
+
+    def _spans(self) -> list[SpanInterceptor]:
+        """Where traces are on, a span for each phase; a shim serves without them when they cannot be taken."""
+        if not wanted():
+            return []
+        try:
+            tracer = Tracer("safepoint-shim")
+        except SafepointError as error:
+            log.warning("no spans are taken: %s", error)
+            return []
+        return [SpanInterceptor(tracer, lambda: self._options.participant_id)]
 
     async def stop(self) -> None:
         """Leave: no longer announced, admission open, then no longer there."""

@@ -244,7 +244,7 @@ def setup_main(python: Path) -> None:
                 say(f"{TORCH_CPU} cannot be had here: taking what there is")
         if not has(python, "torch"):
             pip(python, "torch, with what it needs (this may be several GB)", TORCH_ANY)
-    install(python, "Safepoint with its tools", "-e", ".[ray,proxy,demo,docs,dev]")
+    install(python, "Safepoint with its tools", "-e", ".[ray,proxy,demo,bench,docs,dev]")
     run("looked at", [str(python), "-c", "import grpc, ray, torch, safepoint.v1, coordinator, participant_shims"])
 
 

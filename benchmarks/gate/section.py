@@ -19,14 +19,12 @@ CONNECTIONS: Final = 8
 
 def run(scale: Scale, results: Results) -> None:
     """Fills `gate_throughput` and `gate_with_log_throughput`."""
-    with servers.resources() as contenders:
-        served = _measure(contenders, scale)
+    with servers.contenders() as (counters, agents):
+        served, rollouts = _measure(counters, scale), _measure(agents, scale)
     results.ratios["gate_throughput"] = ratio(_per_s(served["gate"]), _per_s(served["bare"]))
+    results.ratios["gate_with_log_throughput"] = ratio(_per_s(rollouts["gate and call log"]), _per_s(rollouts["bare"]))
     _tell("A resources server (example_session_state_mgmt, one call)", served, results)
-    with servers.agents() as contenders:
-        served = _measure(contenders, scale)
-    results.ratios["gate_with_log_throughput"] = ratio(_per_s(served["gate and call log"]), _per_s(served["bare"]))
-    _tell("An agent server (simple_agent, a rollout of 11 outbound calls)", served, results)
+    _tell("An agent server (simple_agent, a rollout of 11 outbound calls)", rollouts, results)
 
 
 def _measure(contenders: dict[str, Server], scale: Scale) -> dict[str, list[Served]]:

@@ -34,45 +34,54 @@ class Server:
 
 
 @contextmanager
-def resources() -> Generator[dict[str, Server]]:
-    """`example_session_state_mgmt`, asked to add to a counter: without identity, and as a gated agent asks it."""
+def contenders() -> Generator[tuple[dict[str, Server], dict[str, Server]]]:
+    """Of two kinds, all started at once.
+
+    `example_session_state_mgmt`, asked to add to a counter: without identity, and as a gated agent asks it.
+    `simple_agent`, asked for whole rollouts of five model calls and four tool calls; model and tools are canned.
+    """
     with ExitStack() as stack, scratch("gate") as root:
-        out: dict[str, Server] = {}
-        for name in ("bare", "cheapest middleware", "gate"):
-            fleet = _start(stack, root / name.replace(" ", "-"), "counter", name)
-            port, pid = _port(fleet, "counter"), fleet.processes["counter"].pid
-            out[name] = Server(port, _anonymous(port), pid)
-            if name == "gate":
-                out["gate, calls remembered"] = Server(port, _identified(port), pid)
-            if name == "bare":
-                through = _proxy(stack, root, port)
-                out["behind the proxy"] = Server(through, _anonymous(through), pid)
-        yield out
+        counters = {each: _spawn(stack, root, "counter", each) for each in ("bare", "cheapest middleware", "gate")}
+        agents = {each: _spawn(stack, root, "counter_agent", each) for each in ("bare", "gate and call log")}
+        for fleet in (*counters.values(), *agents.values()):
+            (name,) = fleet.processes
+            fleet._wait(name)
+        yield _counters(stack, root, counters), _agents(agents)
 
 
-@contextmanager
-def agents() -> Generator[dict[str, Server]]:
-    """`simple_agent`, asked for whole rollouts of five model calls and four tool calls; model and tools are canned."""
-    with ExitStack() as stack, scratch("gate") as root:
-        out: dict[str, Server] = {}
-        for name in ("bare", "gate and call log"):
-            fleet = _start(stack, root / name.replace(" ", "-"), "counter_agent", name)
-            port, pid = _port(fleet, "counter_agent"), fleet.processes["counter_agent"].pid
-            out[name] = Server(port, _rollouts(port), pid)
-        yield out
+def _counters(stack: ExitStack, root: Path, fleets: dict[str, Fleet]) -> dict[str, Server]:
+    out: dict[str, Server] = {}
+    for contender, fleet in fleets.items():
+        port, pid = _port(fleet, "counter"), fleet.processes["counter"].pid
+        out[contender] = Server(port, _anonymous(port), pid)
+        if contender == "gate":
+            out["gate, calls remembered"] = Server(port, _identified(port), pid)
+        if contender == "bare":
+            through = _proxy(stack, root, port)
+            out["behind the proxy"] = Server(through, _anonymous(through), pid)
+    return out
 
 
-def _start(stack: ExitStack, folder: Path, name: str, contender: str) -> Fleet:
+def _agents(fleets: dict[str, Fleet]) -> dict[str, Server]:
+    out: dict[str, Server] = {}
+    for contender, fleet in fleets.items():
+        port, pid = _port(fleet, "counter_agent"), fleet.processes["counter_agent"].pid
+        out[contender] = Server(port, _rollouts(port), pid)
+    return out
+
+
+def _spawn(stack: ExitStack, root: Path, name: str, contender: str) -> Fleet:
+    folder = root / f"{name}-{contender.replace(' ', '-')}"
     folder.mkdir()
     fleet = Fleet(counter_config("http://127.0.0.1:9/v1"), folder, gated=contender.startswith("gate"))
     fleet.environment |= {"SAFEPOINT_SHIM": "spawn", "SAFEPOINT_DEBUG": ""}
     if contender == "cheapest middleware":
-        fleet.environment["PYTHONPATH"] = str(CHEAPEST)
+        fleet.hooks = CHEAPEST
     stack.callback(fleet.close)
     if name == "counter_agent":
         ports = [str(_port(fleet, each)) for each in ("policy_model", "counter")]
         stack.enter_context(Worker("benchmarks.gate.neighbours", *ports, log=folder / "neighbours.log")).ready()
-    fleet.start(name)
+    fleet._spawn(name)
     return fleet
 
 

@@ -49,14 +49,14 @@ class Security:
         if self.tls is None:
             self._check_plain(target)
             return aio.insecure_channel(target, options=CHANNEL_OPTIONS)
-        return aio.secure_channel(target, self.tls.channel_credentials(), options=_options(peer))
+        return aio.secure_channel(target, self.tls.channel_credentials(), options=tls_options(peer))
 
     def sync_channel(self, target: str, peer: Access) -> grpc.Channel:
         """The same without an event loop."""
         if self.tls is None:
             self._check_plain(target)
             return grpc.insecure_channel(target, options=CHANNEL_OPTIONS)
-        return grpc.secure_channel(target, self.tls.channel_credentials(), options=_options(peer))
+        return grpc.secure_channel(target, self.tls.channel_credentials(), options=tls_options(peer))
 
     def dial(self, peer: Access) -> Callable[[str], aio.Channel]:
         """`channel` for one kind of peer."""
@@ -125,7 +125,8 @@ def _not_ours(path: str) -> SafepointError:
     )  # fmt: skip
 
 
-def _options(peer: Access) -> list[tuple[str, Any]]:
+def tls_options(peer: Access) -> list[tuple[str, Any]]:
+    """What a channel with TLS to a server of that access is made with."""
     options: dict[str, Any] = dict(CHANNEL_OPTIONS)
     options["grpc.ssl_target_name_override"] = server_name(peer)
     return list(options.items())

@@ -107,7 +107,11 @@ def write_participant_manifest(directory: Directory, manifest: manifest_pb2.Part
 
 
 def write_snapshot_manifest(directory: Directory, manifest: manifest_pb2.SnapshotManifest) -> FileDigest:
-    """Publish: as `write_participant_manifest`, for the snapshot. From here on the snapshot exists."""
+    """Publish: as `write_participant_manifest`, for the snapshot. From here on the snapshot exists.
+
+    Raises SNAPSHOT_CORRUPT, SNAPSHOT_UNSAFE for one that no reader would take.
+    """
+    _check_snapshot(manifest, str(directory.path / MANIFEST_NAME))
     return directory.write_new(MANIFEST_NAME, encode(SNAPSHOT_KIND, manifest))
 
 

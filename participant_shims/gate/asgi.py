@@ -22,7 +22,7 @@ from participant_shims.gate.core import Gate
 from participant_shims.gate.digest import body_sha256, canonical, cookies_of_header, request_digest
 from participant_shims.gate.dispatch import rollout_of, wait_for_other_worker
 from participant_shims.gate.execution import App, Execution, Message, Receive, Scope, Send, read_body, send_answer
-from participant_shims.gate.outbound import CURRENT, NOBODY, REFUSED_HEADER
+from participant_shims.gate.outbound import CURRENT, NOBODY, REFUSED_HEADER, TRACE, TRACE_HEADER
 from participant_shims.gate.replay import Scope as CallScope
 from participant_shims.identity import (
     CallIdentity,
@@ -59,6 +59,8 @@ class GateMiddleware:
         if not self._gate.started:  # a server without lifespan meets its first request here
             await self._gate.start()
         headers = {k.decode("latin-1").lower(): v.decode("latin-1") for k, v in scope["headers"]}
+        if trace := headers.get(TRACE_HEADER):
+            TRACE.set(trace)
         identity = from_headers(headers)
         if identity is not None:
             await self._identified(identity, headers, scope, receive, send)

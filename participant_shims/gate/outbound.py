@@ -26,6 +26,9 @@ from participant_shims.identity import DONE_HEADER, FINISHED_HEADER, MAX_RECORDE
 CURRENT: ContextVar[Scope | None] = ContextVar("safepoint_scope", default=None)
 # The scope of work that carries no identity: parked like any other, neither logged nor answered from a log.
 NOBODY: Final = Scope(CallIdentity(ANONYMOUS, 0, "0"))
+# The trace (W3C) that the request which is handled belongs to; empty when it named none.
+TRACE: ContextVar[str] = ContextVar("safepoint_trace", default="")
+TRACE_HEADER: Final = "traceparent"
 # Set by a gate on the one kind of response that it makes itself; the caller's gate acts on it, no agent ever sees it.
 REFUSED_HEADER: Final = "x-safepoint-refused"
 _STREAMS: Final = ("text/event-stream", "application/x-ndjson")
@@ -124,6 +127,10 @@ class Outbound:
         headers[FINISHED_HEADER] = str(
             self._log.finished_at(identity.rollout_id, server_name) if logs and not own else 0
         )
+        if (trace := TRACE.get()) and not _has(kwargs.get("headers"), TRACE_HEADER):
+            headers[TRACE_HEADER] = (
+                trace  # of the request that this call is made for; who traces by itself has sent its own
+            )
         if ended:
             headers[DONE_HEADER] = ",".join(f"{rollout}/{attempt}" for rollout, attempt in ended)
         kwargs["headers"] = _with_headers(kwargs.get("headers"), headers)
@@ -227,6 +234,11 @@ class Outbound:
         done = self._done.get(server, {})
         for key in ended:
             done.pop(key, None)
+
+
+def _has(given: Any, name: str) -> bool:
+    pairs = given.keys() if hasattr(given, "keys") else (key for key, _ in given or ())
+    return any(str(key).lower() == name for key in pairs)
 
 
 def _with_headers(given: Any, ours: dict[str, str]) -> Any:

@@ -10,7 +10,7 @@ import pytest
 from benchmarks import lost, plots
 from benchmarks.fleets import work
 from benchmarks.measure import Spread, in_turn, ratio, spread
-from benchmarks.results import BARS, Curves, Results
+from benchmarks.results import BARS, Curves, Results, worse_than
 
 REQUIRED = {
     "switch_vs_http_peer_100", "control_vs_http_longpoll_1000", "limit_over_control_100", "gate_throughput",
@@ -47,12 +47,23 @@ def test_a_ratio_is_taken_run_by_run_and_contenders_take_turns() -> None:
 
 def test_the_json_has_each_ratio_with_median_spread_and_runs(tmp_path: Path) -> None:
     assert set(BARS) == REQUIRED
-    results = Results({}, {name: spread([1.0, 2.0, 4.0]) for name in BARS})
+    results = Results({}, ratios={name: spread([1.0, 2.0, 4.0]) for name in BARS})
     results.write(tmp_path / "bench")
     read = json.loads((tmp_path / "bench.json").read_text())
     assert set(read["ratios"]) == REQUIRED
     assert read["ratios"]["gate_throughput"] == {"median": 2.0, "low": 1.0, "high": 4.0, "runs": 3}
     assert all(f"`{name}`" in (tmp_path / "bench" / "bench.md").read_text() for name in BARS)
+
+
+def test_a_ratio_that_falls_by_more_than_a_third_is_told_whichever_way_is_better() -> None:
+    def results(**ratios: float) -> Results:
+        return Results({}, ratios={name: spread([value]) for name, value in ratios.items()})
+
+    before = {"gate_throughput": {"median": 0.99}, "limit_over_control_100": {"median": 2.0}, "gone": {"median": 1.0}}
+    assert worse_than(before, results(gate_throughput=0.67, limit_over_control_100=2.9, throughput_vs_disk=0.1)) == []
+    assert worse_than(before, results(gate_throughput=0.65, limit_over_control_100=3.1)) == [
+        "limit_over_control_100 was 2 and is 3.1", "gate_throughput was 0.99 and is 0.65",
+    ]  # fmt: skip
 
 
 def test_the_same_figures_give_the_same_plot(tmp_path: Path) -> None:

@@ -246,6 +246,31 @@ def test_a_failing_disk_publishes_nothing(
     store.verify("step-0")
 
 
+def test_a_manifest_whose_name_may_not_be_durable_counts_once_it_is(
+    store: SnapshotStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    manifest, name, sync = make(store, "step-1"), SnapshotId("step-2"), Directory.sync
+    store.begin(name)
+    manifest.snapshot_id = name
+    synced = list[str]()
+
+    def broken(directory: Directory) -> None:
+        raise OSError(errno.EIO, directory.path.name)
+
+    def noted(directory: Directory) -> None:
+        sync(directory)
+        synced.append(directory.path.name)
+
+    monkeypatch.setattr(Directory, "sync", broken)  # after the link
+    assert refused(store.publish, manifest).reason is Reason.STORAGE_FAILED
+    assert refused(store.published_by, name, manifest.operation_id).reason is Reason.STORAGE_FAILED
+    monkeypatch.setattr(Directory, "sync", noted)
+    assert store.published_by(name, "somebody else") is None
+    assert synced == []
+    assert store.published_by(name, manifest.operation_id) is not None
+    assert synced == [name]
+
+
 def test_publishing_is_forbidden_right_before_the_link(store: SnapshotStore, tmp_path: Path) -> None:
     manifest = make(store, "step-1")
     store.begin(SnapshotId("step-2"))

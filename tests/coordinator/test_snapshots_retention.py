@@ -19,6 +19,7 @@ from coordinator.snapshots import SnapshotStore
 from coordinator.wire.beneath import Directory, storage_error
 from coordinator.wire.errors import Reason, SafepointError, refuse
 from coordinator.wire.ids import SnapshotId
+from coordinator.wire.manifest_file import SNAPSHOT_KIND, encode
 from tests.coordinator.conftest import Bench, unary, until
 from tests.coordinator.test_snapshots import make, refused
 
@@ -313,6 +314,9 @@ def test_the_epochs_of_a_root_are_counted_from_its_snapshots_too(store: Snapshot
     assert store.newest_epoch() == 7
     with pytest.raises(SafepointError):
         make(store, "step-4", Publisher(store, 10**18))
+    forged = store.load("step-1")
+    forged.snapshot_id, forged.coordinator_epoch = "step-4", 10**18
+    (tmp_path / "root" / "snapshots" / "step-4" / "manifest.json").write_bytes(encode(SNAPSHOT_KIND, forged))
     assert store.newest_epoch() == 7, "nothing could be newer than that"
     assert "is no epoch" in store.list().invalid["step-4"]
 

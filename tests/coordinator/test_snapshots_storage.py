@@ -124,10 +124,10 @@ def test_a_part_that_never_comes_is_waited_for_within_bounds_and_named(
 
     publisher = Publisher(store, 1, sleep=sleep)
 
-    def unseen(*_: object) -> bool:
-        return False
+    def unseen(*_: object) -> set[str]:
+        return set()
 
-    monkeypatch.setattr(Publisher, "_is_seen", unseen)
+    monkeypatch.setattr(Publisher, "_seen", unseen)
     error = refused(make, store, "step-1", publisher)
     assert error.reason is Reason.SNAPSHOT_CORRUPT
     assert "missing" in error.problem.message

@@ -7,11 +7,14 @@ A block begins with `<!-- table: NAME -->` and ends with `<!-- end -->`. The rul
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Final
 
+from benchmarks.measure import figure
+from benchmarks.results import BARS
 from coordinator.cli_exit import BY_REASON, MEANINGS, ExitCode
 from coordinator.protocol.phases import PHASES
 from coordinator.wire.access import EVERYTHING, METHODS, Access
@@ -107,8 +110,20 @@ def access() -> str:
     return table(*rows, ("all of them", "Health: `Check`, `List`, `Watch`"))
 
 
+def benchmarks() -> str:
+    found = json.loads((ROOT / "benchmarks" / "reference.json").read_text(encoding="utf-8"))["full"]["ratios"]
+    rows = [("what", "must be", "measured", "runs")]
+    for name, (bar, more, meaning) in BARS.items():
+        ratio = found.get(name)
+        told = f"{figure(ratio['median'])} ({figure(ratio['low'])} to {figure(ratio['high'])})" if ratio else "not yet"
+        must = f"at least {bar:g}" if more else f"at most {bar:g}"
+        rows.append((f"`{name}`: {meaning}", must, told, str(ratio["runs"]) if ratio else ""))
+    return table(*rows)
+
+
 TABLES: Final[dict[str, Callable[[], str]]] = {
     "phases": phases, "legality": legality, "reasons": reasons, "exit codes": exit_codes, "access": access,
+    "benchmarks": benchmarks,
 }  # fmt: skip
 
 

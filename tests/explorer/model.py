@@ -123,6 +123,8 @@ class Model:
         self._op(None)
         self._parts = Table()
         self._messages = Table()
+        self._compacted: dict[tuple[int, ...], tuple[int, ...]] = {}
+        self._left: dict[tuple[object, ...], dict[int, int]] = {}
         first = self._part(self.shims.first)
         none = (0,) * len(program)
         self.first = State(((NOT_BEGUN,) * len(program), ()), (first,) * 3, (), (), none, none, budget)
@@ -186,7 +188,7 @@ class Model:
                 continue
             seen.add(number)
             message = self.message(number)
-            without = state._replace(net=state.net[:place] + state.net[place + 1 :])
+            without = _with_net(state, state.net[:place] + state.net[place + 1 :])
             if isinstance(message, Request):
                 # A calm world does not count on what nobody waits for: it may be lost.
                 rank = 0 if message.live else LAPSE + 1
@@ -544,15 +546,17 @@ class Model:
         return state
 
     def _with(self, state: State, who: int, shim: Shim) -> State:
-        return state._replace(shims=_changed(state.shims, who, self._part(shim)))
+        c, shims, net, journal, manifests, decided, budget = state
+        return State(c, _changed(shims, who, self._part(shim)), net, journal, manifests, decided, budget)
 
     def _keep(self, state: State, coordinator: int, op: Op) -> State:
         ops = _changed(state.coordinators[coordinator], op.operation, self._op(op))
-        both = (ops, state.coordinators[1]) if coordinator == 0 else (state.coordinators[0], ops)
-        return state._replace(coordinators=both)
+        c, shims, net, journal, manifests, decided, budget = state
+        both = (ops, c[1]) if coordinator == 0 else (c[0], ops)
+        return State(both, shims, net, journal, manifests, decided, budget)
 
     def _sent(self, state: State, message: Message) -> State:
-        return state._replace(net=tuple(sorted((*state.net, self._message(message)))))
+        return _with_net(state, tuple(sorted((*state.net, self._message(message)))))
 
     def _notified(self, state: State, who: int, incarnation: int) -> State:
         for coordinator, ops in enumerate(state.coordinators):
@@ -592,18 +596,32 @@ class Model:
         rests = rests and any(state.coordinators)
         net = tuple(sorted(kept for number in state.net if (kept := self._still(state, number)) is not None))
         if net != state.net:
-            state = state._replace(net=net)
-        state = state._replace(journal=self._compact(state.journal))
-        for who in range(3):
-            shim = self.shim(state, who)
-            left = shim._replace(followers=tuple(ref for ref in shim.followers if self._hears(state, ref[0], ref[1])))
-            for operation in over:
-                left = self.shims.forgets(left, operation)
-            if rests and left.open:
-                left = left._replace(generation=1)
-            if left != shim:
-                state = self._with(state, who, left)
-        return state
+            state = _with_net(state, net)
+        journal = self._compacted.get(state.journal)
+        if journal is None:
+            journal = self._compacted[state.journal] = self._compact(state.journal)
+        # The rest is looked up: most participants have been seen with operations that stand like these.
+        stands = tuple(over), rests, tuple(tuple(map(self._is_heard, ops)) for ops in state.coordinators)
+        known = self._left.get(stands)
+        if known is None:
+            known = self._left[stands] = {}
+        shims: list[int] = []
+        for who, number in enumerate(state.shims):
+            left = known.get(number)
+            if left is None:
+                left = known[number] = self._part(self._without_the_past(state, self.shim(state, who), over, rests))
+            shims.append(left)
+        return State(state.coordinators, tuple(shims), state.net, journal, state.manifests, state.decided, state.budget)
+
+    def _is_heard(self, number: int) -> bool:
+        op: Op | None = self._ops.values[number]
+        return op is not None and op.core >= 0
+
+    def _without_the_past(self, state: State, shim: Shim, over: set[int], rests: bool) -> Shim:
+        left = shim._replace(followers=tuple(ref for ref in shim.followers if self._hears(state, ref[0], ref[1])))
+        for operation in over:
+            left = self.shims.forgets(left, operation)
+        return left._replace(generation=1) if rests and left.open else left
 
     def _compact(self, journal: tuple[int, ...]) -> tuple[int, ...]:
         """Of an operation that has ended, and that a later record has made durable, the end is all that is read."""
@@ -647,13 +665,18 @@ class Model:
         return number
 
 
+def _with_net(state: State, net: tuple[int, ...]) -> State:
+    coordinators, shims, _, journal, manifests, decided, budget = state  # `_replace` takes three times as long
+    return State(coordinators, shims, net, journal, manifests, decided, budget)
+
+
 def _paid(state: State) -> State:
     return state._replace(budget=state.budget._replace(losses=state.budget.losses - 1))
 
 
 def _without(state: State, number: int) -> State:
     place = state.net.index(number)
-    return state._replace(net=state.net[:place] + state.net[place + 1 :])
+    return _with_net(state, state.net[:place] + state.net[place + 1 :])
 
 
 def _changed(values: tuple[int, ...], place: int, value: int) -> tuple[int, ...]:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
+
 import pytest
 
-from tests.explorer.explore import Bounds, Explorer
+from tests.explorer.explore import Bounds, Explorer, main
 from tests.explorer.mutants import MUTANTS, Mutant, apart
 
 SMALL = (
@@ -41,6 +44,27 @@ def test_a_guard_that_is_gone_gives_a_counterexample(mutant: Mutant) -> None:
     assert found["violation"].startswith(mutant.rule), found["violation"]
     assert found["trace"][-1] == f"!! {found['violation']}"
     assert len(found["trace"]) > 1 or found["states"] <= 2
+
+
+def test_an_exploration_that_was_stopped_says_so_in_the_report(tmp_path: Path) -> None:
+    calm = [
+        "--program",
+        "save",
+        "--losses",
+        "0",
+        "--crashes",
+        "0",
+        "--lapses",
+        "0",
+        "--out",
+        str(tmp_path / "out.json"),
+    ]
+    assert main([*calm, "--most", "20"]) == 0
+    stopped = json.loads((tmp_path / "out.json").read_text())
+    assert main(calm) == 0
+    whole = json.loads((tmp_path / "out.json").read_text())
+    assert (stopped["not_ended"], whole["not_ended"]) == (1, 0)
+    assert stopped["states"] < whole["states"] == whole["explored"][0]["states"]
 
 
 def test_the_guards_that_matter_most_are_among_the_mutants() -> None:

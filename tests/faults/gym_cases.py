@@ -142,14 +142,15 @@ class GymLane:
         )
         saving = asyncio.create_task(self.job.client.save(f"case-{self.serial}", timeout=20))
         self.arm(case.specification)
-        until = time.monotonic() + 20
-        while not hits.exists() and time.monotonic() < until:
+        until, hit = time.monotonic() + 20, ""
+        while not hit.endswith("\n") and time.monotonic() < until:  # the file is there a moment before its line
             await asyncio.sleep(0.01)
+            hit = hits.read_text() if hits.exists() else ""
         t0 = time.monotonic()
         self.arm("")
-        if not hits.exists():
+        if not hit:
             result.blame(f"{case.failpoint} was not reached")
-        elif json.loads(hits.read_text().splitlines()[0])["pid"] != pid:
+        elif json.loads(hit.splitlines()[0])["pid"] != pid:
             result.blame("somebody else reached it first")
         if case.fault == "stop":
             await asyncio.sleep(STOPPED_S)

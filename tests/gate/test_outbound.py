@@ -10,7 +10,7 @@ import pytest
 
 from participant_shims.admission import Doors
 from participant_shims.gate.calllog import CallLog
-from participant_shims.gate.outbound import CURRENT, Outbound
+from participant_shims.gate.outbound import CURRENT, TRACE, Outbound
 from participant_shims.gate.replay import Dispatch, Scope
 from participant_shims.identity import DONE_HEADER, RECORDED_HEADER, root
 
@@ -66,3 +66,23 @@ async def test_news_is_told_again_until_a_call_that_carried_it_is_answered(log: 
     await call()
     await call()
     assert callee.heard[2:] == [("0.1", "r-0/0"), ("0.1", "r-0/0"), ("0.3", "")]
+
+
+@pytest.mark.parametrize("given", [None, {"x-a": "1"}, [("x-a", "1")]])
+async def test_the_trace_of_a_request_goes_along_with_the_calls_made_for_it(log: CallLog, given: Any) -> None:
+    sent: list[Any] = []
+
+    async def request(client: Any, server: str, path: str, method: str, **kwargs: Any) -> Answered:
+        sent.append(dict(kwargs["headers"]))
+        return Answered()
+
+    outbound = Outbound(Doors(), log, "agent", is_agent=True)
+    CURRENT.set(Scope(root("r-1", 0, 0)))
+    await outbound.request(request, None, "counter", "/add", "POST", json={}, headers=given)
+    assert "traceparent" not in sent[-1], "the request named none"
+    TRACE.set("00-" + "a" * 32 + "-" + "b" * 16 + "-01")
+    await outbound.request(request, None, "counter", "/add", "POST", json={"n": 1}, headers=given)
+    assert sent[-1]["traceparent"] == TRACE.get()
+    own = {"traceparent": "00-" + "c" * 32 + "-" + "d" * 16 + "-01"}
+    await outbound.request(request, None, "counter", "/add", "POST", json={"n": 2}, headers=own)
+    assert sent[-1]["traceparent"] == own["traceparent"], "a server that traces by itself has sent its own"

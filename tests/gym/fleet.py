@@ -99,6 +99,7 @@ class Fleet:
     processes: dict[str, subprocess.Popen[bytes]] = field(default_factory=dict)
     # Servers behind a proxy: the port that they bind instead of the one of the configuration. They have no gate.
     proxied: dict[str, int] = field(default_factory=dict)
+    hooks: Path | None = None  # a folder with a sitecustomize, loaded instead of the gate
 
     @property
     def run_dir(self) -> Path:
@@ -141,7 +142,7 @@ class Fleet:
         # Without the gate the hook that keeps Ray away is still needed: the same bootstrap, shut off by a kind it
         # does not find would be another program. So ungated fleets get a folder of their own.
         gated = self.gated and name not in self.proxied
-        path.insert(0, bootstrap_path() if gated else str(Path(__file__).parent / "no_ray"))
+        path.insert(0, bootstrap_path() if gated else str(self.hooks or Path(__file__).parent / "no_ray"))
         if name in self.proxied:
             own = json.loads(env["NEMO_GYM_CONFIG_DICT"])
             own[name][kind][implementation]["port"] = self.proxied[name]

@@ -19,7 +19,7 @@ from coordinator.client_patience import Budgets, Patience
 from coordinator.wire.access import MAX_REQUEST_BYTES, METHODS, Access, Lane
 from coordinator.wire.errors import Problem, Reason, Refused, SafepointError
 from coordinator.wire.lanes import BURST_S, LIMITS, MAX_CALLERS, Lanes, Limit
-from coordinator.wire.links import Security, _options
+from coordinator.wire.links import Security, tls_options
 from coordinator.wire.rpc import (
     CHANNEL_OPTIONS,
     SERVER_OPTIONS,
@@ -256,8 +256,8 @@ def test_every_channel_and_every_server_has_the_options_that_agree() -> None:
             if name in ("insecure_channel", "secure_channel", "make_server", "_make_server"):
                 given = next((ast.unparse(k.value) for k in node.keywords if k.arg == "options"), "none")
                 options["server" if "server" in name else "channel"].add(given)
-    assert options == {"channel": {"CHANNEL_OPTIONS", "_options(peer)"}, "server": {"SERVER_OPTIONS"}}
-    with_tls, plain = dict(_options(Access.COORDINATOR)), dict(CHANNEL_OPTIONS)
+    assert options == {"channel": {"CHANNEL_OPTIONS", "tls_options(peer)"}, "server": {"SERVER_OPTIONS"}}
+    with_tls, plain = dict(tls_options(Access.COORDINATOR)), dict(CHANNEL_OPTIONS)
     assert all(with_tls[k] == plain[k] for k in plain if "keepalive" in k or "ping" in k)
 
 

@@ -355,7 +355,6 @@ async def test_commit_writes_files_then_a_manifest_and_repeats_answer_the_same(s
     await shim.prepared()
     events = await collect(shim.commit())
     committed = events[-1].committed
-    assert events[0].HasField("export_progress")
     assert [f.path for f in committed.manifest.files] == ["a.jsonl", "b/x.bin"]
     assert committed.manifest.operation_id == "op-1"
     assert committed.manifest.totals.parked == 2
@@ -792,3 +791,20 @@ async def test_stopping_the_shim_opens_admission(short_path: Path) -> None:
     async with serve(adapter, short_path) as shim:
         await shim.prepared()
     assert adapter.open_now
+
+
+async def test_an_export_that_ends_at_once_is_one_message_and_a_longer_one_is_told_each_second(shim: Shim) -> None:
+    shim.adapter.files = {}  # it says nothing by itself
+    shim.reserve()
+    await shim.prepared()
+    assert [event.WhichOneof("event") for event in await collect(shim.commit())] == ["committed"]
+    await shim.resume()
+    shim.reserve("snap-2")
+    await shim.prepared("op-2")
+    shim.adapter.gate["export"] = asyncio.Event()
+    call = shim.commit("op-2", "snap-2")
+    async with asyncio.timeout(10):
+        first = await anext(aiter(call))
+    assert first.HasField("export_progress")
+    shim.adapter.gate["export"].set()
+    assert (await collect(call))[-1].HasField("committed")

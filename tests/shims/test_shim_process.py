@@ -261,3 +261,27 @@ def test_serve_gates_only_what_is_a_gym_server() -> None:
     process = serve_in_process(script)
     out, _ = process.communicate(timeout=20)
     assert (process.returncode, out.strip()) == (0, "False")
+
+
+async def test_a_shim_logs_json_with_its_name_and_the_operation(short_path: Path) -> None:
+    async with running_server() as server:
+        arguments = [
+            "--proxy", f"127.0.0.1:0=127.0.0.1:{server.port}", "--name", "judge-tool", "--role", "resources",
+            "--checkpoint-mode", "stateless", "--life", str(short_path / "life"), "--root", str(short_path),
+        ]  # fmt: skip
+        with shim_process(*arguments, SAFEPOINT_LOG_FORMAT="json") as (process, announced):
+            async with channel(announced["address"]) as link:
+                stub = participant_service_pb2_grpc.ParticipantStub(link)
+                context = pb.OperationContext(operation_id="op-1", coordinator_epoch=1)
+                request = pb.PrepareRequest(context=context)
+                request.lease_ttl.FromSeconds(60)
+                await collect(stub.Prepare(request, timeout=10))
+                await answer(stub.Abort(pb.AbortRequest(context=context, cause="a test"), timeout=10))
+            process.terminate()
+            assert process.stderr is not None
+            err = await asyncio.to_thread(process.stderr.read)
+    lines = [json.loads(line) for line in err.splitlines()]
+    assert all(line["participant_id"] == "judge-tool" for line in lines)
+    assert {line["operation_id"] for line in lines if "operation_id" in line} == {"op-1"}
+    mine = [line["message"] for line in lines if line.get("operation_id") == "op-1"]
+    assert "abort of op-1: a test" in mine, lines

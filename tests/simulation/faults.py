@@ -138,7 +138,7 @@ def _faults(random: Random, duration: float, servers: list[str], only: tuple[str
             whom = random.choice([*servers, "coordinator", "coordinator"])
             length = random.randint(1, 60)
         elif kind == "race at publish":
-            extra = random.choice(["second", "second", "crash", "crash after", "crash after", "power", "slow"])
+            extra = random.choice(["second", "second", "crash", "crash after", "crash after", "power", "fsync"])
             length = 10 ** random.uniform(-3.0, 0.6)
         elif kind == "fsync fails":
             length, extra = random.randint(1, 3), random.choice(["", "coordinator"])

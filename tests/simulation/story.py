@@ -231,6 +231,8 @@ class Story:
             world.loop.after(event.value * 0.7, process.kill)
         elif event.extra == "crash after" and process is not None:
             world.loop.after(event.value + world.random.uniform(0.0, 0.05), process.kill)
+        elif event.extra == "fsync":  # the name is there, and nobody may count on it
+            world.disk.fail_fsync, world.disk.fail_fsync_of = 1, "coordinator"
         elif event.extra == "power":
             world.loop.after(event.value * 0.7, self._lose_power)
         return event.value

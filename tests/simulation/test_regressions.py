@@ -31,6 +31,7 @@ FOUND = {
     "a_coordinator_that_was_replaced_lets_its_shims_go": "replaced coordinators leave",
     "a_coordinator_whose_journal_has_failed_stops": "a failed journal is the end",
     "an_operation_whose_checks_are_cancelled_before_their_first_step_ends": "cancelled checks end",
+    "a_publish_whose_last_fsync_failed_outlives_a_loss_of_power": "what is found is made durable",
     "a_timer_that_is_early_still_moves_the_core": "early timers",
 }
 HINTS: dict[str, int] = json.loads(mutants.HINTS.read_text(encoding="utf-8"))

@@ -148,10 +148,12 @@ class Trainer:
         checks, problem = self.world.checks, error.problem
         if error.reason is Reason.INTERNAL or not problem.message or not problem.advice:
             self.world.violation(f"L5: a failure without a cause: {error}")
-        if operation in checks.behaviour.begun and not problem.phase:
+        # One that its coordinator began when it was replaced already is in no journal: it is refused like a new one.
+        began = operation in checks.behaviour.begun and problem.operation_id in ("", operation)
+        if began and not problem.phase:
             self.world.violation(f"L5: {operation} failed, and nobody says in which phase: {error}")
         before = [each for name, each in checks.failures if name == operation]
-        if before and operation in checks.behaviour.begun and before[-1].reason is not problem.reason:
+        if before and began and before[-1].reason is not problem.reason:
             self.world.violation(f"L5: {operation} failed for {before[-1].reason.name}, then for {problem.reason.name}")
         checks.failures.append((operation, problem))
 

@@ -308,7 +308,7 @@ class SessionState:
                 loaded = {"sessions": 0, "diverged": []}
             case _:
                 raise refuse(Reason.SNAPSHOT_UNSAFE, f"Session file {Path(path).name} was made in an unknown way.")
-        lost = {one["session_id"] for one in loaded["diverged"]}
+        lost: set[str] = {one["session_id"] for one in loaded["diverged"]}
         return loaded | {"rollouts": sorted({s.rollout_id for s in saved.sessions if s.session_id not in lost})}
 
     async def _load_codec(self, saved: SavedFile, done: Callable[[int], None]) -> dict[str, Any]:

@@ -1,0 +1,82 @@
+"""What has ended is read once; what has not is read again until it has, or was cut off."""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+from coordinator.history import History, Record
+from coordinator.page.past import SETTLED_S, Past
+from tests.page.records import record
+
+
+class Disk:
+    """A history of which each reading is counted."""
+
+    def __init__(self) -> None:
+        self.records: dict[str, Record] = {}
+        self.read: list[list[str]] = []
+
+    def put(self, name: str, began_s: float, outcome: str) -> None:
+        self.records[name] = record(operation_id=name, began_s=began_s, outcome=outcome)
+
+    def list(self, limit: int = 200, *, begun_after_ms: int = 0) -> list[Record]:
+        found = sorted(self.records.values(), key=lambda r: -r.began_s)
+        found = [r for r in found if round(r.began_s * 1000) > begun_after_ms][:limit]
+        self.read.append([r.operation_id for r in found])
+        return found
+
+
+def names(rows: list[dict[str, Any]]) -> list[str]:
+    return [f"{row['operation_id']} {row['outcome']}".strip() for row in rows]
+
+
+def a_past(disk: Disk, clock: list[float], limit: int = 100) -> Past:
+    return Past(cast(History, disk), limit, lambda: clock[0])
+
+
+def test_what_has_ended_is_read_once() -> None:
+    disk, clock = Disk(), [0.0]
+    for number in range(5):
+        disk.put(f"op-{number}", 100 + number, "succeeded")
+    past = a_past(disk, clock)
+    assert names(past.summaries("")) == [f"op-{n} succeeded" for n in (4, 3, 2, 1, 0)]
+    disk.put("op-5", 105, "")
+    assert names(past.summaries("op-5"))[:2] == ["op-5", "op-4 succeeded"]
+    assert disk.read[1:] == [["op-5"]]
+
+
+def test_what_runs_is_read_again_until_it_has_ended() -> None:
+    disk, clock = Disk(), [0.0]
+    disk.put("op-0", 100, "succeeded")
+    disk.put("op-1", 101, "")
+    past = a_past(disk, clock)
+    past.summaries("op-1")
+    clock[0] += 1000
+    past.summaries("op-1")
+    disk.put("op-1", 101, "aborted")
+    clock[0] += 1
+    assert names(past.summaries("")) == ["op-1 aborted", "op-0 succeeded"], "its last line came after it had ended"
+    past.summaries("")
+    assert disk.read == [["op-1", "op-0"], ["op-1"], ["op-1"], []]
+
+
+def test_what_was_cut_off_is_not_read_for_ever() -> None:
+    disk, clock = Disk(), [0.0]
+    disk.put("op-0", 100, "")
+    disk.put("op-1", 101, "succeeded")
+    past = a_past(disk, clock)
+    past.summaries("")
+    past.summaries("")
+    assert disk.read[-1] == ["op-1", "op-0"]
+    clock[0] += SETTLED_S
+    assert names(past.summaries("")) == ["op-1 succeeded", "op-0"]
+    assert disk.read[-1] == []
+
+
+def test_the_oldest_go_when_there_are_too_many() -> None:
+    disk, clock = Disk(), [0.0]
+    past = a_past(disk, clock, limit=3)
+    for number in range(6):
+        disk.put(f"op-{number}", 100 + number, "succeeded")
+        past.summaries("")
+    assert names(past.summaries("")) == ["op-5 succeeded", "op-4 succeeded", "op-3 succeeded"]
