@@ -112,10 +112,15 @@ def main() -> None:
         report["sizes"].append(found)
         share = spread(value / found["first_bytes"] for value in found["later_bytes"])
         print(f"{sessions} sessions of {given.kb} kB")
-        print(f"  first save      {found['first_bytes'] / 1e6:.1f} MB, {found['mb_s']:.0f} MB/s (alone {found['alone_mb_s']:.0f})")
+        print(
+            f"  first save      {found['first_bytes'] / 1e6:.1f} MB, {found['mb_s']:.0f} MB/s (alone {found['alone_mb_s']:.0f})"
+        )
         print(f"  1 % changed     {share.scaled(100)} % of that")
         print(f"  pause, ms       {spread(found['pause_s']).scaled(1000)}; first {found['first_pause_s'] * 1000:.0f}")
-        print(f"  peak memory, MB shim {found['shim_peak_mb']:.0f}, coordinator {found['coordinator_peak_mb']:.0f}", flush=True)
+        print(
+            f"  peak memory, MB shim {found['shim_peak_mb']:.0f}, coordinator {found['coordinator_peak_mb']:.0f}",
+            flush=True,
+        )
     few, *_, many = report["sizes"] if len(report["sizes"]) > 1 else [report["sizes"][0]] * 2
     report["ratios"] = {
         "pause_by_sessions": asdict(ratio(many["pause_s"], few["pause_s"])),
