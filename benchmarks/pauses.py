@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 from collections.abc import Mapping, Sequence
-from typing import Final
+from typing import Any, Final
 
 from benchmarks import live
 from benchmarks.live import Sessions
@@ -19,8 +19,7 @@ from tests.gym.whole import Trainer, Whole, until
 
 LIVE: Final = 16
 SESSION_KB: Final = 10
-LONG_S: Final = 60.0  # nobody waits for these to end
-BEGIN_WITHIN_S: Final = 60.0
+BEGIN_WITHIN_S: Final = 180.0
 
 
 def run(scale: Scale, results: Results) -> None:
@@ -33,9 +32,9 @@ async def _run(scale: Scale, results: Results) -> None:
         async with live.deployment(directory, live.config(endpoint.url)) as job:
             pausing = _Pausing(job, endpoint, scale.pauses)
             await pausing.save()
-            by_seconds = {s: await pausing.while_generating(s, LIVE) for s in scale.generations_s}
-            by_rollouts = {n: await pausing.while_generating(LONG_S, n) for n in scale.rollouts}
-            by_sessions = {n: await pausing.while_holding(n) for n in scale.sessions}
+            by_rollouts = {n: await pausing.with_rollouts(n) for n in scale.rollouts}
+            by_seconds = {s: await pausing.while_generating(s) for s in scale.generations_s}
+            by_sessions = {n: await pausing.with_sessions(n) for n in scale.sessions}  # the last: they stay
     results.ratios["pause_by_generation"] = _ends(list(by_seconds.values()))
     results.ratios["pause_by_sessions"] = _ends(list(by_sessions.values()))
     _tell("generation", f"Pause by length of generations, {LIVE} in flight", "generation, s", by_seconds, results)
@@ -55,24 +54,41 @@ class _Pausing:
     async def save(self) -> SaveResult:
         return (await live.save(self._job, f"p-{next(self._numbers)}")).result
 
-    async def while_generating(self, seconds: float, rollouts: int) -> list[float]:
-        """So many rollouts wait, each for a generation of so many seconds."""
-        begun, first = self._endpoint.begun, next(self._numbers) * 10_000
+    async def while_generating(self, seconds: float) -> list[float]:
+        """Some rollouts wait, each for a generation of so many seconds. Nobody waits for long ones to end."""
         turns = 2 if seconds > 1 else 60  # they live for as long as the saves take
         async with Trainer(self._job.fleet) as trainer:
-            rows = [row(first + i, turns, delay_ms=round(seconds * 1000)) for i in range(rollouts)]
-            runs = [asyncio.create_task(trainer.run(each)) for each in rows]
-            await until(lambda: self._endpoint.begun >= begun + rollouts, BEGIN_WITHIN_S)
-            found = [await self.save() for _ in range(self._pauses)]
+            runs, found = await self._while_running(trainer, LIVE, turns, round(seconds * 1000))
             for each in runs:
                 each.cancel()
             await asyncio.gather(*runs, return_exceptions=True)
+        return found
+
+    async def with_rollouts(self, rollouts: int) -> list[float]:
+        """So many rollouts wait, each for its first generation."""
+        self._endpoint.hold()
+        try:
+            async with Trainer(self._job.fleet) as trainer:
+                runs, found = await self._while_running(trainer, rollouts, 1, 0)
+                self._endpoint.release()
+                await asyncio.gather(*runs)
+        finally:
+            self._endpoint.release()
+        return found
+
+    async def _while_running(
+        self, trainer: Trainer, rollouts: int, turns: int, delay_ms: int
+    ) -> tuple[list[asyncio.Task[Any]], list[float]]:
+        begun, first = self._endpoint.begun, next(self._numbers) * 10_000
+        rows = [row(first + i, turns, delay_ms=delay_ms) for i in range(rollouts)]
+        runs = [asyncio.create_task(trainer.run(each)) for each in rows]
+        await until(lambda: self._endpoint.begun >= begun + rollouts, BEGIN_WITHIN_S)
+        found = [await self.save() for _ in range(self._pauses)]
         if any(each.totals.kept_in_flight < rollouts for each in found):
             raise RuntimeError(f"a save did not find {rollouts} rollouts in flight")
-        await self._job.client.retire([f"{each['_ng_task_index']}-0@counter_agent" for each in rows])
-        return [each.pause_s for each in found]
+        return runs, [each.pause_s for each in found]
 
-    async def while_holding(self, sessions: int) -> list[float]:
+    async def with_sessions(self, sessions: int) -> list[float]:
         """So many sessions are there, and a hundredth of them has changed since the last save."""
         fill, known = self._sessions.fill, len(self._sessions.cookies)
         await fill(range(known, sessions), SESSION_KB, next(self._numbers))

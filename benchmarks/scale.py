@@ -30,7 +30,7 @@ class Scale:
 FULL = Scale(
     together=(1, 10, 100), one_by_one=(1000, 3000), cuts=9, large_cuts=3, large_rounds=2, switches=5,
     requests_s=0.5, gate_runs=20, drains=200, state_mb=(16, 64), state_runs=3, sessions=(100, 1000, 10_000),
-    generations_s=(0.2, 2.0, 20.0), pauses=3, rollouts=(10, 100, 500), kills=40,
+    generations_s=(0.2, 2.0, 20.0), pauses=3, rollouts=(10, 100, 300), kills=40,
 )  # fmt: skip
 QUICK = Scale(
     together=(10, 100), one_by_one=(), cuts=5, large_cuts=0, large_rounds=0, switches=2,

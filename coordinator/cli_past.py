@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from coordinator.history import History
 
 _RECORD: Final = "file:"
+_ADDRESS: Final = "address.json"
 _ASK_S: Final = 2.0  # the root can be read instead, so nobody has to wait longer for a coordinator
 _MAX_STACKS_OF: Final = 20
 _FRAMEWORK: Final = frozenset({"starlette", "fastapi", "anyio", "uvicorn", "asyncio", "participant_shims"})
@@ -55,7 +56,7 @@ def why(
         health: list[pb.ParticipantHealth] = []
         here = history_here(target, root)
         try:
-            with make_client(target, root, token_file, wait if here is None else min(wait, _ASK_S), as_json) as client:
+            with make_client(target, root, token_file, _patience(here, wait), as_json) as client:
                 answer = client.explain(operation_id or None, timeout=timeout)
                 if stacks and (blocking := blamed(answer)):
                     status = client.status(stacks_of=blocking, timeout=timeout)
@@ -91,7 +92,7 @@ def history(
     with reporting(as_json):
         here = history_here(target, root)
         try:
-            with make_client(target, root, token_file, wait if here is None else min(wait, _ASK_S), as_json) as client:
+            with make_client(target, root, token_file, _patience(here, wait), as_json) as client:
                 found = list(client.operations(limit, timeout=timeout))
         except SafepointError as error:
             if not is_absent(error) or here is None:
@@ -123,6 +124,9 @@ def cause_text(answer: pb.ExplainResponse, with_events: bool, now_s: float) -> s
         began_s = operation.begin_time.ToMilliseconds() / 1e3
         lines.append(f"  began: {_when(began_s)} UTC, {_ago(now_s - began_s)} ago")
     if operation.HasField("failure"):
+        primary = problem_from_detail(operation.failure.primary)
+        where = f" in {primary.phase.name.lower()}" if primary.phase else ""
+        lines.append(f"  reason: {_cause(primary)}{where}")
         lines += [f"  also: {problem_from_detail(detail)}" for detail in operation.failure.secondary]
     elif not operation.outcome:
         lines.append("  its coordinator ended meanwhile, and none has started since")
@@ -242,6 +246,13 @@ def blamed(answer: pb.ExplainResponse) -> list[str]:
     operation = answer.operation
     named = [operation.failure.primary.participant_id] if operation.HasField("failure") else []
     return [name for name in dict.fromkeys([*named, *operation.pending_participants]) if name][:_MAX_STACKS_OF]
+
+
+def _patience(here: History | None, wait_s: float) -> float:
+    """How long a coordinator is waited for: not at all where none has said that it is there, and the root can be read."""
+    if here is None:
+        return wait_s
+    return min(wait_s, _ASK_S) if (here.path.parent / _ADDRESS).exists() else 0.0
 
 
 def history_here(target: str, root: str) -> History | None:

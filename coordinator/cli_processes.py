@@ -5,7 +5,6 @@ The rule: what a command needs is imported when it runs, and what is missing is 
 
 from __future__ import annotations
 
-import asyncio
 import importlib.metadata
 import importlib.util
 import os
@@ -123,6 +122,8 @@ def coordinator(
         if ray:
             _on_ray(settings, name, namespace, ray_address, ray_resource or [])
             return
+        import asyncio
+
         from coordinator.server import run
         from coordinator.wire import logs
 

@@ -211,7 +211,7 @@ def parse(lines: Iterable[bytes], *, progress: bool = True) -> Record | None:
             continue
         try:
             folding.take(_object(json.loads(line, parse_constant=_no_constant)))
-        except (ValueError, TypeError, KeyError, OverflowError, RecursionError, json_format.ParseError):
+        except Exception:  # protobuf raises what it likes, SystemError too
             folding.damaged += 1
     return folding.record()
 

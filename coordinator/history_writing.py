@@ -145,6 +145,8 @@ class HistoryWriter:
     def _put(self, file: _File, line: dict[str, Any], *, always: bool = False) -> None:
         data = json.dumps(line, separators=(",", ":"), ensure_ascii=False).encode() + b"\n"
         full = file.size + len(data) > history.MAX_FILE_BYTES
+        if self._closing.is_set():
+            return  # the thread takes nothing any more
         if not always and (full or self._pending_bytes + len(data) > MAX_PENDING_BYTES):
             file.dropped += 1
             return

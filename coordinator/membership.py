@@ -41,6 +41,7 @@ class Membership:
         self._wall = wall
         self._changed: dict[ParticipantId, dict[str, Any] | None] = {}  # None: gone for good
         self._writing: asyncio.Task[None] | None = None
+        self._ended = False
         members = journal.contents.members
         self.known = bool(members or journal.contents.dismissed)
         registry.recall_dismissed(journal.contents.dismissed)
@@ -71,6 +72,10 @@ class Membership:
         while self._writing is not None:
             await asyncio.wait({self._writing})
 
+    def end(self) -> None:
+        """This coordinator stops: that its connections end now says nothing of who takes part."""
+        self._ended = True
+
     def _joined(self, who: Participant) -> None:
         self._note(who, {})
 
@@ -89,7 +94,7 @@ class Membership:
             self._write()
 
     def _write(self) -> None:
-        if self._writing is None:
+        if self._writing is None and not self._ended:
             self._writing = asyncio.create_task(self._write_all())
 
     async def _write_all(self) -> None:

@@ -483,6 +483,7 @@ class Operations:
     async def stop_drives(self) -> None:
         """Stop all drives as a crash would: what the breaking connections say decides nothing any more."""
         self._closing = True
+        self.membership.end()
         await self.settling.stop()
         for drive in [*([self.active] if self.active else []), *self._lingering]:
             await drive.stop()

@@ -16,7 +16,7 @@ from typing import Any, Final
 import psutil
 
 REPOSITORY: Final = Path(__file__).resolve().parents[2]
-START_WITHIN_S: Final = 180.0
+START_WITHIN_S: Final = 300.0
 ANSWER_WITHIN_S: Final = 180.0
 END_WITHIN_S: Final = 10.0
 

@@ -69,8 +69,8 @@ def _tasks(gate: Gate, loop: asyncio.AbstractEventLoop) -> Iterator[tuple[str, s
         if task in own:
             yield *own[task], task.get_coro()  # pyright: ignore[reportUnknownMemberType]
             continue
-        context: Any = getattr(task, "get_context", dict)()
-        scope: Any = context.get(CURRENT)
+        context: Any = getattr(task, "get_context", None)
+        scope: Any = context().get(CURRENT) if context is not None else None
         if scope is not None and scope.identity.rollout_id != ANONYMOUS:
             name = f"call {scope.identity.call_id}, within"
             yield scope.identity.rollout_id, name, task.get_coro()  # pyright: ignore[reportUnknownMemberType]

@@ -61,6 +61,7 @@ async def test_without_a_coordinator_the_root_says_why(alone: Safepoint, tmp_pat
     assert "save step-1 (save-1): aborted" in ran.out
     assert "r-17 (turn 4, 83 s, waiting on judge)" in ran.out
     assert "Waited 10.0 s. Next: " in ran.out
+    assert "reason: DRAIN_INCOMPLETE at counter in prepare" in ran.out
     assert "since then: 1 of 1 operations succeeded; the newest: save step-2 succeeded" in ran.out
     assert "no coordinator answers" in ran.err
     document = (await alone("why", "save-1", "--json")).json()

@@ -246,6 +246,7 @@ def _drive() -> Any:
     [
         b"{", b"[]", b"null", b"\xff\xfe", b"{}", b'{"kind":"event"}', b'{"kind":"event","event":[]}', b"[" * 100_000,
         b'{"kind":"event","event":{"elapsed":"never"}}', b'{"kind":"ended","outcome":"won","elapsed_s":1}',
+        b'{"kind":"event","event":{"elapsed":"0.1s","\\ud800x":{}}}', b'{"kind":"event","event":{"elapsed":"\\ud800"}}',
         b'{"kind":"ended","outcome":"aborted","elapsed_s":NaN}', b'{"kind":"participants","participants":[1]}',
         b'{"kind":"operation","operation_id":"../x","operation":"save","time":1}', b'{"kind":["event"]}',
     ],

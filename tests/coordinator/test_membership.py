@@ -18,6 +18,7 @@ from coordinator.wire.beneath import Directory
 from coordinator.wire.errors import Reason, SafepointError, refuse
 from coordinator.wire.ids import IncarnationId, OperationId, ParticipantId
 from coordinator.wire.terms import CheckpointMode, Role
+from tests.fakes import FakeShim
 
 
 def participant(name: str, role: Role = Role.AGENT) -> Participant:
@@ -187,3 +188,23 @@ async def test_a_coordinator_that_acts_says_so_to_the_one_after_it(tmp_path: Pat
         assert mark.stat().st_mtime > 3600
     finally:
         await running.kill()
+
+
+async def test_a_coordinator_that_stops_notes_nobody_as_lost_and_complains_of_nothing(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    root = tmp_path / "root"
+    running = await serve(Settings(root=str(root)))
+    shim = await FakeShim("agent", Role.AGENT, root).start()
+    try:
+        await shim.register(running.address)
+        await running.operations.membership.settled()
+        caplog.clear()
+        await running.stop()
+        await asyncio.sleep(0)
+        assert [r.getMessage() for r in caplog.records if r.name.startswith("coordinator")] == []
+        lines = "".join(path.read_text() for path in (root / "coordinator").glob("journal-*.log"))
+        assert '"agent"' in lines
+        assert '"lost"' not in lines
+    finally:
+        await shim.stop()

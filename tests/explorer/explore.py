@@ -56,6 +56,8 @@ DEFAULT = (
     Bounds(("save",), losses=1, crashes=0, aborts=1),
     Bounds(("driven",), losses=1, crashes=0, aborts=1, lapses=0),
     Bounds(("save",), losses=0, crashes=1, lapses=0, split=True),
+    Bounds(("save", "save"), losses=2, crashes=0, lapses=0),
+    Bounds(("restore", "save"), losses=2, crashes=0, lapses=0),
     Bounds(("save", "save"), losses=0, crashes=0, aborts=1),
     Bounds(("restore",), losses=0, crashes=1, lapses=0),
     Bounds(("restore", "save"), losses=0, crashes=0, lapses=1, aborts=1),

@@ -36,6 +36,14 @@ from tests.fuzz.targets import TARGETS
 from tests.protocol.transcript import participant
 
 SHA = "0a" * 32
+_HISTORY = (
+    b'{"kind":"operation","format":1,"operation_id":"op-1","operation":"save","snapshot_id":"s","time":1796000000.5,"epoch":1}\n'
+    b'{"kind":"participants","at":0.1,"participants":[{"participant_id":"agent","role":"agent"}]}\n'
+    b'{"kind":"event","event":{"elapsed":"0.1s","phase_started":{"phase":"PHASE_PREPARE","budget":"60s"}}}\n'
+    b'{"kind":"progress","event":{"elapsed":"0.2s","participant_progress":{"participant_id":"agent","in_flight":"3"}}}\n'
+    b'{"kind":"event","event":{"elapsed":"0.4s","saved":{"snapshot":{"size_bytes":"9","totals":{"parked":"2"}},"pause":"0.3s"}}}\n'
+    b'{"kind":"ended","time":1796000001,"outcome":"succeeded","phase":"resume","elapsed_s":0.5,"unconfirmed":[],"dropped":0}\n'
+)
 
 
 def _capabilities() -> capabilities_pb2.Capabilities:
@@ -168,6 +176,8 @@ def made(top: Path) -> dict[str, list[bytes]]:
             codec.dumps(codec.encode({"a": [1, (2, 3)], "b": {4, 5}, "c": b"x", "d": 1 << 70, "e": frozenset({1})})).encode()
         ],
         "recorded_request": [codec.dumps(codec.encode(exchange.to_plain())).encode()],
+        "history_lines": [_HISTORY],
+        "stack_lines": [b'{"stacks":[{"rollout_id":"r-1","task":"call 2","frames":[["/app.py",3,"run"]]}]}'],
         "settings": [b"root: /tmp/x\njob_id: train\nbind: 127.0.0.1:0\nlease_ttl_s: 30\n", b"root: [1, {a: 2020-01-01}]\n"],
         "gate_line": [
             _json({"id": 1, "op": "close", "params": {"operation_id": "op-1", "mode": "hold", "lease_s": 30}}),

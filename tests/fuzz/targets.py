@@ -20,7 +20,7 @@ from typing import Any, Final
 from google.protobuf.message import DecodeError, Message
 from safepoint.v1 import capabilities_pb2, coordinator_service_pb2, errors_pb2, manifest_pb2, participant_service_pb2
 
-from coordinator import convert, journal, ledger_lines
+from coordinator import convert, history, journal, ledger_lines
 from coordinator.protocol import records
 from coordinator.protocol.events import Record, RecordKind
 from coordinator.settings import load_settings
@@ -168,6 +168,16 @@ def settings(data: bytes) -> None:
     load_settings(_file(data, "settings.yaml"), {})
 
 
+def history_lines(data: bytes) -> None:
+    """A file of history: what can be read of it is shown, in every way in which it is."""
+    for progress in (True, False):
+        record = history.parse(data.split(b"\n"), progress=progress)
+        if record is not None:
+            record.summary()
+            record.kept_events()
+            _ = (record.coverage, record.failed)
+
+
 # ---- between gate and shim ----------------------------------------------------------------------------------------------
 
 
@@ -215,6 +225,15 @@ def status_line(data: bytes) -> None:
     except gate_link.BAD_LINE:
         return
     gate_link.read_status(loaded)
+
+
+def stack_lines(data: bytes) -> None:
+    """Stacks of a gate, at the shim: what is none is left out, as `Gates.stacks` does."""
+    try:
+        for raw in json.loads(data)["stacks"]:
+            messages.stacks([gate_link.read_stack("worker-0", raw)])
+    except gate_link.BAD_LINE:
+        return
 
 
 # ---- HTTP ----------------------------------------------------------------------------------------------------------------
@@ -366,7 +385,8 @@ TARGETS: Final[dict[str, Target]] = {
     target.__name__: target
     for target in (
         participant_manifest, snapshot_manifest, path, journal_file, journal_records, ledger_line, call_log,
-        session_lines, session_document, recorded_request, settings, gate_line, hello_line, status_line,
+        session_lines, session_document, recorded_request, settings, history_lines, gate_line, hello_line, status_line,
+        stack_lines,
         identity_headers, cookies, http_request, http_response, hello_message, save_options, proofs,
         participant_requests, error_detail, error_trailer, participant_status,
     )

@@ -212,6 +212,7 @@ async def test_a_report_is_drawn_from_the_file_alone(world: World, tmp_path: Pat
     hostile = '<img src=x onerror="document.title=1"><script>document.title=1</script>'
     for name, operation in {
         "save": a_save(),
+        "open": record(started(0, Phase.PREPARE, "box"), warned(0.2, hostile), outcome=""),
         "failed": record(
             started(0, Phase.PREPARE, "box"), moved(0.1, Phase.PREPARE, "box", in_flight=3), warned(0.2, hostile, "box"),
             failed(0.3, 38, hostile, "box"), outcome="aborted",
@@ -229,7 +230,9 @@ async def test_a_report_is_drawn_from_the_file_alone(world: World, tmp_path: Pat
         assert await page.js("document.title") == "save step-1 · Safepoint"
         assert page.errors == []
         assert {url.partition(":")[0] for url in page.asked} <= {"file", "data"}
-        assert hostile in await page.text()
+        text = await page.text()
+        assert hostile in text
+        assert ("not ended" in text) == (name == "open")
 
 
 async def test_it_says_when_the_coordinator_is_gone_and_is_back_with_it(world: World, tmp_path: Path) -> None:

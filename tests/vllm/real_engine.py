@@ -21,7 +21,7 @@ from typing import Any
 import aiohttp
 
 REPOSITORY = Path(__file__).resolve().parents[2]
-READY_S = 240.0
+READY_S = 600.0  # how long its start may take is no promise of ours
 SLOTS = 16
 
 

@@ -93,7 +93,7 @@ const draw = (() => {
 
   // `range`: [from, to] in seconds, or null for the whole of it.
   function timeline(width, op, range) {
-    const running = !op.outcome, end = Math.max(op.elapsed_s, 0.001);
+    const running = !op.outcome && op.live, end = Math.max(op.elapsed_s, 0.001);
     const [from, to] = range || [0, end * 1.01];
     const narrow = width < 620, left = narrow ? 10 : 168, right = 14;
     const inner = width - left - right;

@@ -5,6 +5,6 @@
   const {operation, facts, written_s} = JSON.parse(document.getElementById("data").textContent);
   document.getElementById("where").textContent = `${Object.entries(facts).map(([name, value]) => `${name} ${value}`).join(" · ")} · written ${views.when(written_s)}`;
   document.title = `${operation.operation} ${operation.snapshot_id} · Safepoint`;
-  operation.live = false;
+  operation.live = null;
   views.show(document.getElementById("view"), views.operation(operation, false));
 })();

@@ -9,8 +9,9 @@ const views = (() => {
   }
 
   function badge(op) {
-    const text = op.outcome ? words(op.outcome) : op.live === false ? "cut off" : "running";
-    const tone = {succeeded: "good", "": op.live === false ? "bad" : "live"}[op.outcome] || "bad";
+    // `live`: whether it runs now; null where nobody can say, as in a report.
+    const text = op.outcome ? words(op.outcome) : op.live ? "running" : op.live === null ? "not ended" : "cut off";
+    const tone = {succeeded: "good", "": op.live ? "live" : "bad"}[op.outcome] || "bad";
     return el("span", {class: `badge ${tone}`}, text);
   }
 
@@ -125,7 +126,7 @@ const views = (() => {
       const bar = bars.find((b) => b.phase === name);
       if (!bar) return "";
       const text = seconds((bar.to_s ?? op.elapsed_s) - bar.from_s);
-      return bar.done ? text : el("span", {class: "bad"}, bar.to_s === null && !op.outcome ? `${text}, runs` : `${text}, not finished`);
+      return bar.done ? text : el("span", {class: "bad"}, bar.to_s === null && op.live ? `${text}, runs` : `${text}, not finished`);
     };
     return table(["", ...names.map(words)], [
       [el("strong", {}, "everybody"), ...names.map((name) => took(op.phases, name))],
