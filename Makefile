@@ -101,6 +101,10 @@ bench: setup setup-gym ## everything that costs time, beside something that does
 bench-quick: setup setup-gym ## the same without the large fleets, in two minutes; fails on a ratio that fell by more than a third
 	PYTHONPATH=.:gen $(PY) -m benchmarks --quick --out build/bench-quick --against benchmarks/reference.json
 
+.PHONY: bench-snapshots
+bench-snapshots: setup setup-gym ## bytes, pauses and memory of saves in which 1 % has changed; writes build/bench-snapshots.json
+	PYTHONPATH=.:gen $(PY) -m benchmarks.snapshots
+
 .PHONY: bench-engine check-vllm
 bench-engine: setup setup-vllm ## what freezing an engine takes and its proxy costs; needs a quiet machine; writes build/vllm-figures.json
 	SAFEPOINT_MEASURES=1 $(PY) -m pytest tests/vllm/test_proxy_cost.py tests/vllm/test_freeze.py tests/vllm/test_freeze_length.py tests/vllm/test_continuation.py -m vllm

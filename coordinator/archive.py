@@ -6,6 +6,7 @@ and a repeat goes on from where it was. The bytes are those of the root: a pull 
 the manifest last as a save does.
 
     <url>/<snapshot_id>/...          as below <root>/snapshots/<snapshot_id>/
+    <url>/.chunks/<2>/<sha256>       as below <root>/chunks/: all copies share them, so a second push sends what has changed
 
 The root stays where a save is decided: journal, epochs and the commit point are on a file system that all machines see.
 A copy is made afterwards, while rollouts run. Everything here blocks: callers on an event loop use a thread.
@@ -19,6 +20,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
+from typing import Final
 
 from safepoint.v1 import manifest_pb2
 
@@ -26,6 +28,7 @@ from coordinator.objects import Objects
 from coordinator.snapshot_reading import SnapshotReader
 from coordinator.snapshots import SnapshotStore
 from coordinator.wire.beneath import Directory, FileDigest
+from coordinator.wire.chunks import Chunk, Chunks
 from coordinator.wire.errors import Reason, SafepointError, refuse
 from coordinator.wire.ids import SnapshotId, is_wire_id
 from coordinator.wire.manifest_file import (
@@ -37,6 +40,8 @@ from coordinator.wire.manifest_file import (
     decode,
     read_participant_manifest,
 )
+
+_CHUNKS: Final = ".chunks"  # no snapshot can have this name
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +63,11 @@ def push(reader: SnapshotReader, snapshot_id: str, objects: Objects) -> Copied:
     manifest = reader.verify(snapshot_id).manifest
     size = found = files = 0
     with reader.open(snapshot_id) as directory:
+        chunks = Chunks(reader.root)
+        for chunk in _chunks(directory, manifest):  # before everything that names them
+            found += not _put_chunk(chunks, chunk, objects)
+            size += chunk.size_bytes
+            files += 1
         for path, expected in [*_listed(directory, manifest), (MANIFEST_NAME, directory.digest(MANIFEST_NAME))]:
             found += not _put(directory, path, expected, objects, f"{snapshot_id}/{path}")
             size += expected.size_bytes
@@ -82,7 +92,7 @@ def pull(objects: Objects, snapshot_id: str, root: Path, still_valid: Callable[[
     store.begin(name)
     with store.open(name) as directory:
         try:
-            copied = _fetch(objects, manifest, directory)
+            copied = _fetch(objects, manifest, directory, root)
             still_valid()
             directory.write_new(MANIFEST_NAME, raw)
             store.verify(name)
@@ -124,6 +134,35 @@ def _listed(directory: Directory, manifest: manifest_pb2.SnapshotManifest) -> It
     yield LEDGER_NAME, FileDigest(manifest.ledger_size_bytes, manifest.ledger_sha256)
 
 
+def _chunks(directory: Directory, manifest: manifest_pb2.SnapshotManifest) -> list[Chunk]:
+    """All chunks of a snapshot, each once."""
+    found: set[Chunk] = set()
+    for reference in manifest.participants:
+        if reference.manifest_sha256:
+            with directory.child(reference.participant_id) as part:
+                listed, _ = read_participant_manifest(part, reference.manifest_sha256)
+            found.update(Chunk(entry.sha256, entry.size_bytes) for entry in listed.chunks)
+    return sorted(found, key=lambda chunk: chunk.sha256)
+
+
+def _key(chunk: Chunk) -> str:
+    return f"{_CHUNKS}/{chunk.sha256[:2]}/{chunk.sha256}"
+
+
+def _put_chunk(chunks: Chunks, chunk: Chunk, objects: Objects) -> bool:
+    """False when the store has it. Its size is looked at, not its bytes: the store made it whole, under the name of its digest."""
+    if objects.size(_key(chunk)) == chunk.size_bytes:
+        return False
+    try:
+        with chunks.opened(chunk.sha256) as file:
+            objects.put_new(_key(chunk), file)
+    except FileExistsError:
+        if objects.size(_key(chunk)) != chunk.size_bytes:
+            raise refuse(Reason.SNAPSHOT_EXISTS, f"{objects.url} has another {_key(chunk)}.") from None
+        return False
+    return True
+
+
 def _put(directory: Directory, path: str, expected: FileDigest, objects: Objects, key: str) -> bool:
     """False when the object was there, with the same bytes."""
     try:
@@ -136,7 +175,7 @@ def _put(directory: Directory, path: str, expected: FileDigest, objects: Objects
     return True
 
 
-def _fetch(objects: Objects, manifest: manifest_pb2.SnapshotManifest, directory: Directory) -> Copied:
+def _fetch(objects: Objects, manifest: manifest_pb2.SnapshotManifest, directory: Directory, root: Path) -> Copied:
     name, size, files = manifest.snapshot_id, 0, 0
     for reference in manifest.participants:
         if not reference.manifest_sha256:
@@ -147,6 +186,12 @@ def _fetch(objects: Objects, manifest: manifest_pb2.SnapshotManifest, directory:
         if hashlib.sha256(raw).hexdigest() != reference.manifest_sha256:
             raise refuse(Reason.SNAPSHOT_CORRUPT, f"{where} is not the one that the snapshot names.")
         part = decode(PARTICIPANT_KIND, raw, manifest_pb2.ParticipantManifest, where)  # checks every path
+        shared = Chunks(root)
+        for entry in part.chunks:
+            chunk = Chunk(entry.sha256, entry.size_bytes)
+            shared.take(chunk, _first(_at_most(objects.chunks(_key(chunk)), chunk.size_bytes), objects, _key(chunk)))
+            size += chunk.size_bytes
+            files += 1
         with directory.make_child(reference.participant_id) as folder:
             for file in part.files:
                 _get(objects, f"{key}/{file.path}", folder, file.path, FileDigest(file.size_bytes, file.sha256))
@@ -159,18 +204,21 @@ def _fetch(objects: Objects, manifest: manifest_pb2.SnapshotManifest, directory:
     return Copied(name, files + 1, size + ledger.size_bytes)
 
 
+def _first(parts: Iterator[bytes], objects: Objects, key: str) -> Iterator[bytes]:
+    """The same, of an object that is there. Apart: for a writer, what is missing would be a failure of the disk."""
+    try:
+        return chain((next(parts, b""),), parts)
+    except FileNotFoundError:
+        raise refuse(Reason.SNAPSHOT_CORRUPT, f"{objects.url}/{key} is missing.") from None
+
+
 def _get(objects: Objects, key: str, directory: Directory, path: str, expected: FileDigest) -> None:
     folder, slash, rest = path.partition("/")
     if slash:
         with directory.ensure_child(folder) as below:
             _get(objects, key, below, rest, expected)
         return
-    chunks = _at_most(objects.chunks(key), expected.size_bytes)
-    try:
-        first = next(chunks, b"")  # apart: for a writer, what is missing would be a failure of the disk
-    except FileNotFoundError:
-        raise refuse(Reason.SNAPSHOT_CORRUPT, f"{objects.url}/{key} is missing.") from None
-    written = directory.write_new(path, chain((first,), chunks))
+    written = directory.write_new(path, _first(_at_most(objects.chunks(key), expected.size_bytes), objects, key))
     if written != expected:
         raise refuse(
             Reason.SNAPSHOT_CORRUPT, f"{objects.url}/{key} is damaged: its bytes are not those that were saved."

@@ -175,7 +175,7 @@ def committed(reply: participant_service_pb2.Committed) -> proofs.Committed:
         participant_id=ParticipantId(manifest.capabilities.participant_id),
         incarnation_id=IncarnationId(manifest.incarnation_id),
         manifest_sha256=reply.manifest_sha256,
-        size_bytes=sum(entry.size_bytes for entry in manifest.files),
+        size_bytes=sum(e.size_bytes for e in manifest.files) + sum(c.size_bytes for c in manifest.chunks),
         totals=totals(manifest.totals),
         sessions=manifest.sessions,
         recorded_calls=manifest.recorded_calls,

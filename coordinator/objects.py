@@ -41,6 +41,10 @@ class Objects(Protocol):
         """Make an object of what an open regular file holds, from its beginning. Raises FileExistsError."""
         ...
 
+    def size(self, key: str) -> int | None:
+        """Bytes of an object; None when it is not there."""
+        ...
+
     def chunks(self, key: str) -> Iterator[bytes]:
         """The bytes of an object, as they are needed. Raises FileNotFoundError."""
         ...
@@ -71,6 +75,13 @@ class LocalObjects:
                 at = below
             with at:
                 at.write_new(name, _read(file))
+
+    def size(self, key: str) -> int | None:
+        try:
+            with self._top() as top:
+                return top.size(key)
+        except FileNotFoundError:
+            return None
 
     def chunks(self, key: str) -> Iterator[bytes]:
         with self._top() as top, top.opened(key) as file:
@@ -118,6 +129,13 @@ class FsspecObjects:
                 if error.errno == errno.EINVAL and self._fs.exists(path):
                     raise FileExistsError(key) from error
                 raise
+
+    def size(self, key: str) -> int | None:
+        with self._told(f"looking at {self.url}/{key}"):
+            try:
+                return int(self._fs.info(f"{self._path}/{key}")["size"])
+            except FileNotFoundError:
+                return None
 
     def chunks(self, key: str) -> Iterator[bytes]:
         with self._told(f"reading {self.url}/{key}"), self._fs.open(f"{self._path}/{key}", "rb") as file:

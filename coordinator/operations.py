@@ -26,6 +26,7 @@ from coordinator.journal import Entry, Journal
 from coordinator.membership import Membership
 from coordinator.outcomes import Ended
 from coordinator.participants import Participants
+from coordinator.precopying import precopy
 from coordinator.preflight import Discovery, check_restorable
 from coordinator.protocol import events as core
 from coordinator.protocol.legality import BEFORE_PUBLISH
@@ -159,6 +160,7 @@ class Operations:
             if drive.operation.kind is OperationKind.SAVE:  # before anything is made on the disk
                 self.discovery.registry.check_known(drive.operation.options.without)
                 self._check_topology(drive.operation, topology)
+                await precopy(self.participants, topology.participants, deadline - self.clock())
             async with self.storage_lock:
                 if drive.operation.kind is OperationKind.SAVE:
                     await self._in_thread(self.store.begin, drive.operation.snapshot_id)

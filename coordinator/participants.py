@@ -138,6 +138,12 @@ class Participants:
             reply = await stub.RenewLease(request, timeout=timeout_s, metadata=self._metadata)
         return convert.seconds(reply.lease_remaining)
 
+    async def precopy(self, whom: Participant, within_s: float) -> None:
+        """Have a participant write ahead of a save, for so long. Raises as `perform`."""
+        request = participant_service_pb2.PrecopyRequest(coordinator_epoch=self._epoch)
+        with _errors(whom.participant_id, Phase.DISCOVER, ""):
+            await self._stub(whom.address).Precopy(request, timeout=within_s, metadata=self._metadata)
+
     async def describe(self, address: str, timeout_s: float) -> participant_service_pb2.GetCapabilitiesResponse:
         """Ask who listens at an address. Raises as `perform`."""
         with _errors("", Phase.DISCOVER, ""):

@@ -18,6 +18,7 @@ from typing import Final
 
 from safepoint.v1 import manifest_pb2
 
+from coordinator import sweeping
 from coordinator.retention import Dated, Plan, Retention, plan, step_of
 from coordinator.snapshot_reading import GONE, SnapshotReader
 from coordinator.snapshots import SnapshotStore
@@ -33,7 +34,10 @@ _MAX_COUNTED: Final = 1_000_000  # files
 
 @dataclass(frozen=True, slots=True)
 class Pruned:
-    """What was deleted, or would be: names in that order, the bytes they held; and what stays, newest first, with why."""
+    """What was deleted, or would be: names in that order, the bytes they held; and what stays, newest first, with why.
+
+    `size_bytes` counts chunks that no snapshot names any more, once nobody has asked for them in a while.
+    """
 
     deleted: tuple[str, ...]
     size_bytes: int
@@ -127,7 +131,8 @@ def prune(
             store.remove(name)
     if not dry_run:
         _finish_deletions(store)
-    return Pruned(tuple(doomed), size, planned.kept)
+    swept = sweeping.sweep(store, dry_run=dry_run, without=frozenset(doomed), still_ours=still_ours)
+    return Pruned(tuple(doomed), size + swept.size_bytes, planned.kept)
 
 
 def leavings(store: SnapshotReader) -> list[str]:

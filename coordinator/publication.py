@@ -27,7 +27,7 @@ from coordinator.wire import failpoints
 from coordinator.wire.beneath import Directory
 from coordinator.wire.errors import Problem, Reason, Refused, refuse
 from coordinator.wire.ids import ParticipantId, SnapshotId
-from coordinator.wire.manifest_file import FORMAT_VERSION, LEDGER_NAME, MANIFEST_NAME
+from coordinator.wire.manifest_file import LEDGER_NAME, MANIFEST_NAME, PLAIN_FORMAT
 from coordinator.wire.terms import Phase
 
 SEEN_WITHIN_S: Final = 3.0
@@ -92,7 +92,7 @@ class Publisher:
                 raise refuse(Reason.SNAPSHOT_UNSAFE, f"{directory.path / LEDGER_NAME} was there already.") from None
         failpoints.reach("publication.after_ledger")
         manifest = manifest_pb2.SnapshotManifest(
-            format_version=FORMAT_VERSION,
+            format_version=PLAIN_FORMAT,
             snapshot_id=snapshot_id,
             operation_id=cut.operation.operation_id,
             job_id=self._store.job_id,

@@ -9,6 +9,7 @@ Who calls what, and when:
     close(...)          prepare and restore: returns once every worker has closed admission
     quiesce(...)        prepare: yields progress until nothing that the cut covers moves
     still()             commit and confirm: the generation and whether anything moved since
+    precopy(root)       before prepare: what can be written before it; optional (see Precopies)
     export(directory)   commit: writes files, fsyncs them, yields progress, ends with Exported
     load(directory)     restore: verifies nothing (the service has), loads, yields progress, ends with Loaded
     unload()            abort of a restore: what load() brought is forgotten, before open(); optional (see Unloads)
@@ -24,10 +25,12 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Protocol, runtime_checkable
+from typing import Final, Protocol, runtime_checkable
 
 from coordinator.wire.errors import Reason
 from coordinator.wire.terms import Activity, CheckpointMode, QuiesceMode, Role, RolloutState
+
+PRECOPIES: Final = "precopy"  # the feature of a participant that serves Precopy
 
 
 @dataclass(frozen=True, slots=True)
@@ -265,6 +268,22 @@ class Adapter(Protocol):
 
     async def status(self, max_rollouts: int) -> Snapshot:
         """The truth now; answers within 1 s whatever is stuck, listing workers that did not answer."""
+        ...
+
+
+@runtime_checkable
+class Precopies(Protocol):
+    """An adapter that can write ahead of a save, while its server works, what has changed since the last one."""
+
+    async def precopy(self, root: Path, within_s: float) -> None:
+        """Write below the snapshot root, for at most `within_s` seconds; `close` and `export` may come meanwhile.
+
+        Changes nothing that anybody sees. Raises STORAGE_*, WORKERS_MISSING: a save goes without it.
+        """
+        ...
+
+    def export(self, directory: Path, root: Path | None = None) -> AsyncIterator[Progress | Exported]:
+        """As `Adapter.export`; files may be ropes (coordinator.wire.rope) of chunks below the snapshot root."""
         ...
 
 

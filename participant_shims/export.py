@@ -4,6 +4,7 @@ The rule: a participant's directory is made by us, new, below a snapshot directo
 manifest is the last file, written when everything it lists is durable; and nothing of a published snapshot is touched.
 
     <root>/snapshots/<snapshot_id>/<participant_id>/...           files of the adapter, then manifest.json
+    <root>/chunks/...                                             what ropes among them are made of
 
 The root is configured and never comes from the wire. Everything here blocks: the service uses a thread.
 """
@@ -21,6 +22,7 @@ from safepoint.v1 import capabilities_pb2, manifest_pb2
 
 from coordinator.wire import failpoints
 from coordinator.wire.beneath import Directory, segments, storage_error
+from coordinator.wire.chunks import Chunk, Chunks
 from coordinator.wire.errors import Reason, SafepointError, refuse
 from coordinator.wire.manifest_file import (
     MANIFEST_NAME,
@@ -28,6 +30,7 @@ from coordinator.wire.manifest_file import (
     verify_files,
     write_participant_manifest,
 )
+from coordinator.wire.rope import is_rope, read_rope
 from participant_shims.adapter import WrittenFile
 
 SNAPSHOTS: Final = "snapshots"
@@ -66,7 +69,7 @@ class Exports:
     """The snapshot root as one participant uses it. Not for two threads at once."""
 
     def __init__(self, root: Path | None, participant_id: str) -> None:
-        self._root = root
+        self.root = root
         self._participant_id = participant_id
         self._begun: dict[str, str] = {}  # snapshot_id -> the operation that made our directory in it
 
@@ -91,6 +94,19 @@ class Exports:
             made.close()
             self._begun = {snapshot_id: operation_id}  # one operation at a time: older ones need no more clearing
             return snapshot.path / self._participant_id
+
+    def chunks(self, snapshot_id: str, files: Iterable[WrittenFile]) -> list[Chunk]:
+        """The chunks of all ropes among `files`, sorted. Raises STORAGE_FAILED when one is not there, and as `read_rope`."""
+        found: set[Chunk] = set()
+        with self._snapshot(snapshot_id) as snapshot, snapshot.child(self._participant_id) as ours:
+            for file in files:
+                if is_rope(file.path):
+                    found.update(read_rope(ours, file.path).chunks)
+        shared = Chunks(self.root) if self.root is not None else None
+        for chunk in found:
+            if shared is None or not shared.touch(chunk):
+                raise refuse(Reason.STORAGE_FAILED, f"The chunk {chunk.sha256} has been deleted while it was in use.")
+        return sorted(found, key=lambda chunk: chunk.sha256)
 
     def finish(self, snapshot_id: str, files: Iterable[WrittenFile], manifest: manifest_pb2.ParticipantManifest) -> str:
         """Make all files durable, then write the manifest. The SHA-256 hex of the stored manifest.json.
@@ -163,17 +179,17 @@ class Exports:
                 return VerifiedPart(manifest, part.path)
 
     def _snapshot(self, snapshot_id: str) -> Directory:
-        if self._root is None:
+        if self.root is None:
             raise refuse(
                 Reason.STORAGE_FAILED, f"{self._participant_id} has no snapshot root.",
                 next_step="Start its shim with SAFEPOINT_ROOT.",
             )  # fmt: skip
         try:
-            with Directory.open(self._root) as root, root.child(SNAPSHOTS) as snapshots:
+            with Directory.open(self.root) as root, root.child(SNAPSHOTS) as snapshots:
                 return snapshots.child(snapshot_id)
         except FileNotFoundError:
             raise refuse(
-                Reason.SNAPSHOT_NOT_FOUND, f"There is no {self._root / SNAPSHOTS / snapshot_id}.",
+                Reason.SNAPSHOT_NOT_FOUND, f"There is no {self.root / SNAPSHOTS / snapshot_id}.",
                 next_step="Give the coordinator and every shim the same snapshot root.",
             ) from None  # fmt: skip
 

@@ -7,7 +7,7 @@ has seen them; values are copied field by field. The only file of the shim that 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Final, Protocol, cast
 
 from google.protobuf.duration_pb2 import Duration
@@ -15,8 +15,10 @@ from google.protobuf.message import Message
 from safepoint.v1 import capabilities_pb2, manifest_pb2
 from safepoint.v1 import participant_service_pb2 as pb
 
+from coordinator.wire.chunks import Chunk
 from coordinator.wire.errors import Blocked, Reason, refuse
 from coordinator.wire.ids import is_wire_id
+from coordinator.wire.manifest_file import CHUNKED_FORMAT, PLAIN_FORMAT
 from coordinator.wire.terms import Activity, QuiesceMode, RolloutState, StragglerPolicy
 from participant_shims.adapter import (
     Closed,
@@ -41,7 +43,6 @@ MAX_DIVERGED_ONCE: Final = 1000
 MAX_WARNING_BYTES: Final = 500
 MAX_STACKS: Final = 100
 MAX_ASKED: Final = 1000  # rollouts that one status may hold
-MANIFEST_FORMAT: Final = 1
 
 
 class WithContext(Protocol):
@@ -228,11 +229,16 @@ def ledger_entry(line: LedgerLine, participant_id: str) -> manifest_pb2.LedgerEn
 
 
 def participant_manifest(
-    exported: Exported, operation_id: str, snapshot_id: str, incarnation_id: str, what: capabilities_pb2.Capabilities
+    exported: Exported,
+    chunks: Sequence[Chunk],
+    operation_id: str,
+    snapshot_id: str,
+    incarnation_id: str,
+    what: capabilities_pb2.Capabilities,
 ) -> manifest_pb2.ParticipantManifest:
-    """What was written, files sorted by path."""
+    """What was written, files sorted by path, chunks by name. An older reader can do without the field of chunks only if it is empty."""
     return manifest_pb2.ParticipantManifest(
-        format_version=MANIFEST_FORMAT,
+        format_version=CHUNKED_FORMAT if chunks else PLAIN_FORMAT,
         operation_id=operation_id,
         snapshot_id=snapshot_id,
         incarnation_id=incarnation_id,
@@ -245,6 +251,7 @@ def participant_manifest(
         totals=totals(exported.totals),
         sessions=exported.sessions,
         recorded_calls=exported.recorded_calls,
+        chunks=[manifest_pb2.ChunkEntry(sha256=chunk.sha256, size_bytes=chunk.size_bytes) for chunk in chunks],
     )
 
 

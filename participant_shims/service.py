@@ -32,6 +32,7 @@ from participant_shims.adapter import Adapter, Drain, Exported, Loaded, Opened, 
 from participant_shims.export import Exports, VerifiedPart, until_seen
 from participant_shims.fence import Accept, Join, Refuse, Replay, Rpc
 from participant_shims.operations import Clock, Operations
+from participant_shims.precopying import export, precopy
 from participant_shims.running import Running
 
 log = logging.getLogger(__name__)
@@ -89,6 +90,11 @@ class ParticipantService(participant_service_pb2_grpc.ParticipantServicer):
         )
 
     # ---- save -----------------------------------------------------------------------------------------------------
+
+    async def Precopy(self, request: pb.PrecopyRequest, context: Context) -> pb.PrecopyResponse:
+        budget_s = time_budget(context)
+        await precopy(self.operations.adapter, self._fence, request.coordinator_epoch, self.exports.root, budget_s)
+        return pb.PrecopyResponse()
 
     async def Prepare(self, request: pb.PrepareRequest, context: Context) -> AsyncIterator[pb.PrepareEvent]:
         budget_s = time_budget(context)
@@ -166,14 +172,15 @@ class ParticipantService(participant_service_pb2_grpc.ParticipantServicer):
         try:
             failpoints.reach("shim.before_export")
             exported = Exported()
-            async for step in operations.adapter.export(directory):
+            async for step in export(operations.adapter, directory, exports.root):
                 if isinstance(step, Exported):
                     exported = step
                 else:
                     running.progress(pb.CommitEvent(export_progress=messages.export_progress(step)))
             failpoints.reach("shim.after_export")
+            chunks = await operations.on_disk(partial(exports.chunks, snapshot_id, exported.files))
             manifest = messages.participant_manifest(
-                exported, operation_id, snapshot_id, operations.incarnation_id, what
+                exported, chunks, operation_id, snapshot_id, operations.incarnation_id, what
             )
             await operations.check_freeze(closed.generation)
             digest = await operations.on_disk(partial(exports.finish, snapshot_id, exported.files, manifest))

@@ -63,6 +63,9 @@ RULES = (
     Rule("coordinator.wire", frozenset()),
     Rule("coordinator.wire.auth", STDLIB | WIRE_PURE),
     Rule("coordinator.wire.beneath", STDLIB | WIRE_PURE | FAILPOINTS),
+    # Loaded into servers, too.
+    Rule("coordinator.wire.chunks", STDLIB | WIRE_PURE | {"coordinator.wire.beneath"}),
+    Rule("coordinator.wire.rope", STDLIB | WIRE_PURE | {"coordinator.wire.beneath", "coordinator.wire.chunks"}),
     Rule("coordinator.wire.failpoint_names", NO_IO),
     Rule("coordinator.wire.failpoints", STDLIB | WIRE_PURE | {"coordinator.wire.failpoint_names"}),
     Rule("coordinator.wire.ids", NO_IO | {"secrets"}),
@@ -92,6 +95,7 @@ RULES = (
         STDLIB
         | WIRE_PURE
         | FAILPOINTS
+        | {"coordinator.wire.chunks", "coordinator.wire.rope"}
         | {f"participant_shims.{name}" for name in ("gate", "identity", "admission", "adapter")},
         IN_THE_SERVER,
     ),

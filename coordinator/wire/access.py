@@ -144,6 +144,7 @@ METHODS: Final[Mapping[str, Method]] = MappingProxyType({
     _COORDINATOR + "Explain":        Method(_LOOKERS, Lane.WORK, 4 * _KIB),
     _COORDINATOR + "ListOperations": Method(_LOOKERS, Lane.WORK, 4 * _KIB),
     _PARTICIPANT + "GetCapabilities": Method(_ASKERS, Lane.WORK, 4 * _KIB),
+    _PARTICIPANT + "Precopy":         Method(_COORDINATORS, Lane.WORK, 4 * _KIB),
     _PARTICIPANT + "Prepare":         Method(_COORDINATORS, Lane.WORK, 64 * _KIB),
     _PARTICIPANT + "Commit":          Method(_COORDINATORS, Lane.WORK, 64 * _KIB),
     _PARTICIPANT + "Confirm":         Method(_COORDINATORS, Lane.WORK, 64 * _KIB),

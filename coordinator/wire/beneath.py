@@ -259,6 +259,11 @@ class Directory:
         finally:
             os.close(fd)
 
+    def size_and_time(self, name: str) -> tuple[int, float]:
+        """Bytes of whatever has the name, and when it was written or touched, in seconds. Raises FileNotFoundError."""
+        found = os.stat(name, dir_fd=self._fd, follow_symlinks=False)
+        return found.st_size, found.st_mtime
+
     def modified(self, path: str) -> float:
         """When a plain file was last written or touched, seconds since 1970. Raises FileNotFoundError when it is not there."""
         fd = self._open_file(path)
@@ -292,8 +297,10 @@ class Directory:
         finally:
             os.close(fd)
 
-    def write_new(self, name: str, data: bytes | Iterator[bytes]) -> FileDigest:
+    def write_new(self, name: str, data: bytes | Iterator[bytes], digest: FileDigest | None = None) -> FileDigest:
         """Make a file that is there whole and durable, or not at all: temporary name, fsync, link, fsync of the directory.
+
+        `digest`: that of `data`, when it is known already.
 
         Raises FileExistsError when anything has the name: a link never replaces, a rename would. A crash may leave the
         temporary name behind, which readers ignore (`_one_name`) and `discard_temporaries` removes.
@@ -302,7 +309,7 @@ class Directory:
         temporary = f".{segment}.{secrets.token_hex(6)}"
         try:
             try:
-                written = self._write(temporary, segment, data)
+                written = self._write(temporary, segment, data, digest)
                 failpoints.reach("disk.before_link", segment)
                 os.link(temporary, segment, src_dir_fd=self._fd, dst_dir_fd=self._fd, follow_symlinks=False)
                 failpoints.reach("disk.after_link", segment)
@@ -400,20 +407,23 @@ class Directory:
         except FileNotFoundError:
             pass
 
-    def _write(self, name: str, segment: str, data: bytes | Iterator[bytes]) -> FileDigest:
+    def _write(
+        self, name: str, segment: str, data: bytes | Iterator[bytes], digest: FileDigest | None = None
+    ) -> FileDigest:
         failpoints.reach("disk.before_write", segment)
         hasher = hashlib.sha256()
         size = 0
         fd = os.open(name, _CREATE, 0o600, dir_fd=self._fd)
         with os.fdopen(fd, "wb", buffering=_CHUNK) as file:
             for chunk in (data,) if isinstance(data, bytes) else data:
-                hasher.update(chunk)
+                if digest is None:
+                    hasher.update(chunk)
                 size += len(chunk)
                 file.write(chunk)
             file.flush()
             failpoints.reach("disk.before_fsync", segment)
             os.fsync(file.fileno())
-        return FileDigest(size, hasher.hexdigest())
+        return digest or FileDigest(size, hasher.hexdigest())
 
     def _open_file(self, path: str) -> int:
         parts = segments(path)

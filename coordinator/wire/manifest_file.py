@@ -25,10 +25,14 @@ from google.protobuf.message import Message
 from safepoint.v1 import manifest_pb2
 
 from coordinator.wire.beneath import Directory, FileDigest, segments
+from coordinator.wire.chunks import Chunk, Chunks
 from coordinator.wire.errors import Reason, Refused, SafepointError, refuse
 from coordinator.wire.ids import is_wire_id
+from coordinator.wire.rope import is_rope, read_rope, root_of
 
-FORMAT_VERSION: Final = 1
+PLAIN_FORMAT: Final = 1
+CHUNKED_FORMAT: Final = 2  # of a participant's manifest that names chunks
+_NEWEST: Final = {"participant-manifest": CHUNKED_FORMAT, "snapshot-manifest": PLAIN_FORMAT}
 MANIFEST_NAME: Final = "manifest.json"
 LEDGER_NAME: Final = "ledger.jsonl"  # beside the participants' directories, as the manifest of the snapshot is
 PARTICIPANT_KIND: Final = "participant-manifest"
@@ -63,7 +67,7 @@ def encode(kind: str, message: manifest_pb2.ParticipantManifest | manifest_pb2.S
     body = json_format.MessageToJson(message, preserving_proto_field_name=True, indent=1).encode() + b"\n"
     envelope = {
         "safepoint": kind,
-        "version": FORMAT_VERSION,
+        "version": message.format_version,
         "bytes": len(body),
         "sha256": hashlib.sha256(body).hexdigest(),
     }
@@ -79,12 +83,14 @@ def decode(kind: str, data: bytes, into: type[ManifestT], where: str) -> Manifes
     if len(data) > MAX_MANIFEST_BYTES:
         raise refuse(Reason.LIMIT_EXCEEDED, f"{where} is larger than {MAX_MANIFEST_BYTES} bytes.")
     head, newline, body = data.partition(b"\n")
-    _check_envelope(kind, head if newline else b"", body, where)
+    version = _check_envelope(kind, head if newline else b"", body, where)
     message = _parse(body, into, where)
-    if message.format_version > FORMAT_VERSION:
+    if message.format_version > _NEWEST[kind]:
         raise _too_new(where, f"format {message.format_version}")
-    if message.format_version != FORMAT_VERSION:
-        raise _corrupt(where, "it names no format")
+    if message.format_version != version:
+        raise _corrupt(
+            where, "it names no format" if not message.format_version else "its format is not its envelope's"
+        )
     if isinstance(message, manifest_pb2.ParticipantManifest):
         _check_participant(message, where)
     else:
@@ -131,7 +137,7 @@ def read_snapshot_manifest(directory: Directory) -> tuple[manifest_pb2.SnapshotM
 
 
 def verify_files(directory: Directory, manifest: manifest_pb2.ParticipantManifest) -> Verified:
-    """Read every byte that the manifest lists and compare sizes and digests.
+    """Read every byte that the manifest lists, chunks too, and compare sizes and digests.
 
     Raises SNAPSHOT_CORRUPT naming the first file that is missing or differs, SNAPSHOT_UNSAFE for links and devices.
     """
@@ -147,9 +153,25 @@ def verify_files(directory: Directory, manifest: manifest_pb2.ParticipantManifes
         if found.sha256 != entry.sha256:
             raise _corrupt(str(where), "its bytes are not those that were saved")
         size += found.size_bytes
+    size += _verify_chunks(directory, manifest)
     listed = {entry.path for entry in manifest.files} | {MANIFEST_NAME}
     unlisted = [path for path in directory.walk(len(listed) + MAX_UNLISTED) if path not in listed]
-    return Verified(len(manifest.files), size, tuple(unlisted[:MAX_UNLISTED]))
+    return Verified(len(manifest.files) + len(manifest.chunks), size, tuple(unlisted[:MAX_UNLISTED]))
+
+
+def _verify_chunks(directory: Directory, manifest: manifest_pb2.ParticipantManifest) -> int:
+    """The bytes of all chunks, every one of which was read, and is one that a rope of the manifest names."""
+    listed = {Chunk(entry.sha256, entry.size_bytes) for entry in manifest.chunks}
+    named = {
+        chunk for entry in manifest.files if is_rope(entry.path) for chunk in read_rope(directory, entry.path).chunks
+    }
+    if named != listed:
+        raise _corrupt(str(directory.path / MANIFEST_NAME), "its chunks are not those of its files")
+    chunks = Chunks(root_of(directory.path)) if listed else None
+    for chunk in sorted(listed, key=lambda chunk: chunk.sha256):
+        assert chunks is not None
+        chunks.check(chunk)
+    return sum(chunk.size_bytes for chunk in listed)
 
 
 def _read(directory: Directory, expected_sha256: str) -> tuple[bytes, FileDigest]:
@@ -160,7 +182,8 @@ def _read(directory: Directory, expected_sha256: str) -> tuple[bytes, FileDigest
     return data, found
 
 
-def _check_envelope(kind: str, head: bytes, body: bytes, where: str) -> None:
+def _check_envelope(kind: str, head: bytes, body: bytes, where: str) -> int:
+    """The version that it names."""
     try:
         envelope: object = json.loads(head) if len(head) <= _MAX_ENVELOPE else None
     except (ValueError, RecursionError):
@@ -169,9 +192,9 @@ def _check_envelope(kind: str, head: bytes, body: bytes, where: str) -> None:
         raise _corrupt(where, "its first line is no envelope")
     fields = cast("dict[str, Any]", envelope)
     version = fields.get("version")
-    if type(version) is int and version > FORMAT_VERSION:
+    if type(version) is int and version > _NEWEST[kind]:
         raise _too_new(where, f"version {version}")
-    if fields.get("safepoint") != kind or version != FORMAT_VERSION or type(version) is not int:
+    if fields.get("safepoint") != kind or type(version) is not int or version < PLAIN_FORMAT:
         raise _corrupt(where, f"its envelope is not that of a {kind}")
     if set(fields) != {"safepoint", "version", "bytes", "sha256"}:
         raise _corrupt(where, "its envelope has other fields than it should")
@@ -179,6 +202,7 @@ def _check_envelope(kind: str, head: bytes, body: bytes, where: str) -> None:
         raise _corrupt(where, f"it has {len(body)} bytes instead of {fields['bytes']!s:.20}")
     if fields["sha256"] != hashlib.sha256(body).hexdigest():
         raise _corrupt(where, "its bytes are not those that were saved")
+    return version
 
 
 def _parse(body: bytes, into: type[ManifestT], where: str) -> ManifestT:
@@ -226,6 +250,13 @@ def _check_participant(message: manifest_pb2.ParticipantManifest, where: str) ->
             raise _corrupt(where, f"{entry.path} has no digest")
     if paths != sorted(set(paths)):
         raise _corrupt(where, "its files are not sorted, or one is listed twice")
+    chunks = [chunk.sha256 for chunk in message.chunks]
+    if not all(is_sha256(chunk.sha256) and chunk.size_bytes for chunk in message.chunks):
+        raise _corrupt(where, "one of its chunks has no digest or size")
+    if chunks != sorted(set(chunks)):
+        raise _corrupt(where, "its chunks are not sorted, or one is listed twice")
+    if bool(chunks) is not (message.format_version == CHUNKED_FORMAT):
+        raise _corrupt(where, "its format is not one for what it holds")
     if message.ledger_file and message.ledger_file not in set(paths):
         raise _corrupt(where, "its ledger is not among its files")
 

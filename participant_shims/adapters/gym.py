@@ -22,6 +22,7 @@ from typing import Any, Final, cast
 from coordinator.wire.errors import Reason, SafepointError, refuse
 from coordinator.wire.terms import CheckpointMode, QuiesceMode, Role
 from participant_shims.adapter import (
+    PRECOPIES,
     Closed,
     Counts,
     Description,
@@ -121,7 +122,10 @@ class GymAdapter:
             depends_on=tuple(str(n) for n in first.get("depends_on") or ()),
             upstream_endpoints=tuple(str(n) for n in first.get("upstream_endpoints") or ()),
             config_digest=str(first.get("config_digest") or ""),
-            features=tuple(f"{k}={v}" for k, v in sorted(dict(first.get("versions") or {}).items())),
+            features=(
+                PRECOPIES,
+                *(f"{k}={v}" for k, v in sorted(dict(first.get("versions") or {}).items())),
+            ),
         )
         return self._described
 
@@ -198,11 +202,16 @@ class GymAdapter:
 
     # ---- state ----------------------------------------------------------------------------------------------------
 
-    async def export(self, directory: Path) -> AsyncIterator[Progress | Exported]:
+    async def precopy(self, root: Path, within_s: float) -> None:
+        described = self._described or await self.describe()
+        if described.checkpoint_mode is not CheckpointMode.STATELESS:
+            await self._state.precopy(self._gates.all(Reason.WORKERS_MISSING), root, within_s)
+
+    async def export(self, directory: Path, root: Path | None = None) -> AsyncIterator[Progress | Exported]:
         links = self._gates.all(Reason.WORKERS_MISSING)
         # It is the same for the whole life: a worker that is too busy to say it again must not fail a save.
         described = self._described or await self.describe()
-        async with aclosing(self._state.export(links, described, directory)) as steps:
+        async with aclosing(self._state.export(links, described, directory, root)) as steps:
             async for step in steps:
                 yield step
 

@@ -3,7 +3,7 @@
 The rule: the log is exported after every worker has acknowledged that it is closed, and loaded only as a whole. Works on
 the same `calls.db` as the gates, from the shim's process. Everything blocks: the adapter uses a thread.
 
-    calls.jsonl     what a restore needs (participant_shims.gate.calllog_files)
+    calls.rope      what a restore needs (participant_shims.gate.calllog_export)
     ledger.jsonl    one LedgerEntry a line, protobuf JSON, field names as in the contract
 """
 
@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from coordinator.wire.beneath import Directory
+from coordinator.wire.chunks import Chunks
 from coordinator.wire.errors import Reason, refuse
 from coordinator.wire.manifest_file import MANIFEST_NAME, read_snapshot_manifest
 from coordinator.wire.terms import CheckpointMode, RolloutState
@@ -23,28 +24,45 @@ from participant_shims.adapter import Description, Exported, LedgerLine
 from participant_shims.adapters.ledger_file import LEDGER, read_ledger, write_ledger
 from participant_shims.gate import calllog_files
 from participant_shims.gate.calllog import CallLog
+from participant_shims.gate.calllog_export import Gathered
 from participant_shims.gate.logfile import log_failure
 
 
 class GymFiles:
     """The call log of one life."""
 
-    names: Final = frozenset({calllog_files.FILE, LEDGER})
+    names: Final = frozenset({calllog_files.FILE, calllog_files.ROPE, LEDGER})
 
     def __init__(self, database: Path, participant_id: str) -> None:
         self._database = database
         self._participant_id = participant_id
+        self._gathered = Gathered()
+
+    def precopy(self, root: Path, within_s: float) -> None:
+        """Write ahead of a save what has changed of the call log, while the server works. Raises STORAGE_*."""
+        if self._database.exists():
+            with self._log() as log:
+                self._gathered.ahead(log, Chunks(root), within_s)
 
     def export(
-        self, directory: Path, what: Description, progress: Callable[[int, int], None] | None = None
+        self,
+        directory: Path,
+        what: Description,
+        progress: Callable[[int, int], None] | None = None,
+        root: Path | None = None,
     ) -> Exported:
-        """Write the call log and the ledger, fsynced; `progress(bytes, lines)` is called now and then. Raises OSError, and STORAGE_* for the log; partial files are left for the caller."""
+        """Write the call log and the ledger, fsynced; what has not changed stays in the chunks of `root`.
+
+        `progress(bytes, rollouts)` is called now and then. Raises OSError, and STORAGE_* for the log; partial files are left
+        for the caller.
+        """
         with self._log() as log:
             if what.checkpoint_mode is not CheckpointMode.STATELESS:
                 log.exclude_orphans()
-            done = calllog_files.export(
+            done = self._gathered.export(
                 log,
                 directory,
+                Chunks(root) if root is not None else None,
                 stateful=what.checkpoint_mode is not CheckpointMode.RESTART_ONLY,
                 lost_reason=what.checkpoint_mode_reason or f"{what.participant_id} can't save its state",
                 progress=progress,
@@ -72,7 +90,7 @@ class GymFiles:
 
         Raises NOT_FRESH, SNAPSHOT_CORRUPT, STORAGE_*: nothing has changed then.
         """
-        logs = [directory / path for path in paths if path == calllog_files.FILE]
+        logs = [directory / path for path in paths if path in (calllog_files.FILE, calllog_files.ROPE)]
         if not logs:
             return calllog_files.LogLoad()
         with self._log() as log:

@@ -25,14 +25,23 @@ class GymState:
         self._files = GymFiles(database, participant_id)
         self._loading: asyncio.Future[LogLoad] | None = None  # the load of this life's call log, done or not
 
-    async def export(
-        self, links: Sequence[GateLink], description: Description, directory: Path
-    ) -> AsyncGenerator[Progress | Exported]:
-        """Sessions by the gates, then the call log by us. `links`: every worker, closed."""
-        tally = Tally()
-        asking = _ask(
-            tally, links, "export", lambda link: {"directory": str(directory), "prefix": f"{link.worker_id}."}
+    async def precopy(self, links: Sequence[GateLink], root: Path, within_s: float) -> None:
+        """Write ahead of a save what has changed since the last one. `links`: workers, open. Raises STORAGE_*, WORKERS_MISSING."""
+        work = [link.request("precopy", {"root": str(root), "within_s": within_s}) for link in links]
+        done = await asyncio.gather(
+            *work, asyncio.to_thread(self._files.precopy, root, within_s), return_exceptions=True
         )
+        for error in done:
+            if isinstance(error, BaseException):
+                raise error
+
+    async def export(
+        self, links: Sequence[GateLink], description: Description, directory: Path, root: Path | None = None
+    ) -> AsyncGenerator[Progress | Exported]:
+        """Sessions by the gates and the call log by us. `links`: every worker, closed. `root`: for what snapshots share."""
+        tally = Tally()
+        where = {"directory": str(directory), "root": str(root or "")}
+        asking = _ask(tally, links, "export", lambda link: {**where, "prefix": f"{link.worker_id}."})
         async for step in tally.until(asking):
             yield step
         answers = asking.result()
@@ -42,7 +51,7 @@ class GymState:
         written = [read_file(f) for a in answers for f in a.get("files") or ()]
         writing = asyncio.ensure_future(
             asyncio.to_thread(
-                self._files.export, directory, description, lambda size, _: tally.tell_from_thread("calls", size)
+                self._files.export, directory, description, lambda size, _: tally.tell_from_thread("calls", size), root
             )
         )
         async for step in tally.until(writing):

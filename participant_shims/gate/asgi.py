@@ -50,7 +50,11 @@ class GateMiddleware:
             self._gate.end()
             return
         if kind != "http" or scope["method"] in _UNGATED_METHODS:
-            await self._app(scope, receive, send)
+            try:
+                await self._app(scope, receive, send)
+            finally:
+                if self._gate.session_of(scope):
+                    self._gate.touched(scope)
             return
         if not self._gate.started:  # a server without lifespan meets its first request here
             await self._gate.start()
@@ -92,7 +96,10 @@ class GateMiddleware:
                     await send(message)
 
                 CURRENT.set(NOBODY)
-                await self._app(scope, caller.receive, held_send)
+                try:
+                    await self._app(scope, caller.receive, held_send)
+                finally:
+                    gate.touched(scope)
         finally:
             doors.leave(entry)
 
@@ -186,6 +193,7 @@ class GateMiddleware:
             if isinstance(caught, asyncio.CancelledError):
                 raise
         finally:
+            gate.touched(scope)
             gate.executions.pop((identity.rollout_id, identity.call_id, execution.digest), None)
             execution.end(answer, error)
             if execution.adopted:

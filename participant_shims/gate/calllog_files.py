@@ -1,21 +1,16 @@
-"""The call log as a file of a snapshot: `calls.jsonl`, format `gym-calls-v2`; one of `gym-calls-v1` has no counts.
+"""The call log as a file of a snapshot, as it is read: `calls.rope` or `calls.jsonl` (written by `calllog_export`).
 
-Runs in the shim, on the same `calls.db` as the workers, while every one of them has admission closed. The rule kept
-here: a file is read strictly and as a whole before anything is installed. JSON lines only; a body that is JSON or other
-UTF-8 text stays readable, anything else is base64. Only what a restore needs is in it: rollouts that live or must
-restart, completed ones that nobody retired, remembered answers and how many calls were executed, sessions, marks.
+The rule: a file is read strictly and as a whole before anything is installed. Formats: `gym-calls-v3`, the lines of one rollout
+after those of another; `gym-calls-v2`, all lines of a kind after those of another; `gym-calls-v1`, as v2 and without counts.
 
-    exported = export(log, directory, prefix="")     # files are fsynced; ledger lines are for the manifest
+    exported = export(log, directory)     # files are fsynced; ledger lines are for the manifest
     loaded = load(log, [directory / "calls.jsonl"], excluded={})
 """
 
 from __future__ import annotations
 
 import base64
-import hashlib
 import json
-import os
-import sqlite3
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -24,25 +19,18 @@ from typing import Any, Final, cast
 from coordinator.wire import failpoints
 from coordinator.wire.errors import Reason, refuse
 from coordinator.wire.ids import is_rollout_id
+from coordinator.wire.rope import open_content
 from coordinator.wire.terms import RolloutState
-from participant_shims.adapter import LedgerLine, WrittenFile
+from participant_shims.adapter import LedgerLine
 from participant_shims.gate.calllog import UNCOUNTED, CallLog
+from participant_shims.gate.calllog_export import FILE, FORMAT, ROPE, export
 
-FILE: Final = "calls.jsonl"
+__all__ = ["FILE", "ROPE", "LogLoad", "export", "keep", "load", "loaded_by", "read", "unload"]
+
 _COUNTED, _OLD = "gym-calls-v2", "gym-calls-v1"
 MAX_LINE_BYTES: Final = 256 * 1024 * 1024  # one response with its token ids; the largest seen is 4 MB
 MAX_LINES: Final = 20_000_000
 _LOADED: Final = "loaded"  # the key under which the log says which restore it holds, until that is resumed
-_FAILED: Final = "its last dispatch failed with status {}"
-
-
-@dataclass(frozen=True, slots=True)
-class LogExport:
-    """What was written. `ledger` has one line for each rollout that this server runs, or cannot save."""
-
-    files: tuple[WrittenFile, ...]
-    ledger: tuple[LedgerLine, ...]
-    recorded_calls: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,134 +41,6 @@ class LogLoad:
     restarted: tuple[LedgerLine, ...] = ()
     recorded_calls: int = 0
     sessions: int = 0
-
-
-def export(
-    log: CallLog,
-    directory: Path,
-    prefix: str = "",
-    *,
-    stateful: bool = True,
-    lost_reason: str = "",
-    progress: Callable[[int, int], None] | None = None,
-) -> LogExport:
-    """Write `<directory>/<prefix>calls.jsonl` from one consistent view of the log, durably.
-
-    `stateful=False` with a `lost_reason` is for servers whose state cannot be saved: every rollout that has a session
-    here is excluded with that reason. `progress(bytes, lines)` is called now and then. Raises OSError (also ENOSPC)
-    with a partial file left behind: the caller removes its directory.
-    """
-    path = directory / f"{prefix}{FILE}"
-    db = log.db
-    db.execute("BEGIN")  # one view, also while a worker records an answer that arrives during the export
-    try:
-        excluded = {r[0]: (r[1], r[2]) for r in db.execute("SELECT rollout_id, attempt, reason FROM excluded")}
-        if not stateful and lost_reason:
-            for rollout_id, attempt in db.execute("SELECT rollout_id, max(attempt) FROM sessions GROUP BY rollout_id"):
-                excluded.setdefault(rollout_id, (attempt, lost_reason))
-        ledger = list(_ledger(db, excluded))
-        skip = {line.rollout_id for line in ledger if line.state is RolloutState.EXCLUDED}
-        digest, size, lines = hashlib.sha256(), 0, 0
-        failpoints.reach("calllog.before_write")
-        fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-        with os.fdopen(fd, "wb") as out:
-            # What a life that does not know the earlier calls has counted would be too few, and taken for a loss.
-            for record in _records(db, ledger, skip, counted=not log.noted(UNCOUNTED)):
-                raw = json.dumps(record, ensure_ascii=False, separators=(",", ":")).encode("utf-8", "surrogatepass")
-                out.write(raw + b"\n")
-                digest.update(raw + b"\n")
-                size, lines = size + len(raw) + 1, lines + 1
-                if progress is not None and lines % 256 == 0:
-                    progress(size, lines)
-            out.flush()
-            failpoints.reach("calllog.before_fsync")
-            os.fsync(out.fileno())
-    finally:
-        db.execute("ROLLBACK")
-    recorded = sum(line.recorded_calls for line in ledger)
-    return LogExport((WrittenFile(path.name, size, digest.hexdigest()),), tuple(ledger), recorded)
-
-
-def _ledger(db: sqlite3.Connection, excluded: Mapping[str, tuple[int, str]]) -> Iterator[LedgerLine]:
-    pending = {
-        r[0]: r[1]
-        for r in db.execute(
-            "SELECT rollout_id, max(server || ' ' || method || ' ' || path) FROM calls WHERE done=0 AND own=0"
-            " GROUP BY rollout_id"
-        )
-    }
-    recorded = dict(db.execute("SELECT rollout_id, count(*) FROM calls WHERE done=1 GROUP BY rollout_id"))
-    seen: set[str] = set()
-    for rollout_id, attempt, state, sha256, turns, status, noted in db.execute(
-        "SELECT rollout_id, attempt, state, input_sha256, turns, status, reason FROM rollouts WHERE guest=0"
-        " ORDER BY rollout_id"
-    ):
-        seen.add(rollout_id)
-        calls, waiting_on, reason = int(recorded.get(rollout_id, 0)), "", ""
-        if state == "completed":
-            to, calls = RolloutState.COMPLETED, int(turns)
-        elif rollout_id in excluded or state in ("failed", "excluded"):
-            to, calls = RolloutState.EXCLUDED, 0
-            reason = noted if state == "excluded" else _FAILED.format(status)
-            reason = excluded[rollout_id][1] if rollout_id in excluded else reason
-        elif rollout_id in pending:
-            to, waiting_on = RolloutState.PENDING, str(pending[rollout_id])[:256]
-        else:
-            to = RolloutState.PARKED
-        yield LedgerLine(rollout_id, attempt, to, reason, calls, waiting_on, sha256)
-    for rollout_id, (attempt, reason) in sorted(excluded.items()):
-        if rollout_id not in seen and rollout_id != "anonymous":
-            yield LedgerLine(rollout_id, attempt, RolloutState.EXCLUDED, reason)
-
-
-def _records(
-    db: sqlite3.Connection, ledger: Sequence[LedgerLine], skip: set[str], *, counted: bool
-) -> Iterator[dict[str, Any]]:
-    yield {"t": "header", "format": _COUNTED if counted else _OLD}
-    lost = {line.rollout_id: line for line in ledger if line.rollout_id in skip}
-    for line in lost.values():
-        yield {"t": "excluded", "rollout_id": line.rollout_id, "attempt": line.attempt, "reason": line.reason}
-    states = {line.rollout_id: int(line.state) for line in ledger}
-    for r in db.execute(
-        "SELECT rollout_id, attempt, base, explicit, input_sha256, input, cookie, state, turns, status, headers, body, guest"
-        " FROM rollouts ORDER BY rollout_id"
-    ):
-        fields = {
-            "t": "rollout", "rollout_id": r[0], "attempt": r[1], "base": r[2], "explicit": r[3],
-            "input_sha256": r[4], "input": _text(r[5]), "cookie": r[6], "state": states.get(r[0], int(RolloutState.PARKED)),
-            "guest": r[12], "turns": r[8], "status": r[9], "headers": json.loads(r[10]), "body": _text(r[11]),
-        }  # fmt: skip
-        if r[0] not in skip:
-            yield fields
-        elif not r[12]:  # its agent accounts for it until it is dispatched again, also in the next snapshot
-            yield fields | {"input": "", "cookie": "", "turns": 0, "headers": [], "body": ""}
-    for r in db.execute(
-        "SELECT rollout_id, scope, number, call_id, attempt, server, own, method, path, digest, done, status, phrase,"
-        " url, headers, body FROM calls ORDER BY rollout_id, scope, number"
-    ):
-        if r[0] not in skip:
-            yield {
-                "t": "call", "rollout_id": r[0], "scope": r[1], "number": r[2], "call_id": r[3], "attempt": r[4],
-                "server": r[5], "own": r[6], "method": r[7], "path": r[8], "digest": r[9], "done": r[10],
-                "status": r[11], "phrase": r[12], "url": r[13], "headers": json.loads(r[14]), "body": _text(r[15]),
-            }  # fmt: skip
-    for r in db.execute(
-        "SELECT rollout_id, call_id, attempt, base, digest, status, headers, body FROM executed ORDER BY serial"
-    ):
-        if r[0] not in skip:
-            yield {
-                "t": "executed", "rollout_id": r[0], "call_id": r[1], "attempt": r[2], "base": r[3], "digest": r[4],
-                "status": r[5], "headers": json.loads(r[6]), "body": _text(r[7]),
-            }  # fmt: skip
-    for r in db.execute("SELECT session_id, rollout_id, attempt FROM sessions"):
-        if r[1] not in skip:
-            yield {"t": "session", "session_id": r[0], "rollout_id": r[1], "attempt": r[2]}
-    for r in db.execute("SELECT rollout_id, min_attempt, min_base FROM marks"):
-        yield {"t": "mark", "rollout_id": r[0], "min_attempt": r[1], "min_base": r[2]}
-    counts = "SELECT rollout_id, max(attempt), max(base), sum(executed) FROM counts GROUP BY rollout_id"
-    for r in db.execute(counts) if counted else ():
-        if r[0] not in skip:
-            yield {"t": "count", "rollout_id": r[0], "attempt": r[1], "base": r[2], "executed": r[3]}
 
 
 def load(
@@ -369,8 +229,8 @@ def read(files: Sequence[Path], progress: Callable[[int], None] | None = None) -
     """The records of `files`, bodies decoded. `progress(bytes)` is called every 256 lines. Raises SNAPSHOT_CORRUPT or SNAPSHOT_TOO_NEW at the first bad line."""
     size = 0
     for path in files:
-        at = 0
-        with open(path, "rb") as lines:
+        order = _Order()
+        with open_content(path) as lines:
             for number in range(1, MAX_LINES + 2):
                 raw = lines.readline(MAX_LINE_BYTES + 1)
                 if not raw:
@@ -385,32 +245,58 @@ def read(files: Sequence[Path], progress: Callable[[int], None] | None = None) -
                 try:
                     record = json.loads(raw.decode("utf-8", "surrogatepass"))
                     if number == 1:
-                        _check_header(record, path)
+                        order.by_rollout = _check_header(record, path)
                         continue
-                    kind = _ORDER.index(record["t"])
-                    if kind < at:  # calls after their rollouts, or a rollout could be judged too late
-                        raise ValueError("out of order")
-                    at = kind
-                    yield _checked(record)
+                    checked = _checked(record)
+                    order.check(checked)
+                    yield checked
                 except (ValueError, KeyError, TypeError, RecursionError) as error:
                     raise refuse(
                         Reason.SNAPSHOT_CORRUPT, f"{path.name}:{number} is not a line of a call log: {error!r}"[:300]
                     ) from error
 
 
+@dataclass(slots=True)
+class _Order:
+    """Calls come after their rollouts, or a rollout could be judged too late; and what is said of one rollout is together."""
+
+    by_rollout: bool = False
+    at: int = 0
+    rollout_id: str = ""
+    seen: set[str] = field(default_factory=set[str])
+
+    def check(self, record: Mapping[str, Any]) -> None:
+        """Raises ValueError for a line that is not where it should be."""
+        kind, rollout_id = _ORDER.index(record["t"]), record["rollout_id"]
+        if self.by_rollout and kind and rollout_id != self.rollout_id:
+            if rollout_id in self.seen:
+                raise ValueError("a rollout comes twice")
+            self.seen.add(rollout_id)
+            self.rollout_id, self.at = rollout_id, 1
+        if kind < self.at:
+            raise ValueError("out of order")
+        self.at = kind
+
+
 def _has_counts(path: Path) -> bool:
-    with open(path, "rb") as lines:
-        return _OLD.encode() not in lines.readline(1024)  # the reader checks the line
+    with open_content(path) as lines:
+        head = lines.readline(1024)  # the reader checks the line
+        return _OLD.encode() not in head and b'"counted":false' not in head
 
 
-def _check_header(record: Any, path: Path) -> None:
-    if type(record) is not dict:
+def _check_header(record: Any, path: Path) -> bool:
+    """Whether the lines of a rollout are together. Raises ValueError, SNAPSHOT_TOO_NEW."""
+    record = dict(record)
+    known: str = record["format"]
+    if record.pop("t") != "header" or type(known) is not str:
         raise ValueError("no header")
-    record = cast("dict[str, Any]", record)
-    if set(record) != {"t", "format"} or record["t"] != "header":
+    if known not in (FORMAT, _COUNTED, _OLD):
+        raise refuse(Reason.SNAPSHOT_TOO_NEW, f"{path.name} has format {known[:64]!r}, not {FORMAT}.")
+    if set(record) != ({"format", "counted"} if known == FORMAT else {"format"}):
         raise ValueError("no header")
-    if record["format"] not in (_COUNTED, _OLD):
-        raise refuse(Reason.SNAPSHOT_TOO_NEW, f"{path.name} has format {str(record['format'])[:64]!r}, not {_COUNTED}.")
+    if known == FORMAT and type(record["counted"]) is not bool:
+        raise ValueError("no header")
+    return known == FORMAT
 
 
 def _checked(record: Any) -> dict[str, Any]:
@@ -448,13 +334,6 @@ def _are_headers(value: Any) -> bool:
         isinstance(pair, list) and [type(part) for part in cast("Sequence[Any]", pair)] == [str, str]
         for pair in cast("Sequence[Any]", value)
     )
-
-
-def _text(body: bytes) -> str | dict[str, str]:
-    try:
-        return bytes(body).decode()
-    except UnicodeDecodeError:
-        return {"b64": base64.b64encode(body).decode()}
 
 
 def _bytes(value: Any) -> bytes:

@@ -18,8 +18,9 @@ Messages (one JSON object a line; `id` is numbered by its sender):
                    {"id": n, "op": "stacks", "params": {"max_stacks"}}
                        ok: {"stacks": [{"rollout_id", "task", "frames": [[file, line, function], ...]}]}
                    {"id": n, "op": "exclude"}                    ok: {"excluded": [{"rollout_id", "attempt", ...}]}
-                   {"id": n, "op": "export", "params": {"directory", "prefix"}}
+                   {"id": n, "op": "export", "params": {"directory", "prefix", "root"}}
                        ok: {"files": [{"path","size_bytes","sha256"}], "sessions", "bytes", "excluded": [...]}
+                   {"id": n, "op": "precopy", "params": {"root", "within_s"}}         ok: {"sessions"}
                    {"id": n, "op": "load", "params": {"directory", "files": ["name", ...]}}
                        ok: {"sessions", "diverged": [...]}
                    {"id": n, "op": "open", "params": {"cause"}}
@@ -269,7 +270,10 @@ class Control:
             "open": lambda p: gate.open(p.get("cause", "resume")),
             "renew": lambda p: gate.renew(float(p["lease_s"])),
             "exclude": lambda p: gate.exclude(),
-            "export": lambda p: gate.export(p["directory"], p.get("prefix", ""), self._teller(number)),
+            "export": lambda p: gate.export(
+                p["directory"], p.get("prefix", ""), self._teller(number), p.get("root", "")
+            ),
+            "precopy": lambda p: gate.precopy(p["root"], float(p["within_s"])),
             "load": lambda p: gate.load(p["directory"], p["files"], self._teller(number)),
             "retire": lambda p: gate.retire(p["attempts"]),
         }

@@ -14,10 +14,11 @@ import sqlite3
 import time
 from collections.abc import Callable, Generator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Final, Protocol
+from typing import Any, Final
 
 from coordinator.wire import failpoints
 from coordinator.wire.errors import Reason, refuse
+from coordinator.wire.rope import SUFFIX
 from coordinator.wire.terms import Activity, QuiesceMode
 from participant_shims.admission import ANONYMOUS, Doors, Released, Standing
 from participant_shims.gate.calllog import FORMAT, Answer, CallLog
@@ -27,6 +28,7 @@ from participant_shims.gate.execution import Execution
 from participant_shims.gate.outbound import Outbound
 from participant_shims.gate.remarks import Remarks
 from participant_shims.gate.replay import PATIENCE_S, Dispatch
+from participant_shims.gate.sessions import Sessions, Told
 from participant_shims.identity import CallIdentity
 
 log = logging.getLogger(__name__)
@@ -36,32 +38,6 @@ _TWICE: Final = "it was dispatched again with another input while it ran: one id
 _STRAGGLER: Final = "its request did not end before the cut"
 _MAX_TURNS: Final = 100_000
 MAX_WAITING_FOR: Final = 20
-
-
-Told = Callable[[int, int, int], None]  # bytes done, sessions done, sessions in all
-
-
-class Sessions(Protocol):
-    """What a gate needs of a server's session state (participant_shims.gate.state.sessions.SessionState)."""
-
-    @property
-    def wants_requests(self) -> bool: ...
-
-    def describe(self) -> dict[str, Any]: ...
-
-    def before_first_request(self) -> None: ...
-
-    def record(self, session_id: str, exchange: Any) -> None: ...
-
-    def forget(self, session_id: str) -> None: ...
-
-    def freshness(self) -> bool: ...
-
-    async def export(
-        self, path: Path, sessions: Mapping[str, tuple[str, int]], skip: set[str], told: Told | None = None
-    ) -> dict[str, Any]: ...
-
-    async def load(self, path: Path, *, told: Told | None = None) -> dict[str, Any]: ...
 
 
 class Gate:
@@ -254,10 +230,21 @@ class Gate:
             )
         return {"excluded": [_standing(s) for s in standing.values()]}
 
-    async def export(self, directory: str, prefix: str, told: Told | None = None) -> dict[str, Any]:
+    def touched(self, scope: Mapping[str, Any]) -> None:
+        """A request has run to its end: its session may have changed."""
+        if self.sessions is not None:
+            self.sessions.touch(self.session_of(scope))
+
+    async def precopy(self, root: str, within_s: float) -> dict[str, Any]:
+        """Write ahead of a save, below the snapshot root, what of the sessions has changed since the last one."""
+        if self.sessions is None or self.doors.closed:
+            return {"sessions": 0}
+        return {"sessions": await self.sessions.precopy(self.log.sessions(), Path(root), within_s)}
+
+    async def export(self, directory: str, prefix: str, told: Told | None = None, root: str = "") -> dict[str, Any]:
         """Write this worker's session state below `directory`; the call log itself is exported by the shim.
 
-        `told` is called now and then, with how far it is.
+        `root`: of the snapshot, for what is shared with others. `told` is called now and then, with how far it is.
 
         Raises ACTIVITY_AFTER_PREPARED when admission is open; OSError and what the session state raises.
         """
@@ -280,8 +267,10 @@ class Gate:
         for session_id in skip:
             if session_id in owners:
                 self.log.exclude(*owners[session_id], f"{_STRAGGLER} at {self.name}")
-        path = Path(directory) / f"{prefix}sessions.jsonl"
-        wrote = await self.sessions.export(path, owners, skip, told)
+        path = Path(directory) / f"{prefix}sessions{SUFFIX if root else '.jsonl'}"
+        wrote = await self.sessions.export(path, owners, skip, told, Path(root) if root else None)
+        if self.sessions.warning:
+            self.warn("sessions that change by themselves", self.sessions.warning)
         for line in wrote.get("excluded", ()):
             self.log.exclude(line["rollout_id"], int(line["attempt"]), line["reason"])
         if self.doors.generation != generation:

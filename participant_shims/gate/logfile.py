@@ -60,7 +60,23 @@ CREATE TABLE IF NOT EXISTS counts(
 CREATE TABLE IF NOT EXISTS marks(rollout_id TEXT PRIMARY KEY, min_attempt INTEGER NOT NULL, min_base INTEGER NOT NULL);
 CREATE TABLE IF NOT EXISTS excluded(rollout_id TEXT PRIMARY KEY, attempt INTEGER NOT NULL, reason TEXT NOT NULL);
 CREATE TABLE IF NOT EXISTS meta(key TEXT PRIMARY KEY, value TEXT NOT NULL);
+CREATE TABLE IF NOT EXISTS touched(rollout_id TEXT PRIMARY KEY) WITHOUT ROWID;
 """
+# What of each table is in a snapshot: a rollout of which any of it changes is written anew by the next save.
+_WATCHED: Final = {
+    "rollouts": "attempt, base, explicit, input_sha256, input, cookie, state, turns, status, headers, body, guest, reason",
+    "calls": "",
+    "executed": "",
+    "sessions": "",
+    "counts": "",
+    "marks": "",
+}
+_TRIGGERS: Final = "".join(
+    f"CREATE TRIGGER IF NOT EXISTS {table}_{what} AFTER {what.upper()}{f' OF {columns}' if what == 'update' and columns else ''}"
+    f" ON {table} BEGIN {''.join(f'INSERT INTO touched VALUES({row}.rollout_id) ON CONFLICT DO NOTHING;' for row in rows)} END;"
+    for table, columns in _WATCHED.items()
+    for what, rows in (("insert", ("NEW",)), ("update", ("OLD", "NEW")), ("delete", ("OLD",)))
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,7 +140,7 @@ class LogFile:
         self.db = sqlite3.connect(path, isolation_level=None, timeout=_BUSY_S, check_same_thread=False)
         self.db.execute("PRAGMA journal_mode=WAL")
         self.db.execute("PRAGMA synchronous=OFF")
-        self.db.executescript("BEGIN IMMEDIATE;" + _SCHEMA + "COMMIT;")
+        self.db.executescript("BEGIN IMMEDIATE;" + _SCHEMA + _TRIGGERS + "COMMIT;")
 
     def close(self) -> None:
         """Give the file back."""

@@ -108,7 +108,8 @@ def test_arbitrary_bytes_are_refused_with_a_reason(data: bytes) -> None:
 @pytest.mark.parametrize(
     ("change", "expected"),
     [
-        ({"format_version": 2}, Reason.SNAPSHOT_TOO_NEW),
+        ({"format_version": 3}, Reason.SNAPSHOT_TOO_NEW),
+        ({"format_version": 2}, Reason.SNAPSHOT_CORRUPT),
         ({"brand_new": 1}, Reason.SNAPSHOT_TOO_NEW),
         ({"capabilities": {"participant_id": "agent", "role": "ROLE_WIZARD"}}, Reason.SNAPSHOT_TOO_NEW),
         ({"capabilities": {"participant_id": "agent", "role": 99}}, Reason.SNAPSHOT_TOO_NEW),
@@ -133,7 +134,8 @@ def test_a_well_digested_body_is_still_read_strictly(change: dict[str, object], 
 @pytest.mark.parametrize(
     ("change", "expected"),
     [
-        ({"version": 2}, Reason.SNAPSHOT_TOO_NEW),
+        ({"version": 3}, Reason.SNAPSHOT_TOO_NEW),
+        ({"version": 2}, Reason.SNAPSHOT_CORRUPT),
         ({"version": True}, Reason.SNAPSHOT_CORRUPT),
         ({"safepoint": manifest_file.SNAPSHOT_KIND}, Reason.SNAPSHOT_CORRUPT),
         ({"extra": 1}, Reason.SNAPSHOT_CORRUPT),

@@ -309,6 +309,7 @@ class OneSession:
     """A session state with one session, which cannot be brought back, of rollout r-1."""
 
     wants_requests = False
+    warning = ""
     loads = 0
 
     def describe(self) -> dict[str, object]:
@@ -318,12 +319,19 @@ class OneSession:
 
     def record(self, session_id: str, exchange: object) -> None: ...
 
+    def touch(self, session_id: str) -> None: ...
+
+    async def precopy(self, sessions: object, root: Path, within_s: float) -> int:
+        return 0
+
     def forget(self, session_id: str) -> None: ...
 
     def freshness(self) -> bool:
         return True
 
-    async def export(self, path: Path, sessions: object, skip: set[str], told: object = None) -> dict[str, object]:
+    async def export(
+        self, path: Path, sessions: object, skip: set[str], told: object = None, root: object = None
+    ) -> dict[str, object]:
         lost = {"rollout_id": "r-2", "attempt": 3, "reason": "it holds a socket"}
         return {"sessions": 1, "bytes": 2, "excluded": [lost], "file": {"path": path.name, "size": 2, "sha256": "0"}}
 

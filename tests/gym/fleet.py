@@ -147,7 +147,8 @@ class Fleet:
             own = json.loads(env["NEMO_GYM_CONFIG_DICT"])
             own[name][kind][implementation]["port"] = self.proxied[name]
             env["NEMO_GYM_CONFIG_DICT"] = json.dumps(own)
-        env["PYTHONPATH"] = os.pathsep.join(path)
+        tree = Path(__file__).resolve().parents[2]  # this one, whichever is installed there
+        env["PYTHONPATH"] = os.pathsep.join([*path, str(tree), str(tree / "gen")])
         log = (self.directory / f"{name}.log").open("ab")
         with log:
             self.processes[name] = subprocess.Popen(

@@ -30,7 +30,7 @@ from participant_shims.adapters.gates import patience_s
 from participant_shims.adapters.gym import GymAdapter
 from participant_shims.adapters.gym_files import excluded_in
 from participant_shims.adapters.gym_terms import role_named
-from participant_shims.gate import calllog_files
+from participant_shims.gate import calllog_export, calllog_files
 from participant_shims.gate.calllog import Answer, CallLog, Verdict
 from participant_shims.gate.control import Control
 from participant_shims.gate.remarks import Remarks
@@ -291,7 +291,7 @@ async def test_a_full_disk_of_the_call_log_is_told_with_its_path_and_not_as_that
     bench.gates[0].log.retire = full  # type: ignore[method-assign]
     await told(bench.adapter.retire([("r-1", 0)]))
     await close(bench)
-    monkeypatch.setattr(calllog_files, "export", full)
+    monkeypatch.setattr(calllog_export, "_to_file", full)
     (bench.life / "out").mkdir()
     await told(anext(aiter_exported(bench)))
 
@@ -430,6 +430,7 @@ class SlowSessions:
     """A session state that is exported and loaded one session at a time, as the test says."""
 
     wants_requests = False
+    warning = ""
 
     def __init__(self) -> None:
         self.go = asyncio.Semaphore(0)
@@ -441,6 +442,11 @@ class SlowSessions:
 
     def record(self, session_id: str, exchange: Any) -> None: ...
 
+    def touch(self, session_id: str) -> None: ...
+
+    async def precopy(self, sessions: object, root: Path, within_s: float) -> int:
+        return 0
+
     def forget(self, session_id: str) -> None: ...
 
     def freshness(self) -> bool:
@@ -451,7 +457,9 @@ class SlowSessions:
             told(100 * done, done, 3)
             await self.go.acquire()
 
-    async def export(self, path: Path, sessions: Any, skip: set[str], told: Any = None) -> dict[str, Any]:
+    async def export(
+        self, path: Path, sessions: Any, skip: set[str], told: Any = None, root: Any = None
+    ) -> dict[str, Any]:
         await self._steps(told)
         await asyncio.to_thread(path.write_bytes, b"x" * 300)
         digest = hashlib.sha256(b"x" * 300).hexdigest()

@@ -71,12 +71,12 @@ class Behaviour:
             self._closings.add(key)
             return await close(operation, mode, ttl_s)
 
-        async def exporting(directory: Any) -> Any:
+        async def exporting(directory: Any, *more: Any) -> Any:
             key = (incarnation, shim.service.operations.fence.operation_id)
             if key in self._exports:
                 self.world.violation(f"I9: {name} exports for {key[1]} a second time")
             whole = False
-            async for step in export(directory):
+            async for step in export(directory, *more):
                 whole = whole or type(step).__name__ == "Exported"
                 if whole:
                     self._exports.add(key)

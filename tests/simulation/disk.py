@@ -28,7 +28,7 @@ from tests.simulation.loop import PROCESS, Killed, SimLoop
 INSTALLED = {
     "participant_shims.export": ("os",),
     "participant_shims.adapters.ledger_file": ("os",),
-    "participant_shims.gate.calllog_files": ("os", "open"),
+    "participant_shims.gate.calllog_export": ("os",),
 }
 # Of the coordinator every module that is loaded, so that a new file cannot slip past; but for those without the root.
 ELSEWHERE = ("cli", "client", "demo", "doctor", "ray_host", "settings", "server", "wire.auth", "wire.tls", "wire.links",
@@ -345,6 +345,9 @@ class SimOs:
 
     def utime(self, fd: int) -> None:
         self._disk.handle(fd)
+
+    def pread(self, fd: int, length: int, offset: int) -> bytes:
+        return bytes(self._disk.handle(fd)[0].data[offset : offset + length])
 
     def listdir(self, fd: int) -> list[str]:
         return list(self._disk.handle(fd)[0].names)

@@ -42,6 +42,7 @@ class Sessions:
     """What a gate needs of a server's sessions; here counters with the calls they have executed."""
 
     wants_requests = False
+    warning = ""
 
     def __init__(self, system: SimOs) -> None:
         self._os = system
@@ -55,13 +56,19 @@ class Sessions:
 
     def record(self, session_id: str, exchange: Any) -> None: ...
 
+    def touch(self, session_id: str) -> None: ...
+
+    async def precopy(self, sessions: object, root: Path, within_s: float) -> int:
+        return 0
+
     def forget(self, session_id: str) -> None:
         self.state.pop(session_id, None)
 
     def freshness(self) -> bool:
         return not self.state
 
-    async def export(self, path: Path, sessions: Any, skip: set[str], told: Any = None) -> Json:
+    async def export(self, path: Path, sessions: Any, skip: set[str], told: Any = None, root: Any = None) -> Json:
+        path = path.with_suffix(".jsonl")  # what the real ones share in chunks is tried elsewhere
         lines = [
             json.dumps({"session_id": name, **state}) for name, state in sorted(self.state.items()) if name not in skip
         ]

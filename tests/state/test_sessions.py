@@ -74,7 +74,8 @@ async def test_sessions_come_back_into_a_fresh_server(tmp_path: Path) -> None:
 
 
 async def test_an_export_and_a_load_tell_how_far_they_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("participant_shims.gate.state.sessions.SLICE_S", -1.0)  # gives way after each session
+    for module in ("saving", "sessions"):  # gives way after each session
+        monkeypatch.setattr(f"participant_shims.gate.state.{module}.SLICE_S", -1.0)
     server = Server()
     state = SessionState(server)
     sessions = ids(5)

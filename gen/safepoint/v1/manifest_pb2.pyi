@@ -13,6 +13,7 @@ bytes, never over re-serialized messages. Field numbers are never reused.
   <root>/snapshots/<snapshot_id>/<participant_id>/manifest.json   ParticipantManifest
   <root>/snapshots/<snapshot_id>/<participant_id>/...       its files
   <root>/snapshots/<snapshot_id>/ledger.jsonl               one LedgerEntry a line
+  <root>/chunks/<first two digits>/<sha256>                 what several snapshots share
 
 A snapshot exists if and only if its manifest.json is there and verifies.
 """
@@ -96,6 +97,32 @@ class FileEntry(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___FileEntry: _TypeAlias = FileEntry  # noqa: Y015
+
+@_typing.final
+class ChunkEntry(_message.Message):
+    """ChunkEntry is one chunk that files of a participant are made of: a file that several snapshots share, named by its digest."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SHA256_FIELD_NUMBER: _builtins.int
+    SIZE_BYTES_FIELD_NUMBER: _builtins.int
+    sha256: _builtins.str
+    """REQUIRED. Lower-case SHA-256 hex of its bytes; also its name."""
+    size_bytes: _builtins.int
+    """REQUIRED. Size in bytes, at least 1."""
+    def __init__(
+        self,
+        *,
+        sha256: _builtins.str = ...,
+        size_bytes: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["sha256", b"sha256", "size_bytes", b"size_bytes"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ChunkEntry: _TypeAlias = ChunkEntry  # noqa: Y015
 
 @_typing.final
 class LedgerEntry(_message.Message):
@@ -197,8 +224,9 @@ class ParticipantManifest(_message.Message):
     TOTALS_FIELD_NUMBER: _builtins.int
     SESSIONS_FIELD_NUMBER: _builtins.int
     RECORDED_CALLS_FIELD_NUMBER: _builtins.int
+    CHUNKS_FIELD_NUMBER: _builtins.int
     format_version: _builtins.int
-    """REQUIRED. Format of this message; 1. A reader refuses a higher one."""
+    """REQUIRED. Format of this message; 1, or 2 when it has chunks. A reader refuses a higher one."""
     operation_id: _builtins.str
     """REQUIRED. The operation that wrote it."""
     snapshot_id: _builtins.str
@@ -223,6 +251,10 @@ class ParticipantManifest(_message.Message):
     def totals(self) -> Global___LedgerTotals:
         """REQUIRED. Totals of that file."""
 
+    @_builtins.property
+    def chunks(self) -> _containers.RepeatedCompositeFieldContainer[Global___ChunkEntry]:
+        """OPTIONAL. Every chunk that a rope among `files` names, sorted by sha256. See proto/README.md, section 10."""
+
     def __init__(
         self,
         *,
@@ -236,10 +268,11 @@ class ParticipantManifest(_message.Message):
         totals: Global___LedgerTotals | None = ...,
         sessions: _builtins.int = ...,
         recorded_calls: _builtins.int = ...,
+        chunks: _abc.Iterable[Global___ChunkEntry] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["capabilities", b"capabilities", "totals", b"totals"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["capabilities", b"capabilities", "files", b"files", "format_version", b"format_version", "incarnation_id", b"incarnation_id", "ledger_file", b"ledger_file", "operation_id", b"operation_id", "recorded_calls", b"recorded_calls", "sessions", b"sessions", "snapshot_id", b"snapshot_id", "totals", b"totals"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["capabilities", b"capabilities", "chunks", b"chunks", "files", b"files", "format_version", b"format_version", "incarnation_id", b"incarnation_id", "ledger_file", b"ledger_file", "operation_id", b"operation_id", "recorded_calls", b"recorded_calls", "sessions", b"sessions", "snapshot_id", b"snapshot_id", "totals", b"totals"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -260,7 +293,7 @@ class ParticipantRef(_message.Message):
     manifest_sha256: _builtins.str
     """REQUIRED. SHA-256 hex of its stored manifest.json, envelope included; empty for a participant that does not commit."""
     size_bytes: _builtins.int
-    """REQUIRED. Sum of the sizes of its files."""
+    """REQUIRED. Sum of the sizes of its files and chunks; other snapshots may have the same chunks."""
     @_builtins.property
     def capabilities(self) -> _capabilities_pb2.Capabilities:
         """REQUIRED. What it was at the cut."""

@@ -133,6 +133,45 @@ class GetCapabilitiesResponse(_message.Message):
 Global___GetCapabilitiesResponse: _TypeAlias = GetCapabilitiesResponse  # noqa: Y015
 
 @_typing.final
+class PrecopyRequest(_message.Message):
+    """PrecopyRequest says who asks. The deadline of the call bounds the work."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    COORDINATOR_EPOCH_FIELD_NUMBER: _builtins.int
+    coordinator_epoch: _builtins.int
+    """REQUIRED. As in OperationContext."""
+    def __init__(
+        self,
+        *,
+        coordinator_epoch: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["coordinator_epoch", b"coordinator_epoch"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PrecopyRequest: _TypeAlias = PrecopyRequest  # noqa: Y015
+
+@_typing.final
+class PrecopyResponse(_message.Message):
+    """PrecopyResponse is intentionally empty."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PrecopyResponse: _TypeAlias = PrecopyResponse  # noqa: Y015
+
+@_typing.final
 class PrepareRequest(_message.Message):
     """PrepareRequest asks to close admission and quiesce."""
 

@@ -40,6 +40,11 @@ class ParticipantStub(object):
                 request_serializer=safepoint_dot_v1_dot_participant__service__pb2.GetCapabilitiesRequest.SerializeToString,
                 response_deserializer=safepoint_dot_v1_dot_participant__service__pb2.GetCapabilitiesResponse.FromString,
                 _registered_method=True)
+        self.Precopy = channel.unary_unary(
+                '/safepoint.v1.Participant/Precopy',
+                request_serializer=safepoint_dot_v1_dot_participant__service__pb2.PrecopyRequest.SerializeToString,
+                response_deserializer=safepoint_dot_v1_dot_participant__service__pb2.PrecopyResponse.FromString,
+                _registered_method=True)
         self.Prepare = channel.unary_stream(
                 '/safepoint.v1.Participant/Prepare',
                 request_serializer=safepoint_dot_v1_dot_participant__service__pb2.PrepareRequest.SerializeToString,
@@ -101,6 +106,21 @@ class ParticipantServicer(object):
 
         Errors: UNAUTHENTICATED (REASON_UNAUTHENTICATED): send a token. UNAVAILABLE (REASON_UNAVAILABLE): the server
         behind the shim is not up yet; repeat.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Precopy(self, request, context):
+        """Precopy writes, while the participant works, what a Commit would have to write and is not likely to change until then.
+
+        OK means nothing but that it has ended: a Commit is right with and without it, and only shorter after it. It touches
+        neither fence nor lease, is served while admission is open, and ends when a Prepare comes. Participants that serve it
+        say `precopy` in their features. May be repeated.
+
+        Errors: ABORTED (REASON_FENCED) while an operation is active, FAILED_PRECONDITION (REASON_STALE_EPOCH),
+        RESOURCE_EXHAUSTED (REASON_STORAGE_FULL), UNAVAILABLE (REASON_STORAGE_FAILED), UNIMPLEMENTED (REASON_UNSUPPORTED):
+        go on without it.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -232,6 +252,11 @@ def add_ParticipantServicer_to_server(servicer, server):
                     request_deserializer=safepoint_dot_v1_dot_participant__service__pb2.GetCapabilitiesRequest.FromString,
                     response_serializer=safepoint_dot_v1_dot_participant__service__pb2.GetCapabilitiesResponse.SerializeToString,
             ),
+            'Precopy': grpc.unary_unary_rpc_method_handler(
+                    servicer.Precopy,
+                    request_deserializer=safepoint_dot_v1_dot_participant__service__pb2.PrecopyRequest.FromString,
+                    response_serializer=safepoint_dot_v1_dot_participant__service__pb2.PrecopyResponse.SerializeToString,
+            ),
             'Prepare': grpc.unary_stream_rpc_method_handler(
                     servicer.Prepare,
                     request_deserializer=safepoint_dot_v1_dot_participant__service__pb2.PrepareRequest.FromString,
@@ -311,6 +336,33 @@ class Participant(object):
             '/safepoint.v1.Participant/GetCapabilities',
             safepoint_dot_v1_dot_participant__service__pb2.GetCapabilitiesRequest.SerializeToString,
             safepoint_dot_v1_dot_participant__service__pb2.GetCapabilitiesResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Precopy(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/safepoint.v1.Participant/Precopy',
+            safepoint_dot_v1_dot_participant__service__pb2.PrecopyRequest.SerializeToString,
+            safepoint_dot_v1_dot_participant__service__pb2.PrecopyResponse.FromString,
             options,
             channel_credentials,
             insecure,

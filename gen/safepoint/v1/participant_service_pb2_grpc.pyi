@@ -62,6 +62,17 @@ class ParticipantStub:
     Errors: UNAUTHENTICATED (REASON_UNAUTHENTICATED): send a token. UNAVAILABLE (REASON_UNAVAILABLE): the server
     behind the shim is not up yet; repeat.
     """
+    Precopy: _grpc.UnaryUnaryMultiCallable[_participant_service_pb2.PrecopyRequest, _participant_service_pb2.PrecopyResponse]
+    """Precopy writes, while the participant works, what a Commit would have to write and is not likely to change until then.
+
+    OK means nothing but that it has ended: a Commit is right with and without it, and only shorter after it. It touches
+    neither fence nor lease, is served while admission is open, and ends when a Prepare comes. Participants that serve it
+    say `precopy` in their features. May be repeated.
+
+    Errors: ABORTED (REASON_FENCED) while an operation is active, FAILED_PRECONDITION (REASON_STALE_EPOCH),
+    RESOURCE_EXHAUSTED (REASON_STORAGE_FULL), UNAVAILABLE (REASON_STORAGE_FAILED), UNIMPLEMENTED (REASON_UNSUPPORTED):
+    go on without it.
+    """
     Prepare: _grpc.UnaryStreamMultiCallable[_participant_service_pb2.PrepareRequest, _participant_service_pb2.PrepareEvent]
     """Prepare closes admission and waits until the participant is quiesced.
 
@@ -149,6 +160,17 @@ class ParticipantAsyncStub(ParticipantStub):
 
     Errors: UNAUTHENTICATED (REASON_UNAUTHENTICATED): send a token. UNAVAILABLE (REASON_UNAVAILABLE): the server
     behind the shim is not up yet; repeat.
+    """
+    Precopy: _aio.UnaryUnaryMultiCallable[_participant_service_pb2.PrecopyRequest, _participant_service_pb2.PrecopyResponse]  # type: ignore[assignment]
+    """Precopy writes, while the participant works, what a Commit would have to write and is not likely to change until then.
+
+    OK means nothing but that it has ended: a Commit is right with and without it, and only shorter after it. It touches
+    neither fence nor lease, is served while admission is open, and ends when a Prepare comes. Participants that serve it
+    say `precopy` in their features. May be repeated.
+
+    Errors: ABORTED (REASON_FENCED) while an operation is active, FAILED_PRECONDITION (REASON_STALE_EPOCH),
+    RESOURCE_EXHAUSTED (REASON_STORAGE_FULL), UNAVAILABLE (REASON_STORAGE_FAILED), UNIMPLEMENTED (REASON_UNSUPPORTED):
+    go on without it.
     """
     Prepare: _aio.UnaryStreamMultiCallable[_participant_service_pb2.PrepareRequest, _participant_service_pb2.PrepareEvent]  # type: ignore[assignment]
     """Prepare closes admission and waits until the participant is quiesced.
@@ -240,6 +262,23 @@ class ParticipantServicer(metaclass=_abc_1.ABCMeta):
 
         Errors: UNAUTHENTICATED (REASON_UNAUTHENTICATED): send a token. UNAVAILABLE (REASON_UNAVAILABLE): the server
         behind the shim is not up yet; repeat.
+        """
+
+    @_abc_1.abstractmethod
+    def Precopy(
+        self,
+        request: _participant_service_pb2.PrecopyRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_participant_service_pb2.PrecopyResponse, _abc.Awaitable[_participant_service_pb2.PrecopyResponse]]:
+        """Precopy writes, while the participant works, what a Commit would have to write and is not likely to change until then.
+
+        OK means nothing but that it has ended: a Commit is right with and without it, and only shorter after it. It touches
+        neither fence nor lease, is served while admission is open, and ends when a Prepare comes. Participants that serve it
+        say `precopy` in their features. May be repeated.
+
+        Errors: ABORTED (REASON_FENCED) while an operation is active, FAILED_PRECONDITION (REASON_STALE_EPOCH),
+        RESOURCE_EXHAUSTED (REASON_STORAGE_FULL), UNAVAILABLE (REASON_STORAGE_FAILED), UNIMPLEMENTED (REASON_UNSUPPORTED):
+        go on without it.
         """
 
     @_abc_1.abstractmethod

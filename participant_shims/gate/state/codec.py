@@ -44,11 +44,12 @@ def _encoders() -> dict[type, Encode]:
 
 @dataclass(frozen=True, slots=True)
 class Encoded:
-    """A document, and the numbers of its objects by id. `kept` keeps the ids valid."""
+    """A document, and the numbers of its objects by id. `kept` keeps the ids valid. `used`: what it refers to of the outer."""
 
     document: dict[str, Any]
     numbers: Mapping[int, int]
     kept: Sequence[Any]
+    used: Mapping[int, int]
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +82,7 @@ def encode_with_numbers(
         raise
     except Exception as e:  # an object of the server that breaks when it is looked at can't be saved, and that is all
         raise Unencodable(name, type_name(value), f"{type(e).__name__} while it was read: {str(e)[:200]}") from e
-    return Encoded(document, encoder.memo, encoder.kept)
+    return Encoded(document, encoder.memo, encoder.kept, encoder.used)
 
 
 def _make_scope(scope: Scope | None) -> Scope:

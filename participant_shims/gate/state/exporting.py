@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import types
 from collections import deque
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from typing import Any, Final
 
@@ -23,8 +23,18 @@ from participant_shims.gate.state.shapes import a_dict, class_of
 _NEVER_OWN: Final = frozenset(
     {dict, list, set, frozenset, tuple, str, int, float, bytes, deque, types.FunctionType, types.MethodType, type}
 )
+_NOTHING: Final = object()
 # Attributes that the framework sets and every server has.
 FRAMEWORK: Final = ("config", "server_client")
+
+
+@dataclass(frozen=True, slots=True)
+class Made:
+    """One session as it is written, and what it hangs on. See `shelf.Kept`."""
+
+    state: Any
+    used: Mapping[int, int] = field(default_factory=dict[int, int])
+    owned: tuple[object, ...] = ()
 
 
 @dataclass(slots=True)
@@ -39,6 +49,7 @@ class Export:
     _outer: dict[int, int] = field(default_factory=dict[int, int])
     _kept: list[Any] = field(default_factory=list[Any])  # keeps every object whose id is in `_outer` alive
     _keyed: list[Place] = field(default_factory=list[Place])
+    # By place, where not all keys are plain ids: the keys of each session.
     _by_session: dict[str, dict[str, list[Any]]] = field(default_factory=dict[str, dict[str, list[Any]]])
     _owners: dict[int, tuple[str, object]] = field(default_factory=dict[int, tuple[str, object]])
 
@@ -53,8 +64,8 @@ class Export:
         self._kept = [*anchors.values(), *values.kept]
         self._outer |= {key: number + len(names) for key, number in values.numbers.items()}
         for place in self._keyed:
-            for session_id, keys in layout.session_keys(place.value, self.ids).items():
-                self._by_session.setdefault(session_id, {})[place.name] = keys
+            if set(map(type, place.value)) - {str}:  # else its keys are the ids
+                self._by_session[place.name] = layout.session_keys(place.value, self.ids)
         return {
             "anchors": names,
             "values": values.document,
@@ -62,20 +73,66 @@ class Export:
             "random": codec.encode(dict(layout.global_randomness()), self.scope),
         }
 
-    def session(self, session_id: str) -> dict[str, Any] | None:
+    @property
+    def session_places(self) -> set[str]:
+        """Names of the places that hold something per session."""
+        return {place.name for place in self._keyed}
+
+    @property
+    def alive(self) -> object:
+        """The objects that documents may refer to: while they are held, their ids are theirs."""
+        return self._kept
+
+    def moved(self, before: Mapping[str, Mapping[Any, Any]]) -> set[str]:
+        """Sessions for which a place does not hold the very values that it held `before`, by place and key."""
+        found: set[str | None] = set()
+        for place in self._keyed:
+            now, old = place.value, before.get(place.name, {})
+            if a_dict(now):
+                keys = [key for key, value in now.items() if old.get(key, _NOTHING) is not value]
+            else:
+                keys = [key for key in now if key not in old]
+            keys += [key for key in old if key not in now]
+            found |= {layout.session_of(key, self.ids) for key in keys}
+        return {session_id for session_id in found if session_id is not None}
+
+    def note(self, session_id: str, before: dict[str, dict[Any, Any]]) -> None:
+        """The values of a session that is encoded now, as `moved` compares them."""
+        for place in self._keyed:
+            value, old = place.value, before.setdefault(place.name, {})
+            for key in self._keys(place, session_id):
+                old[key] = value[key] if a_dict(value) else key
+            if session_id in old and session_id not in value:
+                del old[session_id]
+
+    def still_refers(self, used: Mapping[int, int]) -> bool:
+        """Whether what a document refers to has the same numbers."""
+        return all(self._outer.get(at) == number for at, number in used.items())
+
+    def own(self, owned: Iterable[tuple[str, object]]) -> None:
+        """These objects are in sessions: those that are not encoded again, or were already."""
+        self._owners.update({id(obj): (session_id, obj) for session_id, obj in owned})
+
+    def session(self, session_id: str) -> Made | None:
         """The document of one session; None when the server holds nothing of it. Raises Unencodable."""
-        parts = self._by_session.get(session_id)
-        if not parts:
-            return None
         state: dict[str, Any] = {}
         for place in self._keyed:
-            keys = parts.get(place.name)
+            keys = self._keys(place, session_id)
             if keys:
                 value = place.value
                 state[place.name] = {k: value[k] for k in keys if k in value} if a_dict(value) else set(keys)
+        if not state:
+            return None
         made = codec.encode_with_numbers(state, self.scope, outer=self._outer, named=True)
-        self._claim(made.kept, session_id)
-        return made.document
+        owned = self._claim(made.kept, session_id)
+        return Made(made.document, made.used, owned)
+
+    def _keys(self, place: Place, session_id: str) -> list[Any]:
+        """The keys of a session at a place."""
+        several = self._by_session.get(place.name)
+        if several is not None:
+            return several.get(session_id, [])
+        return [session_id] if session_id in place.value else []
 
     def _sort(self, found: Sequence[Place]) -> tuple[dict[str, Any], dict[str, Any]]:
         """Places that have changed, and those that stand where they did when the server was started."""
@@ -111,7 +168,7 @@ class Export:
                 continue  # the restored server must have set it up itself
         return made
 
-    def _claim(self, objects: Sequence[Any], session_id: str) -> None:
+    def _claim(self, objects: Sequence[Any], session_id: str) -> tuple[object, ...]:
         """Note which session an object of the server's own classes was saved with.
 
         Two sessions that share one would each get a copy, and would no longer see each other's changes. Containers are
@@ -125,4 +182,5 @@ class Export:
             if owner is not None and owner[0] != session_id:
                 raise codec.Unencodable("session", type_name(obj), f"is shared with session {owner[0]}")
             mine.append(obj)
-        self._owners.update({id(obj): (session_id, obj) for obj in mine})
+        self.own((session_id, obj) for obj in mine)
+        return tuple(mine)

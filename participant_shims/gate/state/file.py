@@ -1,4 +1,4 @@
-"""The session file: JSON lines; what several sessions hold alike is written once.
+"""The session file: JSON lines; what several sessions hold alike is written once. `shelf` writes the same lines as a rope.
 
 The one rule: a reader takes nothing on trust. It checks the header, the order of lines, every digest and the counts of
 the footer, and gives nothing away before it has seen the footer.
@@ -21,12 +21,14 @@ import hashlib
 import json
 import os
 import zlib
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO, Final, cast
 
 from coordinator.wire import failpoints
 from coordinator.wire.errors import Reason, Refused, refuse
+from coordinator.wire.rope import open_content
 from participant_shims.gate.state import codec
 from participant_shims.gate.state.shapes import a_dict, a_list, exact_list
 
@@ -74,76 +76,50 @@ class SavedFile:
     sessions: list[SavedSession] = field(default_factory=list[SavedSession])
 
 
-@dataclass(slots=True)
-class Writer:
-    """Writes one file; not for two threads at once. A file that `close` did not finish has no footer and is refused."""
+class Lines:
+    """Turns sessions into lines. `blobs` are the digests of those that the file has so far.
 
-    path: Path
-    size: int = 0
-    sessions: int = 0
-    limits: FileLimits = LIMITS
-    max_line: int = MAX_LINE
-    _blobs: set[str] = field(default_factory=set[str])
-    _stands_for: int = 0
-    _digest: Any = field(default_factory=hashlib.sha256)
-    _file: BinaryIO | None = None
+    Lines over `max_line` bytes no reader would take.
+    """
 
-    def open(self, header: dict[str, Any]) -> None:
-        """Create the file (it must not exist) and write the header. Raises OSError."""
-        failpoints.reach("sessions.before_write")
-        descriptor = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-        self._file = os.fdopen(descriptor, "wb", buffering=1 << 20)
-        self._line({"gym_session": FORMAT, "schema": codec.SCHEMA, **header})
+    def __init__(self, limits: FileLimits = LIMITS, max_line: int = MAX_LINE) -> None:
+        self.blobs: set[str] = set()
+        self.limits = limits
+        self.max_line = max_line
 
-    def write_shared(self, shared: dict[str, Any]) -> bool:
-        """What belongs to the server as a whole; False when no reader would take it, and then it is not written."""
-        return self._line({"global": self._lift_all(shared)})
+    def line(self, content: dict[str, Any]) -> bytes:
+        """A line as it is written."""
+        return codec.dumps(content).encode("utf-8") + b"\n"
 
-    def write_sessions(self, sessions: list[SavedSession]) -> list[SavedSession]:
-        """Sessions, one line each; those that no reader would take are not written, and returned."""
-        too_long: list[SavedSession] = []
-        for saved in sessions:
-            line = {
+    def header(self, header: dict[str, Any]) -> bytes:
+        """The first line."""
+        return self.line({"gym_session": FORMAT, "schema": codec.SCHEMA, **header})
+
+    def shared(self, shared: dict[str, Any]) -> bytes:
+        """What belongs to the server as a whole; `put_blob` was called for what it refers to."""
+        return self.line({"global": self._lift_all(shared)})
+
+    def session(self, saved: SavedSession) -> bytes:
+        """One session; `put_blob` was called for what it refers to."""
+        return self.line(
+            {
                 "session": saved.session_id,
                 "rollout_id": saved.rollout_id,
                 "attempt": saved.attempt,
                 "state": self._lift_all(saved.state),
             }
-            if self._line(line):
-                self.sessions += 1
-            else:
-                too_long.append(saved)
-        return too_long
+        )
 
-    def close(self) -> str:
-        """Footer, fsync; the SHA-256 hex of the file."""
-        assert self._file is not None
-        self._line({"end": {"sessions": self.sessions, "blobs": len(self._blobs)}})
-        self._file.flush()
-        failpoints.reach("sessions.before_fsync")
-        os.fsync(self._file.fileno())
-        self._file.close()
-        self._file = None
-        return cast(str, self._digest.hexdigest())
+    def footer(self, sessions: int) -> bytes:
+        """The last line."""
+        return self.line({"end": {"sessions": sessions, "blobs": len(self.blobs)}})
 
-    def discard(self) -> None:
-        """Close and remove the file, whatever state it is in."""
-        if self._file is not None:
-            with contextlib.suppress(OSError):
-                self._file.close()
-            self._file = None
-        with contextlib.suppress(OSError):
-            self.path.unlink()
+    def put_blob(self, digest: str, size: int, line: Callable[[], bytes]) -> bool:
+        """A blob of `size` bytes is to be referred to; `line` makes its line, which comes before the one that refers to it.
 
-    def _line(self, content: dict[str, Any]) -> bool:
-        assert self._file is not None
-        data = codec.dumps(content).encode("utf-8") + b"\n"
-        if len(data) > self.max_line:
-            return False
-        self._digest.update(data)
-        self._file.write(data)
-        self.size += len(data)
-        return True
+        False when the limits leave no room for it: then it is written out.
+        """
+        raise NotImplementedError
 
     def _lift_all(self, state: Any) -> Any:
         """`state` with the large plain parts of its documents replaced by blobs."""
@@ -173,23 +149,89 @@ class Writer:
         """What stands for `part`; itself, where the limits leave no room for a blob."""
         data = codec.dumps(part).encode("utf-8")
         digest = hashlib.sha256(data).hexdigest()
-        new = digest not in self._blobs
-        stands_for = self._stands_for + len(data) * (2 if new else 1)
-        if (
-            len(data) > self.limits.part_bytes
-            or stands_for > self.limits.total_bytes
-            or (new and len(self._blobs) >= self.limits.parts)
-        ):
-            return part
-        self._stands_for = stands_for
-        if new:
-            self._blobs.add(digest)
+
+        def line() -> bytes:
             packed = zlib.compress(data, 1) if len(data) >= COMPRESS_FROM else data
             if len(packed) * 4 // 3 < len(data):
-                self._line({"blob": digest, "size": len(data), "z": base64.b64encode(packed).decode("ascii")})
+                return self.line({"blob": digest, "size": len(data), "z": base64.b64encode(packed).decode("ascii")})
+            return b'{"blob":"%s","data":%s}\n' % (digest.encode(), data)
+
+        fits = len(data) <= self.limits.part_bytes and self.put_blob(digest, len(data), line)
+        return {"@": digest} if fits else part
+
+
+class Writer(Lines):
+    """Writes one file; not for two threads at once. A file that `close` did not finish has no footer and is refused."""
+
+    def __init__(self, path: Path, limits: FileLimits = LIMITS, max_line: int = MAX_LINE) -> None:
+        super().__init__(limits, max_line)
+        self.path = path
+        self.size = 0
+        self.sessions = 0
+        self._stands_for = 0
+        self._digest = hashlib.sha256()
+        self._file: BinaryIO | None = None
+
+    def open(self, header: dict[str, Any]) -> None:
+        """Create the file (it must not exist) and write the header. Raises OSError."""
+        failpoints.reach("sessions.before_write")
+        descriptor = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        self._file = os.fdopen(descriptor, "wb", buffering=1 << 20)
+        self._write(self.header(header))
+
+    def write_shared(self, shared: dict[str, Any]) -> bool:
+        """What belongs to the server as a whole; False when no reader would take it, and then it is not written."""
+        return self._write(self.shared(shared))
+
+    def write_sessions(self, sessions: list[SavedSession]) -> list[SavedSession]:
+        """Sessions, one line each; those that no reader would take are not written, and returned."""
+        too_long: list[SavedSession] = []
+        for saved in sessions:
+            if self._write(self.session(saved)):
+                self.sessions += 1
             else:
-                self._line({"blob": digest, "data": part})
-        return {"@": digest}
+                too_long.append(saved)
+        return too_long
+
+    def close(self) -> str:
+        """Footer, fsync; the SHA-256 hex of the file."""
+        assert self._file is not None
+        self._write(self.footer(self.sessions))
+        self._file.flush()
+        failpoints.reach("sessions.before_fsync")
+        os.fsync(self._file.fileno())
+        self._file.close()
+        self._file = None
+        return self._digest.hexdigest()
+
+    def discard(self) -> None:
+        """Close and remove the file, whatever state it is in."""
+        if self._file is not None:
+            with contextlib.suppress(OSError):
+                self._file.close()
+            self._file = None
+        with contextlib.suppress(OSError):
+            self.path.unlink()
+
+    def put_blob(self, digest: str, size: int, line: Callable[[], bytes]) -> bool:
+        new = digest not in self.blobs
+        stands_for = self._stands_for + size * (2 if new else 1)
+        if stands_for > self.limits.total_bytes or (new and len(self.blobs) >= self.limits.parts):
+            return False
+        self._stands_for = stands_for
+        if new:
+            self.blobs.add(digest)
+            self._write(line())
+        return True
+
+    def _write(self, data: bytes) -> bool:
+        assert self._file is not None
+        if len(data) > self.max_line:
+            return False
+        self._digest.update(data)
+        self._file.write(data)
+        self.size += len(data)
+        return True
 
 
 def _unsafe(path: Path, what: str) -> Refused:
@@ -198,7 +240,7 @@ def _unsafe(path: Path, what: str) -> Refused:
 
 def read(path: Path, limits: FileLimits = LIMITS) -> SavedFile:
     """The whole file. Raises Refused: SNAPSHOT_UNSAFE, SNAPSHOT_CORRUPT (cut short), SNAPSHOT_TOO_NEW; OSError."""
-    with path.open("rb") as file:
+    with open_content(path) as file:
         header = _parse(path, file.readline(1 << 20))
         version = header.get("gym_session")
         if type(version) is not int or version < 1:

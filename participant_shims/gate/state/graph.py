@@ -135,6 +135,7 @@ class Encoder:
     root_is_named: bool = False  # the keys of the root are names of attributes, which matters to messages only
     objects: list[Entry] = field(default_factory=list[Entry])
     memo: dict[int, int] = field(default_factory=dict[int, int])
+    used: dict[int, int] = field(default_factory=dict[int, int])  # what of `outer` the document refers to
     # Address ranges of array buffers, ascending and disjoint: arrays that share memory would come back separate.
     buffers: list[tuple[int, int]] = field(default_factory=list[tuple[int, int]])
     kept: list[Any] = field(default_factory=list[Any])  # by number; also keeps ids from being reused
@@ -167,6 +168,7 @@ class Encoder:
         if number is None:
             outer = self.outer.get(id(obj))
             if outer is not None:
+                self.used[id(obj)] = outer
                 return [-outer - 1]
             number = len(self.kept)
             if number >= self.limits.objects:

@@ -210,9 +210,8 @@ def remainder(place: Place, sessions: Collection[str]) -> dict[Any, Any] | set[A
     def is_global(key: object) -> bool:
         return session_of(key, sessions) is None and not looks_like_session(key) and not isinstance(key, tuple)
 
-    if a_dict(value):
-        return {k: v for k, v in value.items() if is_global(k)}
-    return {k for k in cast("set[Any]", value) if is_global(k)}
+    others = [k for k in cast("set[Any]", value) if not (type(k) is str and k in sessions) and is_global(k)]
+    return {k: value[k] for k in others} if a_dict(value) else set(others)
 
 
 def empty_like(container: object) -> Any:

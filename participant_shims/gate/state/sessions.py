@@ -15,25 +15,24 @@ import os
 import platform
 import sys
 import time
-from collections.abc import Callable, Mapping, Set
+from collections.abc import Callable, Set
 from pathlib import Path
 from typing import Any, Final, cast
 
+from coordinator.wire.chunks import Chunks
 from coordinator.wire.errors import Reason, refuse
 from participant_shims.gate.state import codec, layout, modes
-from participant_shims.gate.state.exporting import Export
-from participant_shims.gate.state.file import TOO_LONG, SavedFile, SavedSession, Writer, read
+from participant_shims.gate.state.exporting import Export, Made
+from participant_shims.gate.state.file import SavedFile, SavedSession, read
 from participant_shims.gate.state.loading import Load, unsafe
 from participant_shims.gate.state.reexecute import Exchange, RequestLog, Send, reexecute
+from participant_shims.gate.state.saving import SLICE_S, Encoding, Saving, Sessions, Told
 from participant_shims.gate.state.scope import Scope
 from participant_shims.gate.state.shapes import a_dict, a_set, exact_list, keyed
+from participant_shims.gate.state.shelf import Shelf
 from participant_shims.gate.state.source import SourceFacts, read_source
 
-SLICE_S: Final = 0.005  # longest time on the loop before it gives way
 RELOAD_TIP: Final = "Restart the server and restore before it gets work."
-
-Sessions = Mapping[str, tuple[str, int]]
-Told = Callable[[int, int, int], None]  # bytes written or read, sessions done, sessions in all
 
 
 def scope_of(server: object) -> Scope:
@@ -91,6 +90,11 @@ class SessionState:
         self._requests = RequestLog()
         self._served = False
         self._loaded: set[str] = set()
+        self._shelf: Shelf | None = None
+        self._precopying: tuple[Saving, asyncio.Task[int]] | None = None
+        # Whether a session changes by requests of its own alone, as far as the source can tell.
+        self._tracks = self._facts is not None and self._facts.complete and not self._facts.shared
+        self.warning = ""  # what people should know of how sessions are saved
         self._take_baseline()
         live = tuple(
             p.name for p in layout.session_places(layout.places(server, self._scope), frozenset(), frozenset())
@@ -128,6 +132,7 @@ class SessionState:
     def record(self, session_id: str, exchange: Exchange) -> None:
         """Note a request that was served, in the order in which they were."""
         self._requests.record(session_id, exchange)
+        self.touch(session_id)
 
     def forget(self, session_id: str) -> None:
         """Drop the recorded requests of a session whose rollout is retired."""
@@ -168,118 +173,103 @@ class SessionState:
     # -- export --------------------------------------------------------------------------------------------------------
 
     async def export(
-        self, path: str | Path, sessions: Sessions, skip: Set[str] = frozenset(), told: Told | None = None
+        self,
+        path: str | Path,
+        sessions: Sessions,
+        skip: Set[str] = frozenset(),
+        told: Told | None = None,
+        root: Path | None = None,
     ) -> dict[str, Any]:
         """Write the state of `sessions` (id -> rollout, attempt) but those in `skip` to `path`, durably.
 
-        Admission must be closed. `told` is called on the loop now and then, with how far it is. Returns `sessions` and `bytes` written, `excluded` rollouts with reasons, and `file`
-        (`path`, `size`, `sha256`). A session that can't be saved is excluded, the others are not concerned.
-        Raises OSError, and then removes the file.
+        Admission must be closed. With the `root` of the snapshot it becomes a rope, and only what has changed since the last
+        one is written; without, a file of its own. `told` is called on the loop now and then, with how far it is. Returns
+        `sessions` and `bytes` written, `excluded` rollouts with reasons, and `file` (`path`, `size`, `sha256`). A session
+        that can't be saved is excluded, the others are not concerned. Raises OSError, STORAGE_*, and then removes the file.
         """
-        writer = Writer(Path(path))
-        excluded: list[dict[str, Any]] = []
+        await self.stop_precopy()
         chosen = {sid: rollout for sid, rollout in sessions.items() if sid not in skip}
-        try:
-            await asyncio.to_thread(writer.open, self._header())
-            match self._method():
-                case "hook":
-                    await self._write(writer, chosen, self._encode_hook, excluded, told)
-                case "codec":
-                    await self._export_codec(writer, chosen, set(sessions) | set(skip), excluded, told)
-                case "reexecute":
-                    await self._write(writer, chosen, self._encode_requests, excluded, told)
-                case _:
-                    if self._decision.mode == modes.RESTART:
-                        excluded += [_excluded(who, self._decision.reason) for who in chosen.values()]
-            digest = await asyncio.to_thread(writer.close)
-        except BaseException:
-            writer.discard()
-            raise
-        for entry in excluded[:20]:
+        saving = Saving(self._encoding(set(sessions) | set(skip)), chosen, told)
+        if self._decision.mode == modes.RESTART:
+            saving.exclude_all(self._decision.reason)
+        done = await saving.to_rope(Path(path), self._shelf_at(root)) if root else await saving.to_file(Path(path))
+        if saving.found_shared and self._tracks:
+            self._tracks = False
+            self.warning = saving.found_shared
+            self._log(saving.found_shared)
+        for entry in saving.excluded[:20]:
             self._log(f"excluded {entry['rollout_id']} (attempt {entry['attempt']}): {entry['reason']}")
-        file = {"path": writer.path.name, "size": writer.size, "sha256": digest}
-        return {"sessions": writer.sessions, "bytes": writer.size, "excluded": excluded, "file": file}
+        return {**done, "excluded": saving.excluded}
+
+    async def precopy(self, sessions: Sessions, root: Path, within_s: float) -> int:
+        """Write ahead of a save, while the server works, what has changed since the last one; how many sessions.
+
+        Ends by itself after `within_s` seconds, and when an export begins. Raises STORAGE_*.
+        """
+        await self.stop_precopy()
+        saving = Saving(self._encoding(set(sessions)), dict(sessions), None)
+        task = asyncio.ensure_future(saving.ahead(self._shelf_at(root), within_s))
+        self._precopying = (saving, task)
+        return await asyncio.shield(task)
+
+    async def stop_precopy(self) -> None:
+        """End what `precopy` does, if it does something; what it has written is used."""
+        while self._precopying is not None:
+            (saving, task), self._precopying = self._precopying, None
+            saving.stop()
+            await asyncio.wait({task})
+
+    def touch(self, session_id: str) -> None:
+        """A request of the session has run; an empty id: of a session that is not known."""
+        if self._shelf is not None:
+            self._shelf.touch(session_id)
+
+    def _shelf_at(self, root: Path) -> Shelf:
+        if self._shelf is None or self._shelf.chunks.root != root:
+            self._shelf = Shelf(Chunks(root))
+        return self._shelf
+
+    def _encoding(self, ids: Set[str]) -> Encoding:
+        method = self._method()
+        header = {
+            "method": method,
+            "server": self._class_name(),
+            "python": platform.python_version(),
+            "versions": {k: v for k, v in _versions().items() if v},
+        }
+        match method:
+            case "codec":
+                made = Export(self._server, self._scope, self._baseline, ids, self._known)
+                proven = frozenset(self._facts.session_attributes) if self._facts else frozenset[str]()
+                return Encoding(header, made.session, made, self._tracks, proven)
+            case "hook":
+                return Encoding(header, self._encode_hook)
+            case "reexecute":
+                return Encoding(header, self._encode_requests, tracks=True)
+            case _:
+                return Encoding(header, lambda session_id: None)
 
     def _method(self) -> str:
         if self._decision.mode == modes.EXPORT:
             return "hook" if self._hooks() is not None else "codec"
         return "reexecute" if self._decision.mode == modes.REPLAY else "none"
 
-    def _header(self) -> dict[str, Any]:
-        versions = {
-            name: str(getattr(sys.modules.get(name), "__version__", "")) for name in ("numpy", "pandas", "pydantic")
-        }
-        return {
-            "method": self._method(),
-            "server": self._class_name(),
-            "python": platform.python_version(),
-            "versions": {k: v for k, v in versions.items() if v},
-        }
-
     def _class_name(self) -> str:
         cls = type(self._server)
         return f"{self._scope.aliases.get(cls.__module__, cls.__module__)}:{cls.__qualname__}"
 
-    async def _write(
-        self,
-        writer: Writer,
-        chosen: Sessions,
-        encode: Callable[[str], Any],
-        excluded: list[dict[str, Any]],
-        told: Told | None,
-    ) -> None:
-        """Encode on the loop, write in a thread; both in slices. `encode` gives None for a session without state."""
-        batch: list[SavedSession] = []
-        begun = time.monotonic()
-
-        async def write() -> None:
-            for each in await asyncio.to_thread(writer.write_sessions, batch):
-                excluded.append(_excluded(chosen[each.session_id], f"its session can't be saved: {TOO_LONG}"))
-
-        for done, (session_id, who) in enumerate(chosen.items(), 1):
-            try:
-                state = encode(session_id)
-            except codec.Unencodable as e:
-                excluded.append(_excluded(who, f"its session can't be saved: {e}"))
-                continue
-            if state is not None:
-                batch.append(SavedSession(session_id, who[0], who[1], state))
-            if time.monotonic() - begun > SLICE_S:
-                await write()
-                if told is not None:
-                    told(writer.size, done, len(chosen))
-                batch, begun = [], time.monotonic()
-        await write()
-        if told is not None:
-            told(writer.size, len(chosen), len(chosen))
-
-    async def _export_codec(
-        self, writer: Writer, chosen: Sessions, ids: set[str], excluded: list[dict[str, Any]], told: Told | None
-    ) -> None:
-        made = Export(self._server, self._scope, self._baseline, ids, self._known)
-        why = TOO_LONG
-        try:
-            written = await asyncio.to_thread(writer.write_shared, made.shared())
-        except codec.Unencodable as e:
-            written, why = False, str(e)
-        if not written:
-            reason = f"state that belongs to the whole server can't be saved: {why}"
-            excluded += [_excluded(who, reason) for who in chosen.values()]
-            return
-        await self._write(writer, chosen, made.session, excluded, told)
-
-    def _encode_hook(self, session_id: str) -> Any:
+    def _encode_hook(self, session_id: str) -> Made | None:
         hooks = self._hooks()
         assert hooks is not None
         try:
             state = hooks[0](session_id)
         except Exception as e:  # a hook that fails concerns one session
             raise codec.Unencodable("session", "hook", f"{type(e).__name__}: {str(e)[:200]}") from e
-        return None if state is None else codec.encode(state)
+        return None if state is None else Made(codec.encode(state))
 
-    def _encode_requests(self, session_id: str) -> Any:
+    def _encode_requests(self, session_id: str) -> Made | None:
         exchanges = self._requests.of(session_id)
-        return codec.encode([exchange.to_plain() for exchange in exchanges]) if exchanges else None
+        return Made(codec.encode([exchange.to_plain() for exchange in exchanges])) if exchanges else None
 
     # -- load ----------------------------------------------------------------------------------------------------------
 
@@ -398,8 +388,8 @@ class SessionState:
                     value.discard(key)
 
 
-def _excluded(who: tuple[str, int], reason: str) -> dict[str, Any]:
-    return {"rollout_id": who[0], "attempt": who[1], "reason": reason[:500]}
+def _versions() -> dict[str, str]:
+    return {name: str(getattr(sys.modules.get(name), "__version__", "")) for name in ("numpy", "pandas", "pydantic")}
 
 
 def _diverged(session: SavedSession, reason: str) -> dict[str, Any]:

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
 
+from participant_shims.gate.state import isolation
 from participant_shims.gate.state.scope import PLAIN_BASES, PLAIN_MODULES
 from participant_shims.gate.state.tree import (
     MUTATORS,
@@ -69,6 +70,7 @@ class SourceFacts:
     escapes: list[str] = field(default_factory=list[str])  # where a session id is given to something outside
     calls: dict[str, list[str]] = field(default_factory=dict[str, list[str]])  # category -> where
     references: list[str] = field(default_factory=list[str])  # configured servers that it calls
+    shared: list[str] = field(default_factory=list[str])  # why a session may change without a request of its own
     complete: bool = True  # every own module could be read
 
 
@@ -121,6 +123,8 @@ class _Reader:
             self._calls(module)
             self._global_changes(module)
         found.complete = self.tree.complete
+        found.shared = isolation.doubts(methods, set(found.session_attributes), self.modules.values())
+        found.shared += [f"{name}: {why}" for name, why in found.unsure.items()]
         return found
 
     def _annotations(self, line: list[SourceClass]) -> dict[str, tuple[SourceClass, ast.expr]]:
