@@ -41,10 +41,12 @@ class Guard:
         """Who the token says calls. Raises UNAUTHENTICATED."""
         if self._tokens is None:
             return ANYBODY
-        offered = dict(metadata or ()).get(TOKEN_METADATA_KEY)
-        found = self._tokens.caller_of(bearer(offered))
+        offered = bearer(dict(metadata or ()).get(TOKEN_METADATA_KEY))
+        found = self._tokens.caller_of(offered)
         if found is None:
-            raise Refused(Problem(Reason.UNAUTHENTICATED, "The call carries no valid token."))
+            # Never what was sent, but whether: a forgotten setting and an old token are mended in different places.
+            what = "no valid token" if offered else "no token"
+            raise Refused(Problem(Reason.UNAUTHENTICATED, f"The call carries {what}."))
         return found
 
     def by_certificate(self, by_token: Caller, context: Any) -> Caller:

@@ -11,7 +11,8 @@ from safepoint.v1 import coordinator_service_pb2 as pb
 from safepoint.v1 import coordinator_service_pb2_grpc
 
 from coordinator.wire.auth import Token
-from coordinator.wire.errors import Problem, Reason
+from coordinator.wire.errors import Problem, Reason, Refused
+from coordinator.wire.guard import Guard
 from coordinator.wire.refusals import EVERY_S, LINES, Refusals
 from coordinator.wire.rpc import SERVER_OPTIONS, ErrorInterceptor
 
@@ -68,6 +69,25 @@ def test_what_a_stranger_has_made_up_is_not_shown(caplog: pytest.LogCaptureFixtu
 def test_what_an_operation_tells_itself_is_not_logged(caplog: pytest.LogCaptureFixture, now: Now) -> None:
     Refusals(now).note("unix:", REGISTER, Problem(Reason.FENCED, "Another operation runs."))
     assert said(caplog) == []
+
+
+@pytest.mark.parametrize(
+    ("metadata", "said"),
+    [
+        ((), "carries no token"),
+        ((("authorization", ""),), "carries no token"),
+        ((("authorization", "Bearer "),), "carries no token"),
+        ((("authorization", "Bearer " + "b2" * 32),), "carries no valid token"),
+        ((("authorization", b"Bearer \xff"),), "carries no valid token"),
+    ],
+)
+def test_a_forgotten_token_and_a_wrong_one_are_told_apart(
+    metadata: tuple[tuple[str, str | bytes], ...], said: str
+) -> None:
+    with pytest.raises(Refused, match=said) as caught:
+        Guard(Token("a1" * 32)).by_token(metadata)
+    assert caught.value.reason is Reason.UNAUTHENTICATED
+    assert "b2" not in str(caught.value)
 
 
 @pytest.mark.parametrize("method", ["GetStatus", "NoSuchMethod"])
