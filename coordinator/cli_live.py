@@ -109,6 +109,7 @@ def _status(status: pb.GetCoordinatorStatusResponse, since_s: float, rollouts: i
         yield _line(text, bars)
     if rollouts:
         yield _rollouts(status, rollouts)
+    yield from (_line(text, bars) for text in _before(status))
     for health in status.participants:
         yield from (_line(text, bars) for text in _remarks(health))
 
@@ -118,13 +119,11 @@ def _phase(operation: pb.OperationStatus, since_s: float, bars: bool) -> Any:
     from rich.progress_bar import ProgressBar
     from rich.table import Table
 
-    used, name = seconds(operation.phase_elapsed) + since_s, short(operation, "phase")
-    if not operation.HasField("phase_budget"):
-        return _line(f"{name}: {used:.1f} s", bars)
-    most = seconds(operation.phase_budget)
-    text = f"{used:.1f} s of {most:.1f} s, {max(0.0, most - used):.1f} s left"
-    if not bars:
-        return _line(f"{name}: {text}", bars)
+    text = phase_text(operation, since_s)
+    if not bars or not operation.HasField("phase_budget"):
+        return _line(text, bars)
+    used, most = seconds(operation.phase_elapsed) + since_s, seconds(operation.phase_budget)
+    name, _, text = text.partition(": ")
     row = Table.grid(padding=(0, 1))
     late = used > 0.8 * most
     row.add_row(
@@ -132,6 +131,15 @@ def _phase(operation: pb.OperationStatus, since_s: float, bars: bool) -> Any:
                           complete_style="red" if late else "green"), text,
     )  # fmt: skip
     return row
+
+
+def phase_text(operation: pb.OperationStatus, since_s: float = 0.0) -> str:
+    """How much of its time the phase has used, `since_s` after that was told."""
+    used, name = seconds(operation.phase_elapsed) + since_s, short(operation, "phase")
+    if not operation.HasField("phase_budget"):
+        return f"{name}: {used:.1f} s"
+    most = seconds(operation.phase_budget)
+    return f"{name}: {used:.1f} s of {most:.1f} s, {max(0.0, most - used):.1f} s left"
 
 
 def blocking(status: pb.GetCoordinatorStatusResponse) -> list[str]:
@@ -222,7 +230,7 @@ def _people(status: pb.GetCoordinatorStatusResponse) -> Any:
             f"{oldest.rollout_id} {seconds(oldest.age):.0f} s" if oldest is not None else "",
             f"{sum(w.acknowledged for w in seen.workers)}/{who.configured_workers}",
             f"{seconds(seen.lease_remaining):.0f} s" if seen.HasField("lease_remaining") else "",
-            seen.waiting_for or (f"nothing (before: {seen.last_failure})" if seen.last_failure else ""),
+            seen.waiting_for,
         )
     return people
 
@@ -243,6 +251,15 @@ def _rollouts(status: pb.GetCoordinatorStatusResponse, limit: int) -> Any:
                 ", ".join(filter(None, [live.waiting_on, orphan])),
             )
     return rows if rows.row_count else ""
+
+
+def _before(status: pb.GetCoordinatorStatusResponse) -> Iterator[str]:
+    """What failed last at those that wait for nothing now: a line for all who say the same, as after an abort."""
+    found: dict[str, list[str]] = {}
+    for health in status.participants:
+        if health.status.last_failure and not health.status.waiting_for:
+            found.setdefault(health.status.last_failure, []).append(health.info.capabilities.participant_id)
+    yield from (f"before, at {', '.join(names)}: {what}" for what, names in found.items())
 
 
 def _remarks(health: pb.ParticipantHealth) -> list[str]:

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from safepoint.v1 import capabilities_pb2
     from safepoint.v1 import coordinator_service_pb2 as pb
 
+    from coordinator.client import Client
     from coordinator.history import History
 
 _RECORD: Final = "file:"
@@ -48,17 +49,24 @@ def why(
 ) -> None:
     """Say why an operation did not finish: one primary cause, what followed from it, and whether later ones succeeded.
 
-    Without a coordinator it is read from the root. Stacks are files, lines and functions, never values.
+    Who blocks the operation that runs now, and on what, comes first. Without a coordinator it is read from the root. Stacks
+    are files, lines and functions, never values.
 
     Example: safepoint why --stacks
     """
     with reporting(as_json):
         health: list[pb.ParticipantHealth] = []
+        blocking: list[str] = []
+        running: pb.GetCoordinatorStatusResponse | None = None
         here = history_here(target, root)
         try:
             with make_client(target, root, token_file, _patience(here, wait), as_json) as client:
                 answer = client.explain(operation_id or None, timeout=timeout)
-                if stacks and (blocking := blamed(answer)):
+                running = _running(client, operation_id, timeout)
+                # Where the tasks stand now says most of what runs now.
+                blocking = list(running.operation.pending_participants)[:_MAX_STACKS_OF] if running else []
+                blocking = blocking or blamed(answer)
+                if stacks and blocking:
                     status = client.status(stacks_of=blocking, timeout=timeout)
                     health = [h for h in status.participants if h.info.capabilities.participant_id in blocking]
             source = "coordinator"
@@ -67,11 +75,17 @@ def why(
             answer, source = found, "root"
         if as_json:
             extra = {"stacks": {h.info.capabilities.participant_id: plain(h)["stacks"] for h in health}}
-            emit(plain(answer) | {"source": source} | (extra if stacks else {}))
+            now = {"running": plain(running.operation) if running is not None else None}
+            emit(plain(answer) | {"source": source} | now | (extra if stacks else {}))
             return
-        say(cause_text(answer, events, time.time()))
-        if stacks:
-            say(stacks_text(health, blamed(answer)) if source == "coordinator" else "No coordinator, no stacks.")
+        told = stacks_text(health, blocking) if source == "coordinator" else "No coordinator, no stacks."
+        past = cause_text(answer, events, time.time())
+        if running is None:
+            parts = [past, told if stacks else ""]
+        else:
+            same = running.operation.operation_id == answer.operation.operation_id
+            parts = [running_text(running), told if stacks else "", past if same else f"before it: {past}"]
+        say("\n".join(filter(None, parts)))
 
 
 def history(
@@ -135,6 +149,17 @@ def cause_text(answer: pb.ExplainResponse, with_events: bool, now_s: float) -> s
         lines += ["events:", *(f"  {text}" for text in told)]
     lines += _later_text(answer.later)
     return "\n".join(lines)
+
+
+def running_text(status: pb.GetCoordinatorStatusResponse) -> str:
+    """The operation that runs: how long its phase takes, who blocks it, with which rollouts and on what."""
+    from coordinator.cli_live import blocking, phase_text
+    from coordinator.cli_views import operation_text
+
+    operation = status.operation
+    lines = [f"now: {operation_text(operation)}"]
+    lines += [f"  {phase_text(operation)}"] if operation.HasField("phase_elapsed") else []
+    return "\n".join([*lines, *(f"  {line}" for line in blocking(status))])
 
 
 def _around(events: Iterable[pb.OperationEvent]) -> list[pb.OperationEvent]:
@@ -246,6 +271,17 @@ def blamed(answer: pb.ExplainResponse) -> list[str]:
     operation = answer.operation
     named = [operation.failure.primary.participant_id] if operation.HasField("failure") else []
     return [name for name in dict.fromkeys([*named, *operation.pending_participants]) if name][:_MAX_STACKS_OF]
+
+
+def _running(client: Client, operation_id: str, timeout_s: float | None) -> pb.GetCoordinatorStatusResponse | None:
+    """How everybody is while that operation runs (empty: any); None when it does not."""
+    from safepoint.v1 import coordinator_service_pb2
+
+    from coordinator.cli_live import ASKED
+
+    status = client.status(participants=True, max_rollouts=ASKED, timeout=timeout_s)
+    runs = status.operation.outcome == coordinator_service_pb2.OPERATION_OUTCOME_RUNNING
+    return status if runs and operation_id in ("", status.operation.operation_id) else None
 
 
 def _patience(here: History | None, wait_s: float) -> float:

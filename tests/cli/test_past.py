@@ -119,6 +119,32 @@ async def test_stacks_are_asked_of_the_one_who_blocks(safepoint: Safepoint, fake
     assert ran.code == 0
 
 
+async def test_what_runs_now_and_who_blocks_it_comes_before_the_past(
+    safepoint: Safepoint, fake: FakeCoordinator
+) -> None:
+    fake.active, fake.blocking = "save-9", ("agent",)
+    ran = await safepoint("why", "--stacks")
+    now, before, past = ran.out.partition("before it: ")
+    assert "now: save  (save-9): running, phase prepare" in now
+    assert "waiting for counter drains: 2 requests" in now
+    assert "blocks: agent" in now
+    assert "agent: no task of a rollout is in it now" in now
+    assert before
+    assert "counter still drains" in past
+    assert list(fake.requests("GetStatus")[-1].stacks_of) == ["agent"]
+    document = (await safepoint("why", "--json")).json()
+    assert document["running"]["operation_id"] == "save-9"
+    assert document["operation"]["operation_id"] == "save-1"
+
+
+async def test_a_question_for_a_past_operation_is_not_answered_with_the_running_one(
+    safepoint: Safepoint, fake: FakeCoordinator
+) -> None:
+    fake.active = "save-9"
+    assert "now:" not in (await safepoint("why", "save-1")).out
+    assert "now: save" in (await safepoint("why", "save-9")).out
+
+
 def answer(**later: pb.OperationStatus) -> pb.ExplainResponse:
     made = pb.ExplainResponse()
     made.operation.failure.primary.CopyFrom(detail_from_problem(PROBLEM))

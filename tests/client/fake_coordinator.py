@@ -72,6 +72,7 @@ class FakeCoordinator(CoordinatorServicer):
     causes: dict[str, str] = field(default_factory=dict)
     phase: str = ""  # of the trainer-driven operation: prepared, committed, published
     active: str = ""
+    blocking: tuple[str, ...] = ()  # whom the active one waits for
     findings: list[pb.Finding] = field(default_factory=list)
     address: str = ""
     _records: dict[str, bytes] = field(default_factory=dict)
@@ -224,6 +225,7 @@ class FakeCoordinator(CoordinatorServicer):
             response.operation.outcome = pb.OPERATION_OUTCOME_RUNNING
             response.operation.phase = 2
             response.operation.waiting_for = "counter drains: 2 requests of r-17, r-22"
+            response.operation.pending_participants.extend(self.blocking)
         health = response.participants.add(reachable=True)
         health.info.capabilities.participant_id = "agent"
         health.info.capabilities.role = 3
