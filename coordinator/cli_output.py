@@ -20,6 +20,7 @@ import typer
 from coordinator.cli_exit import ExitCode, exit_code
 from coordinator.wire.errors import Misanswered, Problem, Refused, SafepointError, Unanswered
 
+_UNFOLDED: Final = 100_000  # columns: more than any row has
 # What became of the call, in one word; anything else has failed before a call was made.
 _HOW: Final[Mapping[type[SafepointError], str]] = {
     Refused: "refused",
@@ -47,10 +48,10 @@ def note(text: str) -> None:
 
 
 def show(renderable: object) -> None:
-    """A table or other Rich object as result; plain text of 120 columns where stdout is no terminal."""
+    """A table or other Rich object as result; where stdout is no terminal nothing is folded, so that names can be searched."""
     from rich.console import Console
 
-    width = None if sys.stdout.isatty() else 120
+    width = None if sys.stdout.isatty() else _UNFOLDED
     Console(file=sys.stdout, width=width, highlight=False).print(renderable)
 
 

@@ -47,7 +47,8 @@ def status(
     """Show the operation with the time that its phase has left, who blocks it and on what, and every participant.
 
     With --watch it is kept up to date on a terminal; in a pipe a block of lines, or with --json a line of JSON, at each look.
-    Also when the coordinator hangs: then since when.
+    Also when the coordinator hangs: then since when. In flight are requests that a server runs, not rollouts: an agent whose
+    /run calls its own /v1/responses has two for each.
 
     Example: safepoint status --watch --rollouts 10
     """

@@ -40,7 +40,7 @@ def operation_text(operation: pb.OperationStatus) -> str:
         text += f"\n  waiting for {operation.waiting_for}"
     if operation.HasField("failure"):
         text += f"\n  cause: {problem_from_detail(operation.failure.primary)}"
-    if operation.unconfirmed and not outcome.endswith("paused"):  # that it says itself
+    if operation.unconfirmed and outcome != "running" and not outcome.endswith("paused"):  # those say it themselves
         text += f"\n  may still be paused: {', '.join(operation.unconfirmed)} (their leases free them)"
     return text
 

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import io
 
+import pytest
 from rich.console import Console
 from safepoint.v1 import coordinator_service_pb2 as pb
 
 from coordinator.cli_live import Look, view
-from coordinator.cli_views import operation_text
+from coordinator.cli_output import show
+from coordinator.cli_views import operation_text, table, topology_view
 from coordinator.client_results import describe
 
 
@@ -23,9 +25,33 @@ def test_a_failure_of_the_past_is_not_shown_as_what_a_participant_waits_for() ->
     health = status.participants.add(reachable=True)
     health.info.capabilities.participant_id = "counter"
     health.status.last_failure = "Operation op-1 was aborted."
-    assert "nothing (before: Operation op-1 was aborted.)" in shown(status)
+    assert "before, at counter: Operation op-1 was aborted." in shown(status)
     health.status.waiting_for = "worker-0 does not answer"
     assert "before:" not in shown(status)
+
+
+def test_a_failure_that_all_tell_is_told_once() -> None:
+    status = pb.GetCoordinatorStatusResponse()
+    for name in ("agent", "counter"):
+        health = status.participants.add(reachable=True)
+        health.info.capabilities.participant_id = name
+        health.status.last_failure = "Operation op-1 was aborted."
+    assert shown(status).count("Operation op-1 was aborted.") == 1
+    assert "before, at agent, counter: " in shown(status)
+
+
+def test_in_a_pipe_nothing_is_folded(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "40")
+    name, why = "operation-" + "7" * 100, "a word " * 100
+    rows = table("operation", "cause")
+    rows.add_row(name, why)
+    show(rows)
+    topology = pb.GetTopologyResponse()
+    topology.findings.add(message=why.strip(), next_step=name)
+    show(topology_view(topology))
+    out = capsys.readouterr().out
+    assert any(line.split() == [name, *why.split()] for line in out.splitlines())
+    assert f"costs: {why.strip()}\n  Next: {name}\n" in out
 
 
 def test_what_a_participant_warns_of_is_shown_with_its_name() -> None:
@@ -39,13 +65,15 @@ def test_what_a_participant_warns_of_is_shown_with_its_name() -> None:
     assert "7 calls answered from the call log; 2 rollouts" in shown(status)
 
 
-def test_who_waits_for_the_trainer_is_not_called_maybe_paused() -> None:
+def test_who_is_paused_as_it_should_be_is_not_called_maybe_paused() -> None:
     operation = pb.OperationStatus(
         operation_id="op-1", outcome=pb.OPERATION_OUTCOME_PAUSED, unconfirmed=["counter"], waiting_for="Resume"
     )
     assert "may still be paused" not in operation_text(operation)
     operation.outcome = pb.OPERATION_OUTCOME_ABORTED
     assert "may still be paused: counter" in operation_text(operation)
+    operation.outcome = pb.OPERATION_OUTCOME_RUNNING
+    assert "may still be paused" not in operation_text(operation)
 
 
 def test_a_phase_without_participants_counts_none() -> None:
