@@ -19,7 +19,7 @@ from typing import Final
 from safepoint.v1 import manifest_pb2
 
 from coordinator import sweeping
-from coordinator.retention import Dated, Plan, Retention, plan, step_of
+from coordinator.retention import Dated, Retention, plan, step_of
 from coordinator.snapshot_reading import GONE, SnapshotReader
 from coordinator.snapshots import SnapshotStore
 from coordinator.wire.beneath import Directory
@@ -83,12 +83,14 @@ def unpin(store: SnapshotStore, snapshot_id: str) -> str:
         return reason
 
 
-def spared(store: SnapshotReader, retention: Retention, in_use: Collection[str] = ()) -> set[str]:
-    """The newest snapshot of which every byte is right, when a prune would delete it. Reads a lot, and blocks for it.
+def spared(store: SnapshotReader, retention: Retention) -> set[str]:
+    """The newest snapshot of which every byte is right, unless `retention` keeps it. Reads a lot, and blocks for it.
 
-    Newer ones may be damaged where no list can see it; whoever asks for a deletion must pass this to `prune`.
+    Newer ones may be damaged where no list can see it; whoever asks for a deletion must pass this to `prune`. It is asked
+    before the lock is taken, so nothing is counted on that can change until then: a pin that keeps it may be taken away.
     """
-    planned, dated = _plan(store, retention, in_use, ())
+    dated = _dated(store)
+    planned = plan(dated, retention, {})
     for one in dated if planned.doomed else ():
         try:
             store.verify(one.snapshot_id)
@@ -117,7 +119,7 @@ def prune(
     that has replaced us writes since is not among them. Raises what that raises, STORAGE_FAILED and SNAPSHOT_UNSAFE; what
     was not deleted then is whole, and goes the next time.
     """
-    planned, _ = _plan(store, retention, in_use, spare, saved_last)
+    planned = plan(_dated(store), retention, pins(store), in_use, spare, saved_last)
     doomed = [*planned.doomed, *(name for name in leavings(store) if name not in in_use)]
     size = 0
     for name in doomed:
@@ -171,14 +173,11 @@ def _finish_deletions(store: SnapshotReader) -> None:
                 snapshots.remove_child(name)
 
 
-def _plan(
-    store: SnapshotReader, retention: Retention, in_use: Collection[str], spare: Collection[str], saved_last: str = ""
-) -> tuple[Plan, list[Dated]]:
-    dated = [
+def _dated(store: SnapshotReader) -> list[Dated]:
+    return [
         Dated(found.snapshot_id, found.create_time.ToMilliseconds() / 1e3, step_of(found.metadata))
         for found in store.list().snapshots
     ]
-    return plan(dated, retention, pins(store), in_use, spare, saved_last), dated
 
 
 def _reason(folder: Directory, name: str) -> str:

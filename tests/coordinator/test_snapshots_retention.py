@@ -212,6 +212,21 @@ def test_when_no_newer_one_verifies_the_newest_that_does_is_spared(store: Snapsh
     assert pruning.spared(store, Retention(2)) == set(), "nothing would be deleted, so nothing is read"
 
 
+def test_the_last_whole_snapshot_is_spared_also_when_its_pin_goes_before_the_deletion(
+    store: SnapshotStore, tmp_path: Path
+) -> None:
+    publisher = Publisher(store, 1)
+    for n in range(2):
+        make(store, f"step-{n}", publisher)
+    pruning.pin(store, "step-0", "figure 3")
+    file = tmp_path / "root" / "snapshots" / "step-1" / "agent" / "state.bin"
+    file.write_bytes(file.read_bytes().replace(b"s", b"S"))
+    spare = pruning.spared(store, Retention(1))  # read before the lock
+    pruning.unpin(store, "step-0")
+    assert pruning.prune(store, Retention(1), spare=spare).deleted == ()
+    store.verify("step-0")
+
+
 def test_leavings_of_a_crash_are_swept_and_can_never_be_published(store: SnapshotStore, tmp_path: Path) -> None:
     made = make(store, "step-1")
     for name in ("left", "saving"):
