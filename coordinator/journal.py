@@ -26,6 +26,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Final, TypeVar, cast
 
 from coordinator.wire import failpoints
@@ -145,15 +146,19 @@ class Journal:
             _write_all(self._file, line)
         except OSError as error:
             self._cut_back(error)
-            raise storage_error(error, "writing the journal") from error
+            raise storage_error(error, f"writing the journal {self._path}") from error
         try:
             failpoints.reach("journal.before_fsync", entry.kind)
             os.fsync(self._file)
         except OSError as error:
             self._broken = error.strerror or "fsync"
-            raise storage_error(error, "fsync of the journal") from error
+            raise storage_error(error, f"fsync of the journal {self._path}") from error
         failpoints.reach("journal.after_append", entry.kind)
         self._size += len(line)
+
+    @property
+    def _path(self) -> Path:
+        return self._directory.path / f"journal-{self._number}.log"
 
     def spend_reserve(self) -> bool:
         """Give back the space that was kept for this. False when there was none, or the disk does not let go of it."""
@@ -256,7 +261,7 @@ class Journal:
         except FileExistsError as error:
             raise refuse(Reason.FENCED, "Another coordinator starts in this root at this moment.") from error
         except OSError as error:
-            raise storage_error(error, f"opening {name}") from error
+            raise storage_error(error, f"opening {self._directory.path / name}") from error
         if self._file >= 0:
             os.close(self._file)
         self._file, self._size, self._number = file, len(data), number

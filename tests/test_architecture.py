@@ -95,7 +95,7 @@ RULES = (
         STDLIB
         | WIRE_PURE
         | FAILPOINTS
-        | {"coordinator.wire.chunks", "coordinator.wire.rope"}
+        | {"coordinator.wire.beneath", "coordinator.wire.chunks", "coordinator.wire.rope"}
         | {f"participant_shims.{name}" for name in ("gate", "identity", "admission", "adapter")},
         IN_THE_SERVER,
     ),

@@ -56,8 +56,14 @@ class FileDigest:
 
 
 def storage_error(error: OSError, doing: str) -> SafepointError:
-    """STORAGE_FULL for a full disk or quota, else STORAGE_FAILED; `doing` says what was tried, e.g. "writing x"."""
+    """STORAGE_FULL for a full disk or quota, else STORAGE_FAILED; `doing` says what was tried and where: "writing /x".
+
+    Which disk it was must be in the text: the root, a run directory and a temporary one are often three.
+    """
     reason = Reason.STORAGE_FULL if error.errno in _FULL else Reason.STORAGE_FAILED
+    where = error.filename if isinstance(error.filename, str) and os.path.isabs(error.filename) else ""
+    if where and where not in doing:
+        doing = f"{doing} ({where})"
     text = f"The storage failed at {doing}: {error.strerror or type(error).__name__}."
     return refuse(reason, text, next_step=STORAGE_HELP.get(error.errno or 0, ""))
 
@@ -398,8 +404,12 @@ class Directory:
 
     def sync(self) -> None:
         """fsync of the directory itself: what was made, linked or removed in it survives a power loss."""
-        failpoints.reach("disk.before_sync", self.path.name)
-        os.fsync(self._fd)
+        try:
+            failpoints.reach("disk.before_sync", self.path.name)
+            os.fsync(self._fd)
+        except OSError as error:
+            error.filename = str(self.path)  # the system was given a handle, and cannot say whose
+            raise
 
     def _unlink(self, name: str) -> None:
         try:

@@ -47,6 +47,7 @@ from pathlib import Path
 from typing import Any, Final, cast
 
 from coordinator.wire import failpoints
+from coordinator.wire.beneath import storage_error
 from coordinator.wire.errors import Reason, SafepointError, refuse
 from coordinator.wire.terms import QuiesceMode
 from participant_shims.gate.core import Gate
@@ -227,25 +228,27 @@ class Control:
     # -- on the loop again
 
     def _on_loop(self, number: Any, op: str, params: dict[str, Any]) -> None:
+        where = params.get("directory") or params.get("root")
+        doing = f"{op} in {where}" if where else op
         # A change that needs no waiting is made in this very step: closing must not be overtaken by a request.
         try:
             result = self._operation(op, number)(params)
         except Exception as error:
-            self._push({"id": number, "error": _error(error, self._gate.log.path)})
+            self._push({"id": number, "error": _error(error, self._gate.log.path, doing)})
             return
         if inspect.isawaitable(result):
             task = asyncio.ensure_future(result)
             self._tasks.add(task)
-            task.add_done_callback(lambda t: self._finished(number, t))
+            task.add_done_callback(lambda t: self._finished(number, t, doing))
         else:
             self._push({"id": number, "ok": result})
 
-    def _finished(self, number: Any, task: asyncio.Future[Any]) -> None:
+    def _finished(self, number: Any, task: asyncio.Future[Any], doing: str) -> None:
         self._tasks.discard(task)
         if task.cancelled():
             self._push({"id": number, "error": {"reason": "ABORTED", "message": "The server is ending."}})
         elif (error := task.exception()) is not None:
-            self._push({"id": number, "error": _error(error, self._gate.log.path)})
+            self._push({"id": number, "error": _error(error, self._gate.log.path, doing)})
         else:
             self._push({"id": number, "ok": task.result()})
 
@@ -293,13 +296,12 @@ def _mode(text: str) -> QuiesceMode:
     return modes[text]
 
 
-def _error(error: BaseException, call_log: Path) -> dict[str, str]:
+def _error(error: BaseException, call_log: Path, doing: str) -> dict[str, str]:
     if isinstance(error, sqlite3.Error):
         error = log_failure(call_log, error)
+    elif isinstance(error, OSError):
+        error = storage_error(error, doing)
     if isinstance(error, SafepointError):
         return {"reason": error.reason.name, "message": error.problem.message, "next_step": error.problem.next_step}
-    if isinstance(error, OSError):
-        full = error.errno in (28, 122)  # ENOSPC, EDQUOT
-        return {"reason": "STORAGE_FULL" if full else "STORAGE_FAILED", "message": str(error)}
     log.error("a gate operation failed", exc_info=error)
     return {"reason": "INTERNAL", "message": f"{type(error).__name__}: {error}"[:500]}

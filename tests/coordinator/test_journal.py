@@ -92,6 +92,20 @@ def test_damage_in_the_middle_stops_the_coordinator(tmp_path: Path) -> None:
     assert caught.value.reason is Reason.SNAPSHOT_CORRUPT
 
 
+@pytest.mark.parametrize("what", ["_write_all", "fsync"])
+def test_a_disk_that_fails_the_journal_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, what: str) -> None:
+    def full(*_: Any) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    journal = opened(tmp_path)
+    monkeypatch.setattr(journal_module if what == "_write_all" else os, what, full)
+    with pytest.raises(SafepointError, match=rf"{tmp_path}\S*/journal-1\.log.*No space left") as caught:
+        journal.append(entry("save-1"))
+    assert caught.value.reason is Reason.STORAGE_FULL
+    monkeypatch.undo()
+    journal.close()
+
+
 def test_a_full_disk_leaves_no_torn_line_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     journal = opened(tmp_path)
     journal.append(entry("save-1"))

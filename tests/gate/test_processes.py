@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import json
 import os
 import subprocess
@@ -237,6 +238,27 @@ async def test_status_is_answered_while_the_event_loop_is_busy(tmp_path: Path) -
     control.stop()
     thread.join(10)
     log.close()
+
+
+async def test_a_disk_that_fails_a_gate_is_named(tmp_path: Path) -> None:
+    log = CallLog(tmp_path / "calls.db")
+    gate = Gate(Server("model", "gym.model", "policy_model", 1), log)
+    control = Control(gate, tmp_path / "gate.sock")
+
+    async def full(*_: object) -> dict[str, object]:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    gate.export = full  # type: ignore[method-assign]
+    gate.on_start = control.start
+    await gate.start()
+    try:
+        async with ShimLine(tmp_path) as shim:
+            line = await shim.worker()
+            with pytest.raises(AssertionError, match=r"STORAGE_FULL.*export in /data/snapshots/s1/policy.*No space"):
+                await line.ask("export", directory="/data/snapshots/s1/policy")
+    finally:
+        control.stop()
+        log.close()
 
 
 async def test_a_gate_finds_its_shim_again_and_survives_nonsense(tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ from safepoint.v1 import capabilities_pb2, coordinator_service_pb2, errors_pb2, 
 
 from coordinator.protocol.operation import Outcome
 from coordinator.wire import ids, terms
-from coordinator.wire.beneath import storage_error
+from coordinator.wire.beneath import Directory, storage_error
 from coordinator.wire.deadline import MIN_BUDGET_S, budget, reply_margin
 from coordinator.wire.errors import CATALOG, Blocked, Reason, SafepointError, refuse
 
@@ -141,3 +141,19 @@ def test_a_failure_of_the_storage_says_what_helps_against_it(number: int, reason
     assert problem.reason is reason
     assert helps in problem.advice
     assert "save again" not in problem.advice, "it may be a start, a pull or a restore"
+
+
+def test_a_failure_of_the_storage_says_where_when_the_system_knows_and_the_work_does_not() -> None:
+    error = OSError(errno.ENOSPC, "full", "/data/x")
+    assert "at commit (/data/x): " in storage_error(error, "commit").problem.message
+    assert "at writing /data/x: " in storage_error(error, "writing /data/x").problem.message
+
+
+def test_a_directory_whose_sync_fails_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(_: int) -> None:
+        raise OSError(errno.EIO, "broken")
+
+    monkeypatch.setattr(os, "fsync", full)
+    with Directory.open(tmp_path) as folder, pytest.raises(OSError, match="broken") as caught:
+        folder.sync()
+    assert str(tmp_path) in storage_error(caught.value, "commit").problem.message
