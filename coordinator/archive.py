@@ -42,6 +42,8 @@ from coordinator.wire.manifest_file import (
 )
 
 _CHUNKS: Final = ".chunks"  # no snapshot can have this name
+_NAMED: Final = 10  # copies that a refusal names
+NO_COPY: Final = "Correct the URL, or push a snapshot there first: `safepoint snapshots push`."
 
 
 @dataclass(frozen=True, slots=True)
@@ -259,11 +261,21 @@ def _manifest(objects: Objects, snapshot_id: str) -> tuple[bytes, manifest_pb2.S
     try:
         raw = b"".join(_at_most(objects.chunks(f"{snapshot_id}/{MANIFEST_NAME}"), MAX_MANIFEST_BYTES))
     except FileNotFoundError:
-        raise refuse(Reason.SNAPSHOT_NOT_FOUND, f"There is no copy of {snapshot_id} at {objects.url}.") from None
+        raise refuse(
+            Reason.SNAPSHOT_NOT_FOUND, f"There is no copy of {snapshot_id} at {objects.url}.", next_step=_instead(objects)
+        ) from None  # fmt: skip
     manifest = decode(SNAPSHOT_KIND, raw, manifest_pb2.SnapshotManifest, where)
     if manifest.snapshot_id != snapshot_id:
         raise refuse(Reason.SNAPSHOT_FOREIGN, f"{where} is that of the snapshot {manifest.snapshot_id}.")
     return raw, manifest
+
+
+def _instead(objects: Objects) -> str:
+    """What to pull when a copy is not there: those that are, as far as a glance shows."""
+    names = [name for name in objects.names() if is_wire_id(name)]
+    there = [name for name in names[-_NAMED:] if objects.size(f"{name}/{MANIFEST_NAME}") is not None]
+    more = " and others" if len(names) > _NAMED else ""
+    return f"Pull one that is there: {', '.join(there)}{more}." if there else NO_COPY
 
 
 def _digest(chunks: Iterator[bytes]) -> FileDigest:

@@ -74,7 +74,9 @@ def pull(
         if snapshot == "latest":
             found = archive.copies(objects)
             if not found:
-                raise refuse(Reason.SNAPSHOT_NOT_FOUND, f"There is no copy of a snapshot at {url}.")
+                raise refuse(
+                    Reason.SNAPSHOT_NOT_FOUND, f"There is no copy of a snapshot at {url}.", next_step=archive.NO_COPY
+                )
             name = found[0].snapshot_id
         done = archive.pull(objects, name, into, alone)
         if as_json:

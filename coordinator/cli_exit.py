@@ -12,6 +12,7 @@ from types import MappingProxyType
 from typing import Final
 
 from coordinator.wire.errors import Misanswered, Reason, SafepointError, Unanswered
+from coordinator.wire.extras import NotInstalled
 
 
 class ExitCode(IntEnum):
@@ -110,11 +111,13 @@ BY_REASON: Final[Mapping[Reason, ExitCode]] = MappingProxyType(
 
 
 def exit_code(error: SafepointError) -> ExitCode:
-    """The code of a failure. Nobody's answer and a broken protocol weigh more than the reason that goes with them."""
+    """The code of a failure. Nobody's answer, a broken protocol and a missing package weigh more than the reason beside them."""
     if isinstance(error, Unanswered):
         return ExitCode.UNANSWERED
     if isinstance(error, Misanswered):
         return ExitCode.INTERNAL
+    if isinstance(error, NotInstalled):
+        return ExitCode.MISSING
     return BY_REASON[error.reason]
 
 

@@ -23,9 +23,12 @@ from typing import Any, Final, Protocol
 
 from coordinator.wire.beneath import Directory
 from coordinator.wire.errors import Reason, SafepointError, refuse
-from coordinator.wire.extras import install_extra
+from coordinator.wire.extras import NotInstalled, install_extra
 
 _CHUNK: Final = 4 << 20
+_WHAT_A_STORE_IS: Final = (
+    "Give s3://bucket/prefix, another URL that fsspec knows, or an absolute path, without credentials."
+)
 
 
 class Objects(Protocol):
@@ -106,15 +109,24 @@ class FsspecObjects:
     """A store that fsspec knows, by URL. Credentials and endpoints come from its environment, never from the URL."""
 
     def __init__(self, url: str) -> None:
-        """Raises INVALID_ARGUMENT for a URL that is none, or whose store needs a package that is not installed."""
+        """Raises INVALID_ARGUMENT for a URL that is none; NotInstalled when its store needs a package that is not here."""
         self.url = url.rstrip("/")
         try:
             core: Any = importlib.import_module("fsspec.core")
             self._fs, self._path = core.url_to_fs(self.url, use_listings_cache=False)
-        except (ImportError, ValueError) as error:
+        except ImportError as error:
+            scheme = url.partition(":")[0]
+            by_extra = scheme in ("s3", "s3a") or error.name == "fsspec"
+            raise NotInstalled(
+                f"{url} cannot be used: {str(error).rstrip('.')}.",
+                f"{install_extra('s3')}."
+                if by_extra
+                else f"Install what is named; the extra s3 has no store for {scheme}://.",
+            ) from error
+        except ValueError as error:
             raise refuse(
-                Reason.INVALID_ARGUMENT, f"{url} cannot be used: {error}.", next_step=f"{install_extra('s3')} for s3."
-            ) from error  # fmt: skip
+                Reason.INVALID_ARGUMENT, f"{url} cannot be used: {error}.", next_step=_WHAT_A_STORE_IS
+            ) from error
 
     def put_new(self, key: str, file: int) -> None:
         # By the open file's own name, not by its path: what was checked is what is sent.
@@ -175,7 +187,7 @@ def objects_at(url: str) -> Objects:
         return LocalObjects(Path(path))
     if "://" not in url or "::" in url or "@" in url:
         raise refuse(
-            Reason.INVALID_ARGUMENT, "An object store is an absolute path or a URL such as s3://bucket/prefix, without credentials."
+            Reason.INVALID_ARGUMENT, "What is given names no object store.", next_step=_WHAT_A_STORE_IS
         )  # fmt: skip
     return FsspecObjects(url)
 

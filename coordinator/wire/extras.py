@@ -13,6 +13,15 @@ from pathlib import Path
 from typing import Any, cast
 from urllib.parse import unquote, urlsplit
 
+from coordinator.wire.errors import Problem, Reason, Refused
+
+
+class NotInstalled(Refused):
+    """What was asked for needs a package that is optional and not here. Nothing was changed."""
+
+    def __init__(self, message: str, next_step: str) -> None:
+        super().__init__(Problem(Reason.INVALID_ARGUMENT, message, next_step))
+
 
 def install_extra(*extras: str) -> str:
     """`pip install '/where/it/came/from[tls]'`."""

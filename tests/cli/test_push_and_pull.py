@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import importlib
+import sys
 from pathlib import Path
+from typing import Any
+
+import pytest
 
 from coordinator.publication import Publisher
 from coordinator.snapshots import SnapshotStore
@@ -34,6 +39,30 @@ async def test_a_snapshot_goes_to_a_store_and_back(safepoint: Safepoint, tmp_pat
     assert whole["size_bytes"] > whole["state_bytes"], "and how much of what was read are manifests"
     again = await safepoint("snapshots", "pull", "latest", str(objects), "--root", str(other))
     assert again.code == 4, "it is there already"
-    assert (await safepoint("snapshots", "pull", "step-9", str(objects), "--root", str(other))).code == 12
+    absent = await safepoint("snapshots", "pull", "step-9", str(objects), "--root", str(other))
+    assert absent.code == 12
+    assert "Next: Pull one that is there: step-1, step-2." in absent.err
+    (tmp_path / "empty").mkdir()
+    for name in ("step-9", "latest"):
+        none = await safepoint("snapshots", "pull", name, str(tmp_path / "empty"), "--root", str(other))
+        assert "Next: Correct the URL, or push a snapshot there first" in none.err
     assert (await safepoint("snapshots", "push", "step-1", "s3:/typo", "--root", str(store.root))).code == 2
     assert (await safepoint("snapshots", "push", "step-1", str(objects))).code == 2, "no root is given"
+
+
+async def test_a_store_that_is_none_and_one_whose_package_is_missing_are_told_apart(
+    safepoint: Safepoint, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = SnapshotStore(tmp_path / "root", "job-1")
+    make(store, "step-1", Publisher(store, 1))
+    push = ("snapshots", "push", "latest", "--root", str(store.root))
+    unknown = await safepoint(*push, "nonsense://x")
+    assert unknown.code == 2
+    assert "Next: Give s3://bucket/prefix, another URL that fsspec knows, or an absolute path" in unknown.err
+    assert "pip install" not in unknown.err
+    monkeypatch.setitem(sys.modules, "s3fs", None)
+    loaded: Any = importlib.import_module("fsspec.registry")
+    monkeypatch.delitem(loaded._registry, "s3", raising=False)
+    missing = await safepoint(*push, "s3://bucket", "--json")
+    assert missing.code == missing.json()["error"]["exit_code"] == 3
+    assert "[s3]" in missing.json()["error"]["next_step"]
