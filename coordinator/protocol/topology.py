@@ -139,7 +139,7 @@ def refusal(topology: Topology, findings: Iterable[Finding], expected_fingerprin
         return Problem(
             Reason.FINGERPRINT_MISMATCH,
             f"The topology is not the expected one: its fingerprint is {found}.",
-            "Look at GetTopology, and expect what it says if that is what you want.",
+            "Look at `safepoint topology`, and expect what it says if that is what you want.",
         )
     return problem
 
@@ -211,7 +211,7 @@ def _whole(topology: Topology) -> Iterator[Finding]:
     if Role.POLICY_MODEL not in roles:
         yield _finding(
             invalid, "", "No model has role policy, so that generations are not paused with their rollouts.",
-            'Set SAFEPOINT_ROLES="<name>=policy" for the model that is trained.', blocking=False,
+            'Add "<name>=policy" to SAFEPOINT_ROLES for the model that is trained, and restart its server.', blocking=False,
         )  # fmt: skip
 
 
@@ -281,7 +281,7 @@ def _role(p: Participant) -> Iterator[Finding]:
     name, allowed = p.participant_id, KIND_ROLES.get(p.kind)
     choices = " or ".join(sorted(role.name.lower() for role in allowed)) if allowed else "one of the five roles"
     step = (
-        f'Set SAFEPOINT_ROLES="{name}=policy" or "{name}=auxiliary".'
+        f'Add "{name}=policy" or "{name}=auxiliary" to SAFEPOINT_ROLES, and restart the server.'
         if allowed and len(allowed) > 1
         else f"Declare role {choices} for `{name}`."
     )
@@ -338,7 +338,7 @@ def _dependencies(participants: tuple[Participant, ...]) -> Iterator[Finding]:
             Reason.POLICY_NOT_SERVED, name,
             f"Policy model `{name}` is called by a verifier ({', '.join(f'`{w}`' for w in sorted(who))}); "
             "set role auxiliary.",
-            f'Set SAFEPOINT_ROLES="{name}=auxiliary".',
+            f'Set "{name}=auxiliary" in SAFEPOINT_ROLES beside what is there, and restart the server.',
         )  # fmt: skip
 
 
@@ -354,14 +354,14 @@ def _policy_endpoints(topology: Topology) -> Iterator[Finding]:
             yield _finding(
                 Reason.POLICY_NOT_SERVED, name,
                 f"Policy model `{name}` does not say which endpoint it uses, so this cannot be checked.",
-                f'Nothing, if it is trained; else set SAFEPOINT_ROLES="{name}=auxiliary".', blocking=False,
+                f'Nothing, if it is trained; else set "{name}=auxiliary" in SAFEPOINT_ROLES beside what is there, and restart the server.', blocking=False,
             )  # fmt: skip
         elif served.isdisjoint(own):
             yield _finding(
                 Reason.POLICY_NOT_SERVED, name,
                 f"Policy model `{name}` uses {', '.join(own)}, and the trainer serves {', '.join(sorted(served))}; "
                 "set role auxiliary on it.",
-                f'Set SAFEPOINT_ROLES="{name}=auxiliary", or correct policy_endpoints.',
+                f'Set "{name}=auxiliary" in SAFEPOINT_ROLES beside what is there and restart the server, or correct policy_endpoints.',
             )  # fmt: skip
 
 

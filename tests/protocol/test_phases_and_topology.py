@@ -85,7 +85,7 @@ def only(findings: list[Finding]) -> Finding:
     ("participants", "blocking", "reason", "who", "words"),
     [
         ((), True, Reason.TOPOLOGY_INVALID, "", "Nobody"),
-        (changed("policy", role=Role.UNSPECIFIED)[:], True, Reason.ROLE_INVALID, "policy", 'SAFEPOINT_ROLES="policy=policy" or "policy=auxiliary"'),
+        (changed("policy", role=Role.UNSPECIFIED)[:], True, Reason.ROLE_INVALID, "policy", 'Add "policy=policy" or "policy=auxiliary" to SAFEPOINT_ROLES'),
         (changed("box", role=Role.AGENT), True, Reason.ROLE_INVALID, "box", "gym.resources"),
         (changed("policy", role=Role.ENGINE), True, Reason.ROLE_INVALID, "policy", "=auxiliary"),
         (changed("box", checkpoint_mode=CheckpointMode.UNSPECIFIED), True, Reason.TOPOLOGY_INVALID, "box", "SAFEPOINT_STATE"),
@@ -138,7 +138,7 @@ def test_a_policy_model_must_use_an_endpoint_of_the_trainer(endpoint: str, serve
     assert finding.blocking
     assert finding.reason == Reason.POLICY_NOT_SERVED
     assert "set role auxiliary on it" in finding.message
-    assert 'SAFEPOINT_ROLES="policy=auxiliary"' in finding.next_step
+    assert 'Set "policy=auxiliary" in SAFEPOINT_ROLES beside what is there' in finding.next_step
 
 
 def test_a_policy_model_that_names_no_endpoint_cannot_be_checked_and_is_not_refused() -> None:
