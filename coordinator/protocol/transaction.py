@@ -328,8 +328,11 @@ class Transaction:
             return course.open(Phase.RESUME, now)
         course.phase = _program(found.operation)[0]
         text = f"The coordinator stopped during the {found.operation.kind.name.lower()} (last record: {found.last})."
-        cause = found.primary or course.mine(Problem(Reason.ABORTED, text))
-        if found.operation.kind == OperationKind.SAVE or found.last == RecordKind.ABORTING:
+        opens = found.operation.kind == OperationKind.SAVE or found.last == RecordKind.ABORTING
+        # ABORTED says that nobody is paused; whoever is half restored is, until Abort.
+        reason = Reason.ABORTED if opens else Reason.INCARNATION_CHANGED
+        cause = found.primary or course.mine(Problem(reason, text))
+        if opens:
             return course.abort(cause, now)
         loaded = found.last == RecordKind.RESTORED
         if found.last == RecordKind.RESUMING or (loaded and found.operation.resume_when_done):

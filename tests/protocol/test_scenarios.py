@@ -49,6 +49,15 @@ def test_there_are_scenarios_and_each_says_what_it_is_about() -> None:
         assert first.endswith("."), path.name
 
 
+def test_a_restore_that_stays_paused_is_never_told_as_one_that_has_ended_and_names_abort() -> None:
+    told = [line for path in SCENARIOS for line in path.read_text(encoding="utf-8").splitlines()]
+    told = [line for line in told if line.startswith("await failed-paused because ")]
+    assert told
+    for line in told:
+        assert "because ABORTED" not in line
+        assert "Everybody stays paused: Abort opens them" in line
+
+
 def test_a_changed_effect_is_noticed() -> None:
     text = SCENARIOS[0].read_text(encoding="utf-8")
     assert played(text.replace("call #1 ", "call #9 ")) != text.replace("call #1 ", "call #9 ")
