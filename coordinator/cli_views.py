@@ -10,6 +10,7 @@ from safepoint.v1 import coordinator_service_pb2 as pb
 
 from coordinator.cli_output import short
 from coordinator.client_results import SnapshotSummary, seconds, size_text
+from coordinator.wire.refusals import KEPT_OUT
 from coordinator.wire.rpc import problem_from_detail
 
 if TYPE_CHECKING:
@@ -61,13 +62,13 @@ def topology_view(topology: pb.GetTopologyResponse) -> Group:
             str(who.configured_workers),
             info.address,
         )
-    lines: list[Any] = [
-        people if people.row_count else Text("nobody is registered"),
-        Text(f"fingerprint {topology.fingerprint}"),
-    ]
+    # Where nobody is, a finding says so.
+    lines: list[Any] = [people, Text(f"fingerprint {topology.fingerprint}")] if people.row_count else []
     for finding in sorted(topology.findings, key=lambda f: not f.blocking):
         who_text = f"{finding.participant_id}: " if finding.participant_id else ""
         head = "BLOCKING" if finding.blocking else "costs"
+        if not finding.blocking and int(finding.reason) in KEPT_OUT:
+            head = "REFUSED"
         lines.append(Text(f"{head}: {who_text}{finding.message}\n  Next: {finding.next_step}"))
     return Group(*lines)
 

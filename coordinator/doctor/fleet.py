@@ -12,6 +12,7 @@ from safepoint.v1 import coordinator_service_pb2 as pb
 
 from coordinator.doctor.finding import Finding, Severity
 from coordinator.wire.errors import Reason
+from coordinator.wire.refusals import KEPT_OUT
 from coordinator.wire.rpc import problem_from_detail
 from coordinator.wire.terms import Role
 
@@ -49,10 +50,13 @@ def coordinator(status: pb.GetCoordinatorStatusResponse, took_s: float) -> Itera
 def topology(answer: pb.GetTopologyResponse) -> Iterator[Finding]:
     """What the coordinator's own validation finds; blocking findings are those with which a save is refused."""
     for finding in answer.findings:
+        reason = _reason(finding.reason)
         severity = Severity.ERROR if finding.blocking else Severity.NOTE
+        if not finding.blocking and reason in KEPT_OUT:
+            severity = Severity.WARNING  # a server that was started with a gate is neither paused nor saved
         yield Finding(
             "topology", severity, finding.participant_id or "topology", finding.message, finding.next_step,
-            _reason(finding.reason) if finding.blocking else Reason.UNSPECIFIED,
+            reason if severity > Severity.NOTE else Reason.UNSPECIFIED,
         )  # fmt: skip
     if not any(finding.blocking for finding in answer.findings):
         yield Finding(

@@ -35,7 +35,7 @@ class Guard:
         self._tokens = tokens
         self._job_id = certificates_of
         self._lanes = lanes or Lanes(lambda: asyncio.get_running_loop().time())
-        self._refusals = Refusals(lambda: asyncio.get_running_loop().time())
+        self.refusals = Refusals(lambda: asyncio.get_running_loop().time())
 
     def by_token(self, metadata: Iterable[tuple[str, str | bytes]] | None) -> Caller:
         """Who the token says calls. Raises UNAUTHENTICATED."""
@@ -64,7 +64,7 @@ class Guard:
 
     def refused(self, name: str, problem: Problem, context: Any) -> None:
         """A call ends so: said in our log when it is because of who calls."""
-        self._refusals.note(str(context.peer()), name, problem)
+        self.refusals.note(str(context.peer()), name, problem)
 
     def enter(self, name: str, method: Method, who: Caller) -> AbstractContextManager[None]:
         """Serve a call in its lane. Raises PERMISSION_DENIED, LIMIT_EXCEEDED."""

@@ -1,7 +1,8 @@
-"""Who was refused, in the log of whoever refused: a caller with a wrong token sees its own error, and nobody else did.
+"""Who was refused, by whoever refused: a caller with a wrong token sees its own error, and nobody else did.
 
-The rule: a line names the caller's host, the method and the reason, and never what the caller sent. A caller that tries on
-is one line a minute, and all of them together are a few: a log that a stranger can fill is a full disk.
+The rule: a line in the log names the caller's host, the method and the reason, and never what the caller sent. A caller
+that tries on is one line a minute, and all of them together are a few: a log that a stranger can fill is a full disk. A shim
+that is kept out is remembered as well, so that whoever misses a server hears of it.
 
 One event loop; the clock is given.
 """
@@ -11,21 +12,37 @@ from __future__ import annotations
 import logging
 from collections import OrderedDict
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Final
 from urllib.parse import unquote
 
-from coordinator.wire.access import METHODS
+from coordinator.wire.access import METHODS, Access
 from coordinator.wire.errors import Problem, Reason
 
 log = logging.getLogger(__name__)
 
 EVERY_S: Final = 60.0
 LINES: Final = 20  # in all, in each EVERY_S
+RECENT_S: Final = 30.0  # a shim tries again every few seconds: one that has been quiet for so long is in, or gone
 _KNOWN: Final = 256
 # What is refused because of who calls. A call that comes at the wrong time is its operation's to tell.
 LOGGED: Final = frozenset(
     {Reason.UNAUTHENTICATED, Reason.PERMISSION_DENIED, Reason.LIMIT_EXCEEDED, Reason.DUPLICATE_PARTICIPANT}
 )
+
+
+# With these a shim is kept out for who it is; the finding about it has the same reason, and blocks nothing.
+KEPT_OUT: Final = frozenset({Reason.UNAUTHENTICATED, Reason.PERMISSION_DENIED})
+_FOR_SHIMS: Final = frozenset({Access.SHIM})
+
+
+@dataclass(frozen=True, slots=True)
+class KeptOut:
+    """A shim that was refused for who it is. `ago_s`: seconds since its last try."""
+
+    host: str
+    ago_s: float
+    problem: Problem
 
 
 class Refusals:
@@ -35,6 +52,7 @@ class Refusals:
         self._clock = clock
         self._told: OrderedDict[tuple[str, str, Reason], tuple[float, int]] = OrderedDict()  # when, and how many since
         self._window, self._lines, self._unshown = float("-inf"), 0, 0
+        self._kept_out: OrderedDict[tuple[str, Reason], tuple[float, Problem]] = OrderedDict()
 
     def note(self, peer: str, method: str, problem: Problem) -> None:
         """One call was refused. `peer`: as gRPC names it, `ipv4:10.0.0.3:4711`; `method`: its whole name."""
@@ -43,6 +61,11 @@ class Refusals:
         # A name that is not in the table is the caller's own text.
         host, name = _host(peer), method.rpartition("/")[2] if method in METHODS else "an unknown method"
         key, now = (host, name, problem.reason), self._clock()
+        if problem.reason in KEPT_OUT and method in METHODS and METHODS[method].access == _FOR_SHIMS:
+            self._kept_out.pop((host, problem.reason), None)
+            self._kept_out[host, problem.reason] = now, problem
+            while len(self._kept_out) > LINES:
+                self._kept_out.popitem(last=False)
         at, more = self._told.pop(key, (float("-inf"), 0))
         if now - at < EVERY_S:
             self._told[key] = at, more + 1
@@ -62,6 +85,15 @@ class Refusals:
             "refused %s from %s: %s%s (%s)", name, host, problem.message, f" {more} more since the last line" * bool(more),
             problem.reason.name,
         )  # fmt: skip
+
+    def kept_out(self) -> list[KeptOut]:
+        """The shims that were refused within the last RECENT_S for who they are, one for each host and reason."""
+        now = self._clock()
+        return [
+            KeptOut(host, now - at, problem)
+            for (host, _), (at, problem) in self._kept_out.items()
+            if now - at <= RECENT_S
+        ]
 
 
 def _host(peer: str) -> str:

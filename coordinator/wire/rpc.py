@@ -197,6 +197,7 @@ class ErrorInterceptor(aio.ServerInterceptor):
 
     def __init__(self, tokens: Tokens | None = None, certificates_of: str = "", lanes: Lanes | None = None) -> None:
         self._guard = Guard(tokens, certificates_of, lanes)
+        self.refusals = self._guard.refusals
 
     async def intercept_service(
         self,

@@ -7,6 +7,7 @@ import time
 from typing import Any
 
 import pytest
+from grpc import aio
 from safepoint.v1 import coordinator_service_pb2 as pb
 
 from coordinator.recovery import require_log
@@ -262,3 +263,22 @@ async def test_with_a_token_a_stranger_learns_nothing(bench: Bench, tmp_path: An
         )
     )
     assert status.coordinator_epoch == 1
+
+
+async def test_a_shim_with_a_wrong_token_is_found_by_whoever_asks_who_takes_part(bench: Bench, tmp_path: Any) -> None:
+    token = tmp_path / "token"
+    token.write_text("a" * 64)
+    token.chmod(0o600)
+    bench.settings["token_file"] = str(token)
+    await bench.start_coordinator()
+    register = bench.stub().Register(iter(()), timeout=5, metadata=(("authorization", "Bearer " + "b" * 64),))
+    with pytest.raises(aio.AioRpcError):
+        await register.read()
+    right = (("authorization", "Bearer " + "a" * 64),)
+    found = await bench.stub().GetTopology(pb.GetTopologyRequest(), timeout=5, metadata=right)
+    (finding,) = [one for one in found.findings if one.reason == int(Reason.UNAUTHENTICATED)]
+    assert not finding.blocking
+    assert "A shim on 127.0.0.1 was refused" in finding.message
+    assert "no valid token" in finding.message
+    assert "SAFEPOINT_TOKEN_FILE" in finding.next_step
+    assert "b" * 8 not in str(found)

@@ -39,6 +39,13 @@ def test_blocking_findings_are_errors_with_the_reason_of_the_refusal_and_costs_a
     assert all(finding.fix for finding in findings)
 
 
+def test_a_shim_that_is_kept_out_is_a_warning_and_blocks_nothing() -> None:
+    refused = pb.Finding(reason=errors_pb2.REASON_UNAUTHENTICATED, message="A shim was refused", next_step="a token")
+    (finding, well) = fleet.topology(pb.GetTopologyResponse(findings=[refused]))
+    assert (finding.severity, finding.reason) == (Severity.WARNING, Reason.UNAUTHENTICATED)
+    assert well.severity is Severity.OK
+
+
 def test_whoever_does_not_answer_or_lacks_a_worker_is_an_error_and_its_warnings_are_warnings() -> None:
     worker = capabilities_pb2.WorkerStatus(worker_id="worker-0", acknowledged=True)
     status = pb.GetCoordinatorStatusResponse(

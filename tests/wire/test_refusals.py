@@ -13,7 +13,7 @@ from safepoint.v1 import coordinator_service_pb2_grpc
 from coordinator.wire.auth import Token
 from coordinator.wire.errors import Problem, Reason, Refused
 from coordinator.wire.guard import Guard
-from coordinator.wire.refusals import EVERY_S, LINES, Refusals
+from coordinator.wire.refusals import EVERY_S, LINES, RECENT_S, Refusals
 from coordinator.wire.rpc import SERVER_OPTIONS, ErrorInterceptor
 
 REGISTER = "/safepoint.v1.Coordinator/Register"
@@ -69,6 +69,34 @@ def test_what_a_stranger_has_made_up_is_not_shown(caplog: pytest.LogCaptureFixtu
 def test_what_an_operation_tells_itself_is_not_logged(caplog: pytest.LogCaptureFixture, now: Now) -> None:
     Refusals(now).note("unix:", REGISTER, Problem(Reason.FENCED, "Another operation runs."))
     assert said(caplog) == []
+
+
+def test_a_shim_that_is_kept_out_is_known_until_it_has_given_up(now: Now) -> None:
+    refusals = Refusals(now)
+    refusals.note("ipv4:10.0.0.3:1", REGISTER, NO_TOKEN)
+    now.s += 3
+    (one,) = refusals.kept_out()
+    assert (one.host, one.ago_s, one.problem) == ("10.0.0.3", 3.0, NO_TOKEN)
+    now.s += RECENT_S
+    assert refusals.kept_out() == []
+
+
+def test_only_shims_are_missed_and_only_those_refused_for_who_they_are(now: Now) -> None:
+    refusals = Refusals(now)
+    refusals.note("ipv4:10.0.0.3:1", "/safepoint.v1.Coordinator/GetStatus", NO_TOKEN)
+    refusals.note("ipv4:10.0.0.4:1", REGISTER, Problem(Reason.DUPLICATE_PARTICIPANT, "agent is here."))
+    assert refusals.kept_out() == []
+
+
+def test_a_shim_that_tries_on_is_one_and_strangers_cannot_fill_the_memory(now: Now) -> None:
+    refusals = Refusals(now)
+    for n in range(5000):
+        refusals.note(f"ipv4:10.0.{n % 256}.{n % 250}:1", REGISTER, NO_TOKEN)
+        now.s += 0.001
+    assert len(refusals.kept_out()) == LINES
+    for _ in range(5000):
+        refusals.note("ipv4:10.1.0.1:1", REGISTER, NO_TOKEN)
+    assert [one.host for one in refusals.kept_out()].count("10.1.0.1") == 1
 
 
 @pytest.mark.parametrize(
