@@ -28,7 +28,12 @@ from coordinator.wire.errors import Reason, refuse
 def save(
     snapshot_id: Annotated[str, typer.Argument(help="Name of the snapshot; made from the time when absent.")] = "",
     mode: Annotated[
-        str, typer.Option("--mode", help="hold: pause without waiting. drain: wait until running requests end.")
+        str,
+        typer.Option(
+            "--mode",
+            help="hold: pause without waiting. drain: wait until running requests end. abort: engines "
+            "abort what they generate, everybody else holds.",
+        ),
     ] = "hold",
     stragglers: Annotated[
         str, typer.Option("--stragglers", help="exclude: late rollouts restart after a restore. fail: give up instead.")
@@ -61,14 +66,17 @@ def save(
     Example: safepoint save step-40 --meta weights=/ckpt/40
     """
     from coordinator.cli_progress import progress
+    from coordinator.client_requests import chosen
+    from coordinator.wire.terms import QuiesceMode, StragglerPolicy
 
     with reporting(as_json):
         metadata = _pairs(meta or [])
+        how, late = chosen(QuiesceMode, mode, "--mode"), chosen(StragglerPolicy, stragglers, "--stragglers")
         with make_client(target, root, token_file, wait, as_json) as client, progress(as_json) as on_progress:
             result = client.save(
                 snapshot_id or None,
-                quiesce_mode=mode,
-                straggler_policy=stragglers,
+                quiesce_mode=how,
+                straggler_policy=late,
                 straggler_grace=grace,
                 lease=lease,
                 timeout=timeout,

@@ -93,6 +93,8 @@ def _kind(kind: Any) -> str:
 
 
 def _default(parameter: Any) -> str:
+    if parameter.required:
+        return "required"
     value = parameter.default
     if callable(value) or value in (None, "", False, [], ()) or str(value) in ("", "Sentinel.UNSET"):
         return ""

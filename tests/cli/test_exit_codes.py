@@ -83,6 +83,15 @@ async def test_wrong_usage_is_2_and_nothing_leaves(safepoint: Safepoint, fake: F
     assert fake.asked == []
 
 
+async def test_a_wrong_choice_is_told_by_the_name_of_its_option(safepoint: Safepoint) -> None:
+    ran = await safepoint("save", "s", "--mode", "hodl")
+    assert "--mode 'hodl' does not exist. Choose one of: hold, drain, abort." in ran.err
+    for each in ("hold:", "drain:", "abort:"):
+        assert each in (await safepoint("save", "--help")).out
+    ran = await safepoint("save", "s", "--stragglers", "wait")
+    assert "--stragglers 'wait' does not exist. Choose one of: exclude, fail." in ran.err
+
+
 async def test_a_failure_before_any_call_is_told_in_words_and_not_by_a_class(
     safepoint: Safepoint, tmp_path: Path
 ) -> None:
