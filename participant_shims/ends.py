@@ -31,7 +31,7 @@ from coordinator.wire.record import look_up
 from coordinator.wire.rpc import error_from_rpc
 from participant_shims.gate.life import server_process
 from participant_shims.gate.process import fate, lives, output_of
-from participant_shims.gate.shim_process import BEFORE_VARIABLE
+from participant_shims.gate.shim_process import BEFORE_VARIABLE, SAYS_VARIABLE
 from participant_shims.last_words import last_words
 
 log = logging.getLogger(__name__)
@@ -41,6 +41,7 @@ REPORT_CALL_S: Final = 2.0
 _WAITS_S: Final = (0.1, 2.0)
 _SERVER_SEEN_WITHIN_S: Final = 0.2
 _WORDS_WITHIN_S: Final = 0.1
+_SAID_CHARACTERS: Final = 1000  # a pipe takes so much at once
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,6 +100,14 @@ async def report(
             return False
         await asyncio.sleep(wait_s * random.uniform(0.5, 1.0))
         wait_s = min(2 * wait_s, _WAITS_S[1])
+
+
+def tell_server(text: str) -> None:
+    """Say in the log of the server beside this shim why it takes no part; nothing where no server has started us."""
+    fd = os.environ.get(SAYS_VARIABLE, "")
+    if fd.isdecimal():
+        with contextlib.suppress(OSError):
+            os.write(int(fd), (" ".join(text.split())[:_SAID_CHARACTERS] + "\n").encode(errors="replace"))
 
 
 class ServerWatch:

@@ -59,8 +59,10 @@ class Registration:
         wait_s: tuple[float, float] = (FIRST_WAIT_S, MAX_WAIT_S),
         dial: Callable[[str], aio.Channel] = channel,
         process: pb.ShimProcess | None = None,
+        tell: Callable[[str], None] = lambda _: None,
     ) -> None:
         self._dial = dial
+        self._tell = tell  # whoever looks for the server and does not know our log: why we are refused
         self._process = process
         self._outgoing: asyncio.Queue[pb.RegisterRequest | None] | None = None  # of the present stream; None ends it
         self._over = asyncio.Event()  # set while there is no stream
@@ -194,6 +196,9 @@ class Registration:
         if error.problem.message != self._said:
             self._said = error.problem.message
             log.warning("not registered, trying on: %s", error)
+            # One that is away, or a server that is not up yet, is no news to those who start them.
+            if not isinstance(error, Unanswered) and error.reason not in (Reason.UNREACHABLE, Reason.UNAVAILABLE):
+                self._tell(f"its shim is not registered, and tries on: {error}")
 
 
 async def _beat(outgoing: asyncio.Queue[pb.RegisterRequest | None], interval_s: float) -> None:

@@ -35,7 +35,7 @@ from coordinator.wire.trace import SpanInterceptor, Tracer, wanted
 from coordinator.wire.usage import open_files, raise_open_files, size, space, watch
 from participant_shims import messages
 from participant_shims.adapter import Adapter
-from participant_shims.ends import Predecessor, ServerWatch, own_process, report
+from participant_shims.ends import Predecessor, ServerWatch, own_process, report, tell_server
 from participant_shims.gate.life import CALLS, bury
 from participant_shims.operations import Clock
 from participant_shims.registration import Registration
@@ -173,7 +173,7 @@ class Shim:
             self.registration = Registration(
                 options.coordinator, self._capabilities, self.incarnation_id, self.address, options.job_id,
                 self._security.tokens,
-                dial=self._dial, process=own_process(),
+                dial=self._dial, process=own_process(), tell=tell_server,
             )  # fmt: skip
             self._registering = asyncio.create_task(self.registration.run())
         else:
@@ -301,5 +301,6 @@ async def _watch_parent(parent_pid: int) -> None:
 
 
 def complain(error: SafepointError) -> None:
-    """Say on standard error why a shim does not serve."""
+    """Say on standard error, and in the log of its server, why a shim does not serve."""
+    tell_server(f"its shim does not serve: {error}")
     print(f"safepoint shim: {error}", file=sys.stderr, flush=True)

@@ -1,7 +1,8 @@
 """The shim beside a server: started by the server's main process, restarted when it dies, ended with it.
 
 The rule kept here: the server never waits for its shim. It is started from a thread, its output goes to `shim.log` of
-the life, and as long as it is away the gate stands open, or opens by its lease.
+the life, and as long as it is away the gate stands open, or opens by its lease. Only why it takes no part is said in the
+server's own log, where whoever misses the server looks first.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ _END_S: Final = 2.0  # Gym itself gives a server no more than a second
 BEFORE_VARIABLE: Final = (
     "SAFEPOINT_SHIM_BEFORE"  # what ended the shim before; it is there, maybe empty, for one that is watched
 )
+SAYS_VARIABLE: Final = "SAFEPOINT_SHIM_SAYS"  # a descriptor: each line written there is said in the server's log
 ANNOUNCEMENT: Final = "shim.json"  # a shim that can be called has written who it is
 _GATED: Final = ("NEMO_GYM_CONFIG_PATH", "NEMO_GYM_CONFIG_DICT", "IS_NEMO_GYM_FASTAPI_WORKER")
 
@@ -101,11 +103,14 @@ class ShimProcess:
         while not self._stopping.is_set():
             began = self._clock()
             try:
-                with (self._life / "shim.log").open("ab") as out:
+                says, said = os.pipe()
+                # Beside, and not in place of, the wait for its end: whoever has inherited the descriptor may keep it open.
+                threading.Thread(target=_say, args=(says,), name="safepoint-shim-says", daemon=True).start()
+                with os.fdopen(said, "wb"), (self._life / "shim.log").open("ab") as out:
                     self._process = subprocess.Popen(
                         [sys.executable, "-S", "-E", launch, str(os.getpid()), *self._argv],
                         stdin=subprocess.DEVNULL, stdout=out, stderr=out, cwd=self._life,
-                        env=self._environment | {BEFORE_VARIABLE: before},
+                        env=self._environment | {BEFORE_VARIABLE: before, SAYS_VARIABLE: str(said)}, pass_fds=(said,),
                         start_new_session=True,  # a terminal's Ctrl-C ends the server first, and the server ends it
                     )  # fmt: skip
                 self.starts += 1
@@ -130,3 +135,9 @@ class ShimProcess:
         except (OSError, ValueError, KeyError, TypeError):
             pass
         return ""
+
+
+def _say(says: int) -> None:
+    with os.fdopen(says, errors="replace") as lines:
+        for line in lines:
+            print(f"safepoint: {line.strip()}", file=sys.stderr, flush=True)

@@ -138,6 +138,26 @@ def test_a_shim_that_dies_is_started_again_and_ends_with_the_server(tmp_path: Pa
     assert shim._process.poll() is not None
 
 
+def test_why_a_shim_takes_no_part_is_a_line_in_the_log_of_its_server(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    script = "from participant_shims.ends import tell_server; tell_server('refused:\\n no token'); import time; time.sleep(600)"
+    shim = ShimProcess([sys.executable, "-c", script], tmp_path, os.environ)
+    shim.start()
+    seen = ""
+
+    def said() -> bool:
+        nonlocal seen
+        seen += capfd.readouterr().err
+        return "\n" in seen
+
+    try:
+        within(20, said)
+    finally:
+        shim.stop()
+    assert "safepoint: refused: no token\n" in seen
+
+
 def test_a_shim_that_lived_long_is_replaced_as_fast_as_the_first_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

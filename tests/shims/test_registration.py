@@ -6,7 +6,7 @@ import asyncio
 import json
 import threading
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
 
@@ -69,8 +69,8 @@ async def capabilities() -> capabilities_pb2.Capabilities:
     return capabilities_pb2.Capabilities(participant_id="counter")
 
 
-def registration(target: str) -> Registration:
-    return Registration(target, capabilities, "i-1", "127.0.0.1:7", "job", wait_s=(0.02, 0.1))
+def registration(target: str, tell: Callable[[str], None] = print) -> Registration:
+    return Registration(target, capabilities, "i-1", "127.0.0.1:7", "job", wait_s=(0.02, 0.1), tell=tell)
 
 
 async def test_it_says_who_it_is_and_beats_both_ways(short_path: Path) -> None:
@@ -147,6 +147,23 @@ async def test_a_refused_shim_tries_on(short_path: Path) -> None:
     running = asyncio.create_task(shim.run())
     await until(shim.welcomed.is_set)
     assert len(coordinator.hellos) == 4
+    running.cancel()
+    await coordinator.die()
+
+
+async def test_that_it_is_refused_is_told_its_server_once_and_that_nobody_answers_is_not(short_path: Path) -> None:
+    told: list[str] = []
+    shim = registration(f"unix:{short_path}/c.sock", told.append)
+    running = asyncio.create_task(shim.run())
+    await until(lambda: shim.trouble is not None)  # nobody is there
+    assert told == []
+    coordinator = FakeCoordinator()
+    coordinator.refuses = 3
+    await coordinator.start(f"unix:{short_path}/c.sock")
+    await asyncio.wait_for(shim.welcomed.wait(), 5)
+    (line,) = told
+    assert "not registered" in line
+    assert "Somebody has this name." in line
     running.cancel()
     await coordinator.die()
 
