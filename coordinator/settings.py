@@ -225,7 +225,7 @@ def load_settings(
     """Settings from `path` (YAML; default: SAFEPOINT_CONFIG), `environ` (default: the process's), and `arguments` that are
     not None.
 
-    Raises INVALID_ARGUMENT naming the setting, where it came from, and what was probably meant.
+    Raises INVALID_ARGUMENT naming every setting that is wrong, where it came from, and what was probably meant.
     """
     return resolve(path, environ, **arguments).settings
 
@@ -249,15 +249,19 @@ def resolve(
     path = path or environ.get(CONFIG_VARIABLE) or None
     values: dict[str, Any] = {}
     origins: dict[str, tuple[Source, str]] = {}
+    unknown: list[tuple[str, str]] = []
     for source, where, part in (
         *((Source.FILE, str(path), {n: v}) for n, v in (_from_file(path) if path else {}).items()),
         *((Source.ENVIRONMENT, variable, {n: v}) for variable, n, v in _from_environment(environ)),
         (Source.ARGUMENT, "", {name: value for name, value in arguments.items() if value is not None}),
     ):
         for name, value in part.items():
-            if name not in _KNOWN:
-                raise _unknown(name, _said(source, where))
-            values[name], origins[name] = value, (source, where)
+            if name in _KNOWN:
+                values[name], origins[name] = value, (source, where)
+            else:
+                unknown.append((name, _said(source, where)))
+    if unknown:
+        raise _unknown(unknown)
     if need_root and "root" not in values:
         raise refuse(
             Reason.INVALID_ARGUMENT, "No snapshot root is configured.",
@@ -266,13 +270,8 @@ def resolve(
     try:
         return Resolved(Settings(**_nested({"root": "/"} | values)), origins)
     except ValidationError as error:
-        first = error.errors()[0]
-        name = ".".join(str(part) for part in first["loc"] if isinstance(part, str)) or "settings"
-        said = _said(*origins[name]) if name in origins else ""
-        raise refuse(
-            Reason.INVALID_ARGUMENT,
-            f"The setting {name} {said} is wrong: {first['msg'].removeprefix('Value error, ')}.".replace("  ", " "),
-        ) from error
+        wrong = [_wrong(found["loc"], found["msg"], origins) for found in error.errors()]
+        raise refuse(Reason.INVALID_ARGUMENT, " ".join(wrong), next_step="Correct what is named.") from error
 
 
 def schema() -> dict[str, Any]:
@@ -313,8 +312,24 @@ def _from_file(path: str | os.PathLike[str]) -> dict[str, Any]:
         if len(text) > MAX_FILE_BYTES:
             raise ValueError(f"it is larger than {MAX_FILE_BYTES} bytes")
         loaded: object = yaml.safe_load(text.decode("utf-8"))
-    except (OSError, *_UNREADABLE) as error:
-        raise refuse(Reason.INVALID_ARGUMENT, f"The settings file {path} cannot be read: {error}.") from error
+    except yaml.MarkedYAMLError as error:
+        mark = error.problem_mark or error.context_mark
+        where = f" at line {mark.line + 1}, column {mark.column + 1}" if mark is not None else ""
+        what = ": ".join(part for part in (error.context, error.problem) if part)
+        raise refuse(
+            Reason.INVALID_ARGUMENT, f"The settings file {path} is no YAML{where}: {what}.",
+            next_step=f"Correct {path}{where}.",
+        ) from error  # fmt: skip
+    except OSError as error:
+        raise refuse(
+            Reason.INVALID_ARGUMENT, f"The settings file {path} cannot be read: {error.strerror or error}.",
+            next_step=f"Correct the path, --config or {CONFIG_VARIABLE}, or the file's mode.",
+        ) from error  # fmt: skip
+    except _UNREADABLE as error:
+        raise refuse(
+            Reason.INVALID_ARGUMENT, f"The settings file {path} cannot be read: {error}.",
+            next_step=f"Correct {path}, or name another file.",
+        ) from error  # fmt: skip
     values = _mapping(loaded, f"The settings file {path}")
     section = _mapping(values.pop(_AUTOSAVE, None), f"The section {_AUTOSAVE} in {path}")
     return values | {f"{_AUTOSAVE}.{name}": value for name, value in section.items()}
@@ -324,7 +339,10 @@ def _mapping(loaded: object, what: str) -> dict[str, Any]:
     if loaded is None:
         return {}
     if not isinstance(loaded, dict):
-        raise refuse(Reason.INVALID_ARGUMENT, f"{what} does not hold names and values.")
+        raise refuse(
+            Reason.INVALID_ARGUMENT, f"{what} does not hold names and values.",
+            next_step="Write one `name: value` a line; `safepoint config show` prints such a file.",
+        )  # fmt: skip
     return {str(name): value for name, value in cast("dict[object, Any]", loaded).items()}
 
 
@@ -346,10 +364,29 @@ def _said(source: Source, where: str) -> str:
     return f"in the environment ({where})" if source is Source.ENVIRONMENT else "as an argument"
 
 
-def _unknown(name: str, source: str) -> SafepointError:
+def _wrong(place: tuple[str | int, ...], why: str, origins: Mapping[str, tuple[Source, str]]) -> str:
+    name = ".".join(str(part) for part in place if isinstance(part, str)) or "settings"
+    said = f" {_said(*origins[name])}" if name in origins else ""
+    return f"The setting {name}{said} is wrong: {why.removeprefix('Value error, ')}."
+
+
+def _unknown(names: list[tuple[str, str]]) -> SafepointError:
+    """All of them at once: whoever corrects a file wants to do it in one go."""
+    near = {name: _near(name) for name, _ in names}
+    advice = [
+        f"Did you mean {found}{f' for {name}' if len(near) > 1 else ''}?" for name, found in near.items() if found
+    ]
+    if not all(near.values()):
+        advice.append(f"There are: {', '.join(_KNOWN)}.")
+    said = " ".join(f"There is no setting {name} ({source})." for name, source in names)
+    return refuse(Reason.INVALID_ARGUMENT, said, next_step=" ".join(advice))
+
+
+def _near(name: str) -> str:
+    """The setting that was probably meant, or none."""
     ends = {known.rpartition(".")[2]: known for known in _KNOWN}
     last = name.rpartition(".")[2]
-    near = [ends[last]] if last in ends else difflib.get_close_matches(name, _KNOWN, n=1, cutoff=0.5)
-    near = near or [ends[end] for end in difflib.get_close_matches(last, ends, n=1, cutoff=0.6)]
-    advice = f"Did you mean {near[0]}?" if near else f"There are: {', '.join(_KNOWN)}."
-    return refuse(Reason.INVALID_ARGUMENT, f"There is no setting {name} ({source}).", next_step=advice)
+    if last in ends:
+        return ends[last]
+    near = difflib.get_close_matches(name, _KNOWN, n=1, cutoff=0.5)
+    return (near or [ends[end] for end in difflib.get_close_matches(last, ends, n=1, cutoff=0.6)] or [""])[0]

@@ -48,7 +48,7 @@ def test_lists_in_the_environment_are_separated_by_commas() -> None:
         ("root: /a\njob_id: ../x\n", {}, "job_id"),
         ("root: /a\nkeep_last: many\n", {}, "keep_last"),
         ("- a list\n", {}, "names and values"),
-        ("root: [\n", {}, "cannot be read"),
+        ("root: [\n", {}, r"s\.yaml is no YAML at line 2, column 1: .*Next: Correct .*s\.yaml at line 2"),
         ("", {}, "SAFEPOINT_ROOT"),
         ("root: /a\nautosave: {every_step: 1}\n", {}, "autosave.every_step .*Did you mean autosave.every_steps"),
         ("root: /a\nevery_steps: 1\n", {}, "Did you mean autosave.every_steps"),
@@ -71,6 +71,38 @@ def test_what_is_wrong_is_named(tmp_path: Path, text: str, environ: dict[str, st
     with pytest.raises(SafepointError, match=expected) as caught:
         load_settings(file, environ)
     assert caught.value.reason is Reason.INVALID_ARGUMENT
+
+
+def test_everything_that_is_wrong_is_named_at_once(tmp_path: Path) -> None:
+    file = tmp_path / "s.yaml"
+    file.write_text("root: /a\nlease_ttl: 10\nqqq: 1\n")
+    with pytest.raises(SafepointError) as caught:
+        load_settings(file, {"SAFEPOINT_COORDINATOR_KEEP_LATS": "1"})
+    problem = caught.value.problem
+    assert f"no setting lease_ttl (in {file})" in problem.message
+    assert "no setting qqq" in problem.message
+    assert "no setting keep_lats (in the environment (SAFEPOINT_COORDINATOR_KEEP_LATS))" in problem.message
+    assert (
+        "Did you mean lease_ttl_s for lease_ttl? Did you mean keep_last for keep_lats? There are: root,"
+        in problem.advice
+    )
+    file.write_text("root: relative\nlease_ttl_s: 0.5\nkeep_last: many\n")
+    with pytest.raises(SafepointError) as caught:
+        load_settings(file, {})
+    assert all(name in caught.value.problem.message for name in ("root", "lease_ttl_s", "keep_last"))
+
+
+def test_a_file_that_cannot_be_used_says_what_to_correct(tmp_path: Path) -> None:
+    file = tmp_path / "s.yaml"
+    for text in (None, "root: /a\n\tkeep_last: 1\n", "root: !!int x\n", "- a\n"):
+        if text is not None:
+            file.write_text(text)
+        with pytest.raises(SafepointError) as caught:
+            load_settings(file, {})
+        said = str(caught.value)
+        assert str(file) in said
+        assert "<unicode string>" not in said
+        assert "named field" not in said, "no field is named"
 
 
 def test_each_setting_says_where_it_comes_from(tmp_path: Path) -> None:
