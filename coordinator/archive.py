@@ -38,6 +38,7 @@ from coordinator.wire.manifest_file import (
     PARTICIPANT_KIND,
     SNAPSHOT_KIND,
     decode,
+    is_void,
     read_participant_manifest,
 )
 
@@ -59,10 +60,35 @@ class Copied:
 def push(reader: SnapshotReader, snapshot_id: str, objects: Objects) -> Copied:
     """Copy a snapshot into a store. Every byte is verified first; the manifest goes last.
 
-    Raises what `verify` raises, SNAPSHOT_EXISTS when the store has another snapshot of that name, STORAGE_FULL,
-    STORAGE_FAILED: then the store has no copy, or the one it had.
+    Raises what `verify` raises, also when the snapshot is deleted meanwhile; SNAPSHOT_EXISTS when the store has another
+    snapshot of that name, STORAGE_FULL, STORAGE_FAILED: then the store has no copy, or the one it had.
     """
-    manifest = reader.verify(snapshot_id).manifest
+    try:
+        manifest = reader.verify(snapshot_id).manifest
+        return _send(reader, manifest, objects)
+    except (SafepointError, FileNotFoundError) as error:
+        told = error if isinstance(error, SafepointError) else None
+        if told is not None and told.reason not in (Reason.SNAPSHOT_CORRUPT, Reason.SNAPSHOT_UNSAFE):
+            raise
+        if not _is_there(reader, snapshot_id):  # nothing holds a snapshot for a push: a prune may have taken it
+            raise refuse(
+                Reason.SNAPSHOT_NOT_FOUND, f"The snapshot {snapshot_id} was deleted while it was copied.",
+                next_step="Push one that is there, and pin it first when a prune may come.",
+            ) from error  # fmt: skip
+        if told is None:
+            raise refuse(
+                Reason.SNAPSHOT_CORRUPT, f"A file of {snapshot_id} has gone while it was copied: {error}."
+            ) from error
+        raise
+
+
+def _is_there(reader: SnapshotReader, snapshot_id: str) -> bool:
+    with reader.snapshots() as snapshots:
+        return snapshots.has(snapshot_id)
+
+
+def _send(reader: SnapshotReader, manifest: manifest_pb2.SnapshotManifest, objects: Objects) -> Copied:
+    snapshot_id = manifest.snapshot_id
     size = found = files = 0
     with reader.open(snapshot_id) as directory:
         chunks = Chunks(reader.root)
@@ -91,7 +117,7 @@ def pull(objects: Objects, snapshot_id: str, root: Path, still_valid: Callable[[
     raw, manifest = _manifest(objects, snapshot_id)
     store = SnapshotStore(root, manifest.job_id)
     name = SnapshotId(snapshot_id)
-    store.begin(name)
+    _begin(store, name)
     with store.open(name) as directory:
         try:
             copied = _fetch(objects, manifest, directory, root)
@@ -107,6 +133,27 @@ def pull(objects: Objects, snapshot_id: str, root: Path, still_valid: Callable[[
             _clear(store, name, directory)
             raise
     return Copied(snapshot_id, copied.files + 1, copied.size_bytes + len(raw))
+
+
+def _begin(store: SnapshotStore, name: SnapshotId) -> None:
+    """As `store.begin`; says what has the name. What is half there is not taken over: somebody may be writing it."""
+    try:
+        store.begin(name)
+    except SafepointError as error:
+        if error.reason is not Reason.SNAPSHOT_EXISTS:
+            raise
+        with store.open(name) as directory:
+            published = directory.has(MANIFEST_NAME) and not is_void(directory)
+        if published:
+            raise refuse(
+                Reason.SNAPSHOT_EXISTS, f"{store.root} has the snapshot {name} already.",
+                next_step=f"Nothing is to be pulled if it is whole: safepoint snapshots verify {name} --root {store.root}",
+            ) from error  # fmt: skip
+        raise refuse(
+            Reason.SNAPSHOT_EXISTS, f"{store.root} has a part of {name}, without a manifest: of a pull that was cut short, or runs.",
+            next_step="If none runs, start a coordinator on the root once, which deletes what is half there, or run "
+            f"safepoint snapshots prune --keep 1000000 --root {store.root}, which deletes no snapshot; then pull again.",
+        ) from error  # fmt: skip
 
 
 def copies(objects: Objects) -> list[manifest_pb2.SnapshotManifest]:
@@ -171,7 +218,7 @@ def _put(directory: Directory, path: str, expected: FileDigest, objects: Objects
         with directory.opened(path) as file:
             objects.put_new(key, file)
     except FileExistsError:
-        if _digest(objects.chunks(key)) != expected:
+        if _digest(_first(objects.chunks(key), objects, key)) != expected:
             raise refuse(Reason.SNAPSHOT_EXISTS, f"{objects.url} has another {key}.") from None
         return False
     return True

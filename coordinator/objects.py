@@ -21,7 +21,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, Final, Protocol
 
-from coordinator.wire.beneath import Directory
+from coordinator.wire.beneath import Directory, storage_error
 from coordinator.wire.errors import Reason, SafepointError, refuse
 from coordinator.wire.extras import NotInstalled, install_extra
 
@@ -29,6 +29,14 @@ _CHUNK: Final = 4 << 20
 _WHAT_A_STORE_IS: Final = (
     "Give s3://bucket/prefix, another URL that fsspec knows, or an absolute path, without credentials."
 )
+
+
+_NEXT: Final = (
+    "See that the URL is right, that the store answers, and that the credentials and the endpoint in the environment may "
+    "read and write there; then repeat: what is there is not sent again."
+)
+_NEXT_FULL: Final = "Free space in the object store, or copy to another one; then repeat."
+_STUMBLED: Final = (LookupError, TypeError, AttributeError)
 
 
 class Objects(Protocol):
@@ -69,7 +77,7 @@ class LocalObjects:
         *folders, name = key.split("/")
         with suppress(OSError):  # why it is not there is told below
             self._path.mkdir(mode=0o700, exist_ok=True)
-        with self._top() as top:
+        with self._advised(), self._top() as top:
             at = top
             for folder in folders:
                 below = at.ensure_child(folder)
@@ -81,18 +89,36 @@ class LocalObjects:
 
     def size(self, key: str) -> int | None:
         try:
-            with self._top() as top:
+            with self._advised(), self._top() as top:
                 return top.size(key)
         except FileNotFoundError:
             return None
 
     def chunks(self, key: str) -> Iterator[bytes]:
-        with self._top() as top, top.opened(key) as file:
+        with self._advised(), self._top() as top, top.opened(key) as file:
             yield from _read(file)
 
     def names(self) -> list[str]:
-        with self._top() as top:
+        with self._advised(), self._top() as top:
             return top.names()
+
+    @contextmanager
+    def _advised(self) -> Generator[None]:
+        """The catalog's advice is about the snapshot root, and this is another disk."""
+        try:
+            yield
+        except SafepointError as error:
+            if error.reason not in (Reason.STORAGE_FULL, Reason.STORAGE_FAILED) or error.problem.next_step:
+                raise
+            full = error.reason is Reason.STORAGE_FULL
+            step = _NEXT_FULL if full else f"See that {self._path} is mounted and can be written, then repeat."
+            raise refuse(error.reason, error.problem.message, next_step=step) from error
+        except (FileNotFoundError, FileExistsError):
+            raise
+        except OSError as error:
+            failed = storage_error(error, f"copying to or from {self._path}")
+            step = f"See that {self._path} and the snapshot root are mounted, then repeat."
+            raise refuse(failed.reason, failed.problem.message, next_step=step) from error
 
     def _top(self) -> Directory:
         try:
@@ -137,6 +163,11 @@ class FsspecObjects:
             try:
                 self._fs.put_file(f"/proc/self/fd/{file}", path, **({"mode": "create"} if self._conditional else {}))
             except OSError as error:
+                if isinstance(error, FileNotFoundError):  # not the file, which is open: there is no such bucket
+                    raise refuse(
+                        Reason.STORAGE_FAILED, f"There is no place {self.url} to write to: {error}."[:900],
+                        next_step="Make the bucket, or correct the URL; then repeat.",
+                    ) from error  # fmt: skip
                 # A store that refuses the second writer without saying which condition failed.
                 if error.errno == errno.EINVAL and self._fs.exists(path):
                     raise FileExistsError(key) from error
@@ -174,10 +205,12 @@ class FsspecObjects:
             raise
         except Exception as error:  # every store has exceptions of its own
             full = isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
-            reason = Reason.STORAGE_FULL if full else Reason.STORAGE_FAILED
-            raise refuse(
-                reason, f"The object store failed at {doing}: {type(error).__name__}: {error}"[:900]
-            ) from error
+            reason, next_step = (Reason.STORAGE_FULL, _NEXT_FULL) if full else (Reason.STORAGE_FAILED, _NEXT)
+            # A driver that stumbles says nothing of its cause: then the name of what it raised only misleads.
+            said = (
+                "its answer was not understood" if isinstance(error, _STUMBLED) else f"{type(error).__name__}: {error}"
+            )
+            raise refuse(reason, f"The object store failed at {doing}: {said}"[:900], next_step=next_step) from error
 
 
 def objects_at(url: str) -> Objects:
@@ -185,7 +218,10 @@ def objects_at(url: str) -> Objects:
     path = url.removeprefix("file://")  # fsspec's own writes in place: what is cut short would be there
     if path.startswith("/"):
         return LocalObjects(Path(path))
-    if "://" not in url or "::" in url or "@" in url:
+    _, named, place = url.partition("://")
+    if (
+        not named or not place.strip("/") or "::" in url or "@" in url
+    ):  # without a place it would be one below this directory
         raise refuse(
             Reason.INVALID_ARGUMENT, "What is given names no object store.", next_step=_WHAT_A_STORE_IS
         )  # fmt: skip

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import importlib
 import os
 import subprocess
@@ -16,8 +17,9 @@ import pytest
 from coordinator import archive, pruning
 from coordinator.objects import FsspecObjects, LocalObjects, Objects, objects_at
 from coordinator.publication import Publisher
+from coordinator.retention import Retention
 from coordinator.snapshots import SnapshotStore
-from coordinator.wire.beneath import Directory
+from coordinator.wire.beneath import Directory, storage_error
 from coordinator.wire.errors import Reason, SafepointError, refuse
 from coordinator.wire.ids import SnapshotId
 from tests.coordinator.test_snapshots import contents, make, refused
@@ -83,7 +85,7 @@ class Broken:
 
     def __init__(self, objects: Objects, at: int) -> None:
         self._objects, self._left, self.url = objects, at, objects.url
-        self.chunks, self.names = objects.chunks, objects.names
+        self.chunks, self.names, self.size = objects.chunks, objects.names, objects.size
 
     def put_new(self, key: str, file: int) -> None:
         if self._left == 0:
@@ -186,7 +188,9 @@ def test_a_damaged_snapshot_is_not_pushed(store: SnapshotStore, tmp_path: Path) 
     assert list((tmp_path / "objects").iterdir()) == []
 
 
-@pytest.mark.parametrize("url", ["", "relative", "no-such-store://x", "simplecache::s3://b", "s3://key:secret@b/x"])
+@pytest.mark.parametrize(
+    "url", ["", "relative", "no-such-store://x", "simplecache::s3://b", "s3://", "s3:///", "s3://key:secret@b/x"]
+)
 def test_a_url_that_names_no_store_is_refused_without_its_secrets(url: str) -> None:
     error = refused(objects_at, url)
     assert error.reason is Reason.INVALID_ARGUMENT
@@ -270,3 +274,111 @@ def test_a_pull_writes_no_manifest_when_a_coordinator_has_started_meanwhile(
     assert refused(archive.pull, objects, "step-1", tmp_path / "other", started).reason is Reason.SNAPSHOT_IN_USE
     assert contents(tmp_path / "other" / "snapshots") == {}
     archive.pull(objects, "step-1", tmp_path / "other")
+
+
+class Watched:
+    """A store before whose write number `at` something happens to the root."""
+
+    def __init__(self, objects: Objects, at: int, what: Callable[[], object]) -> None:
+        self._objects, self._left, self._what, self.url = objects, at, what, objects.url
+        self.chunks, self.names, self.size = objects.chunks, objects.names, objects.size
+
+    def put_new(self, key: str, file: int) -> None:
+        if self._left == 0:
+            self._what()
+        self._left -= 1
+        self._objects.put_new(key, file)
+
+
+@pytest.mark.parametrize("at", [0, 1, 2])
+def test_a_push_whose_snapshot_is_pruned_meanwhile_says_so_and_leaves_no_copy(
+    store: SnapshotStore, tmp_path: Path, at: int
+) -> None:
+    make(store, "step-1")
+    objects = objects_at(str(tmp_path / "objects"))
+    error = refused(archive.push, store, "step-1", Watched(objects, at, lambda: store.remove("step-1")))
+    assert error.reason is Reason.SNAPSHOT_NOT_FOUND
+    assert "deleted while it was copied" in error.problem.message
+    assert archive.copies(objects) == []
+
+
+def test_a_push_that_misses_a_file_of_a_snapshot_that_is_there_calls_it_damaged(
+    store: SnapshotStore, tmp_path: Path
+) -> None:
+    make(store, "step-1")
+    lost = tmp_path / "root" / "snapshots" / "step-1" / "ledger.jsonl"
+    objects = objects_at(str(tmp_path / "objects"))
+    error = refused(archive.push, store, "step-1", Watched(objects, 0, lost.unlink))
+    assert error.reason is Reason.SNAPSHOT_CORRUPT
+    assert "ledger.jsonl" in error.problem.message
+
+
+def test_a_pull_that_was_killed_names_the_way_out_and_it_is_one(store: SnapshotStore, tmp_path: Path) -> None:
+    make(store, "step-1")
+    objects = objects_at(str(tmp_path / "objects"))
+    archive.push(store, "step-1", objects)
+    other = SnapshotStore(tmp_path / "other", "job-1")
+    other.begin(SnapshotId("step-1"))  # as a pull does first
+    (tmp_path / "other" / "snapshots" / "step-1" / "ledger.jsonl").write_bytes(b"half")
+    error = refused(archive.pull, objects, "step-1", tmp_path / "other")
+    assert error.reason is Reason.SNAPSHOT_EXISTS
+    assert "of a pull that was cut short" in error.problem.message
+    assert "safepoint snapshots prune --keep 1000000" in error.problem.next_step
+    assert pruning.prune(other, Retention(1_000_000)).deleted == ("step-1",)
+    archive.pull(objects, "step-1", tmp_path / "other")
+    error = refused(archive.pull, objects, "step-1", tmp_path / "other")
+    assert "already" in error.problem.message
+    assert "snapshots verify" in error.problem.next_step
+    other.verify("step-1")
+
+
+@pytest.mark.parametrize(
+    "error",
+    [ConnectionError("refused"), IndexError("tuple index out of range"), OSError(errno.ENOSPC, "full")],
+    ids=["silent", "stumbles", "full"],
+)
+def test_what_fails_in_a_store_is_advised_about_the_store_and_not_about_the_root(
+    error: Exception, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    memory: Any = importlib.import_module("fsspec.implementations.memory")
+
+    def broken(*_: Any, **__: Any) -> None:
+        raise error
+
+    for name in ("ls", "info", "open", "exists"):
+        monkeypatch.setattr(memory.MemoryFileSystem, name, broken)
+    objects = FsspecObjects("memory://somewhere")
+    asks: list[Callable[[], object]] = [
+        objects.names, lambda: objects.size("a"), lambda: list(objects.chunks("a")),
+        lambda: put(objects, "a", b"", tmp_path),
+    ]  # fmt: skip
+    full = getattr(error, "errno", 0) == errno.ENOSPC
+    for ask in asks:
+        told = refused(ask)
+        assert told.reason is (Reason.STORAGE_FULL if full else Reason.STORAGE_FAILED)
+        assert ("Free space in the object store" if full else "the store answers") in told.problem.next_step
+        assert "tuple index" not in told.problem.message
+
+
+def test_a_bucket_that_is_not_there_is_named_by_a_push(store: SnapshotStore, s3: str) -> None:
+    make(store, "step-1")
+    error = refused(archive.push, store, "step-1", objects_at("s3://no-such-bucket/run"))
+    assert error.reason is Reason.STORAGE_FAILED
+    assert "s3://no-such-bucket/run" in error.problem.message
+    assert "snapshot root" not in error.problem.advice
+
+
+@pytest.mark.parametrize("number", [errno.EIO, errno.ENOSPC])
+def test_a_directory_that_fails_is_advised_about_that_directory_and_not_about_the_root(
+    number: int, monkeypatch: pytest.MonkeyPatch, store: SnapshotStore, tmp_path: Path
+) -> None:
+    make(store, "step-1")
+
+    def broken(self: Directory, name: str, *_: object) -> None:
+        raise storage_error(OSError(number, "no"), f"writing {self.path / name}")
+
+    monkeypatch.setattr(Directory, "write_new", broken)
+    error = refused(archive.push, store, "step-1", objects_at(str(tmp_path / "objects")))
+    assert error.reason is (Reason.STORAGE_FAILED if number == errno.EIO else Reason.STORAGE_FULL)
+    assert error.problem.next_step
+    assert "snapshot root is mounted" not in error.problem.next_step
