@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import sys
 from collections.abc import Generator, Mapping
 from dataclasses import asdict, is_dataclass
@@ -20,6 +21,7 @@ import typer
 from coordinator.cli_exit import ExitCode, exit_code
 from coordinator.wire.errors import Misanswered, Problem, Refused, SafepointError, Unanswered
 
+_QUOTE: Final = re.compile(r' The last of its log: "[^"\n]*"(?:, "[^"\n]*")*\.')  # as `last_words` writes it
 _UNFOLDED: Final = 100_000  # columns: more than any row has
 # What became of the call, in one word; anything else has failed before a call was made.
 _HOW: Final[Mapping[type[SafepointError], str]] = {
@@ -45,6 +47,18 @@ def note(text: str) -> None:
     """A line about the way there."""
     sys.stderr.write(text + "\n")
     sys.stderr.flush()
+
+
+def quoted_once(text: str, *, never: bool = False) -> str:
+    """A text that tells of several failures, with the end of each server's log quoted at the first only, or nowhere."""
+    seen: set[str] = set()
+
+    def first(found: re.Match[str]) -> str:
+        again = never or found[0] in seen
+        seen.add(found[0])
+        return "" if again else found[0]
+
+    return _QUOTE.sub(first, text)
 
 
 def show(renderable: object) -> None:
@@ -75,11 +89,9 @@ def reporting(as_json: bool) -> Generator[None, None, None]:
         if as_json:
             emit({"error": problem_document(error.problem) | {"exit_code": int(code), "notes": notes}})
         else:
-            note(
-                f"safepoint: {next((word for kind, word in _HOW.items() if isinstance(error, kind)), 'failed')} ({error.reason.name}): {error}"
-            )
-            for text in notes:
-                note(f"  {text}")
+            how = next((word for kind, word in _HOW.items() if isinstance(error, kind)), "failed")
+            lines = [f"safepoint: {how} ({error.reason.name}): {error}", *(f"  {text}" for text in notes)]
+            note(quoted_once("\n".join(lines)))
         raise typer.Exit(int(code)) from None
     except KeyboardInterrupt:
         code = ExitCode.INTERRUPTED

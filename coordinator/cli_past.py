@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Final
 import typer
 
 from coordinator.cli_options import DEFAULT_WAIT_S, AsJson, Root, Target, Timeout, TokenFile, Wait, make_client
-from coordinator.cli_output import emit, note, plain, reporting, say, short, show
+from coordinator.cli_output import emit, note, plain, quoted_once, reporting, say, short, show
 from coordinator.wire.errors import Reason, SafepointError, refuse
 from coordinator.wire.terms import Phase
 
@@ -85,7 +85,7 @@ def why(
         else:
             same = running.operation.operation_id == answer.operation.operation_id
             parts = [running_text(running), told if stacks else "", past if same else f"before it: {past}"]
-        say("\n".join(filter(None, parts)))
+        say(quoted_once("\n".join(filter(None, parts))))
 
 
 def history(
@@ -148,7 +148,7 @@ def cause_text(answer: pb.ExplainResponse, with_events: bool, now_s: float) -> s
     if told := [text for text in map(describe, around) if text]:
         lines += ["events:", *(f"  {text}" for text in told)]
     lines += _later_text(answer.later)
-    return "\n".join(lines)
+    return quoted_once("\n".join(lines))
 
 
 def running_text(status: pb.GetCoordinatorStatusResponse) -> str:

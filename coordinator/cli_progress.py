@@ -10,7 +10,7 @@ import sys
 from collections.abc import Generator
 from typing import TYPE_CHECKING
 
-from coordinator.cli_output import note, short
+from coordinator.cli_output import note, quoted_once, short
 from coordinator.client_results import ProgressCallback, describe, size_text
 
 if TYPE_CHECKING:
@@ -46,7 +46,7 @@ class _Lines:
             self._told.add(key)
         text = describe(event)
         if text and event.WhichOneof("event") != "failed":  # the command itself says why it failed
-            note(text)
+            note(quoted_once(text, never=True))
 
 
 class _Bars:

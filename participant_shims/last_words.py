@@ -1,7 +1,8 @@
 """The last lines that a process has written into its log, for the error that names its death.
 
 The rule: a quote, not the log: a few lines, without control characters, and without what looks like a secret. It goes to
-everybody who sees the error.
+everybody who sees the error. Lines that a logger or an error has written come before what else is printed: servers end their
+start with a banner, and the last of that says nothing.
 """
 
 from __future__ import annotations
@@ -18,6 +19,12 @@ _READ: Final = 8_192
 _ESCAPES: Final = re.compile(r"\x1b(\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b]*(\x07|\x1b\\)?|.)")
 _SECRETS: Final = re.compile(
     r"(?i)((?:authorization|api[_-]?key|access[_-]?key|token|secret|password)\W{1,4}(?:bearer\s+)?|bearer\s+)[^\s'\",;]+"
+)
+# A piece of a printed configuration: `'url': 'http://...',` on a line of its own.
+_PIECE: Final = re.compile(r"""^['"][\w.-]+['"]\s*:""")
+_TELLING: Final = re.compile(
+    r"(?i:\b(trace|debug|info|warn|warning|error|critical|fatal|panic|exception|traceback|killed|aborted|fault)\b)"
+    r"|\w(Error|Exception|Exit|Interrupt)\b|^\[?\d{4}-\d\d-\d\d|^\[?\d\d:\d\d:\d\d|^File .*, line \d+"
 )
 
 
@@ -37,7 +44,9 @@ def last_words(path: str) -> str:
             os.close(fd)
     except OSError:
         return ""
-    lines = [line for line in map(_clean, raw.decode(errors="replace").splitlines()) if line]
+    cleaned = map(_clean, raw.decode(errors="replace").splitlines())
+    lines = [line for line in cleaned if any(map(str.isalpha, line)) and not _PIECE.match(line)]
+    lines = [line for line in lines if _TELLING.search(line)] or lines
     quoted: list[str] = []
     left = BYTES
     for line in reversed(lines[-LINES:]):  # of what does not fit, the last line is what is wanted
@@ -50,5 +59,5 @@ def last_words(path: str) -> str:
 
 def _clean(line: str) -> str:
     text = "".join(c if c.isprintable() else " " for c in _ESCAPES.sub("", line))
-    text = _SECRETS.sub(r"\1***", " ".join(text.split()))
+    text = _SECRETS.sub(r"\1***", " ".join(text.split())).replace('"', "'")  # so that it is seen where a quote ends
     return text if len(text) <= LINE_CHARACTERS else text[: LINE_CHARACTERS - 3] + "..."

@@ -159,6 +159,18 @@ def test_the_time_is_told_and_how_long_ago() -> None:
     assert "since then: no other operation" in text
 
 
+def test_the_end_of_a_log_is_quoted_once() -> None:
+    made = answer()
+    quote = ' The last of its log: "ERROR: no space", "it ends.".'
+    made.operation.failure.primary.message = f"Its server was killed by SIGKILL.{quote}"
+    made.operation.failure.secondary.add().message = f"Its worker was killed by SIGKILL.{quote}"
+    made.events.add().warning.message = f"It was lost.{quote} Everybody resumes."
+    text = cause_text(made, True, BEGAN)
+    assert text.count("no space") == 1
+    assert "Its server was killed by SIGKILL. The last of its log: " in text
+    assert "It was lost. Everybody resumes." in text
+
+
 def test_events_of_the_phase_that_failed_are_shown_and_warnings_before_it() -> None:
     made = answer()
     for phase in (Phase.DISCOVER, Phase.PREPARE, Phase.ABORT):
