@@ -23,6 +23,7 @@ from greenlet import getcurrent, greenlet
 
 PROCESS: contextvars.ContextVar[Process] = contextvars.ContextVar("simulated_process")
 START_S = 10_000.0
+LOCK_LOOK_S = 0.001
 MOST_AT_ONCE = 20_000  # callbacks at one instant: runs that are right have some hundred
 EARLY_S = 1e-9  # asyncio calls a timer up to its clock's resolution before its time: here every other one
 
@@ -163,6 +164,23 @@ class Job:
             self.future.set_exception(RuntimeError("StopIteration in a thread"))
         else:
             self.future.set_exception(self._error)
+
+
+class SimLock:
+    """threading.Lock between simulated threads: whoever waits lets virtual time pass."""
+
+    def __init__(self, loop: SimLoop) -> None:
+        self._loop = loop
+        self._held = False
+
+    def __enter__(self) -> None:
+        while self._held:
+            assert self._loop.job is not None, "a loop that waits for a lock stands still"
+            self._loop.job.stop_for(LOCK_LOOK_S)
+        self._held = True
+
+    def __exit__(self, *_: object) -> None:
+        self._held = False
 
 
 class SimHandle(asyncio.TimerHandle):

@@ -52,6 +52,7 @@ def test_a_snapshot_that_was_given_up_is_never_published(tmp_path: Path) -> None
     store.void(name)
     store.void(name)  # as a third coordinator would
     manifest = manifest_pb2.SnapshotManifest(snapshot_id=name, operation_id="save-1", job_id="default")
+    manifest.ledger_sha256 = "0" * 64
     with pytest.raises(SafepointError) as caught:
         store.publish(manifest)
     assert caught.value.reason is Reason.STALE_EPOCH

@@ -21,6 +21,7 @@ import time
 from collections.abc import Callable, Generator
 from pathlib import Path
 from random import Random
+from types import SimpleNamespace
 from typing import Any
 
 from coordinator import journal, operations
@@ -30,7 +31,7 @@ from coordinator.wire import manifest_file
 from coordinator.wire.errors import SafepointError
 from participant_shims import ends
 from participant_shims.adapters.gym import GymAdapter
-from participant_shims.gate import logfile
+from participant_shims.gate import calllog_export, logfile
 from participant_shims.gate import process as gate_process
 from participant_shims.shim import Shim, ShimOptions
 from tests.simulation.behaviour import KEPT_IN_MEMORY, KEPT_OUTCOMES
@@ -38,7 +39,7 @@ from tests.simulation.checks import Checks
 from tests.simulation.disk import SimDisk, installed
 from tests.simulation.faults import LEASE_S, Plan
 from tests.simulation.logs import Logs
-from tests.simulation.loop import PROCESS, Process, SimLoop
+from tests.simulation.loop import PROCESS, Process, SimLock, SimLoop
 from tests.simulation.network import Network, Weather
 from tests.simulation.servers import GymServer, Http, Work
 
@@ -308,7 +309,9 @@ def made(plan: Plan) -> Generator[World]:
         (operations, "KEPT_IN_MEMORY", KEPT_IN_MEMORY), (journal, "KEPT_OUTCOMES", KEPT_OUTCOMES[plan.little_memory]),
         (journal, "ROTATE_BYTES", 6_000), (time, "time_ns", world.wall_ns), (time, "time", lambda: world.wall_ns() / 1e9),
         (time, "monotonic", world.loop.time),  # how often progress is told
-        (logfile, "sqlite3", logs.sqlite3), (os, "getpid", world.pid), (gate_process, "started", world.began),
+        (logfile, "sqlite3", logs.sqlite3),
+        (calllog_export, "threading", SimpleNamespace(Lock=lambda: SimLock(world.loop))),
+        (os, "getpid", world.pid), (gate_process, "started", world.began),
         (ends, "output_of", lambda pid: ""), (socket, "gethostname", lambda: PROCESS.get(world.loop.outside).host),
     )  # fmt: skip
     kept = [(module, name, getattr(module, name)) for module, name, _ in constants]

@@ -26,7 +26,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO, Final, cast
 
-from coordinator.wire import failpoints
 from coordinator.wire.errors import Reason, Refused, refuse
 from coordinator.wire.rope import open_content
 from participant_shims.gate.state import codec
@@ -174,7 +173,6 @@ class Writer(Lines):
 
     def open(self, header: dict[str, Any]) -> None:
         """Create the file (it must not exist) and write the header. Raises OSError."""
-        failpoints.reach("sessions.before_write")
         descriptor = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
         self._file = os.fdopen(descriptor, "wb", buffering=1 << 20)
         self._write(self.header(header))
@@ -198,7 +196,6 @@ class Writer(Lines):
         assert self._file is not None
         self._write(self.footer(self.sessions))
         self._file.flush()
-        failpoints.reach("sessions.before_fsync")
         os.fsync(self._file.fileno())
         self._file.close()
         self._file = None
