@@ -34,7 +34,11 @@ _FRAMEWORK: Final = frozenset({"starlette", "fastapi", "anyio", "uvicorn", "asyn
 
 def why(
     operation_id: Annotated[
-        str, typer.Argument(help="The operation; the last one that did not finish when absent.")
+        str,
+        typer.Argument(
+            help="The operation, or a snapshot: its newest one. The last one that did not finish when absent.",
+            metavar="OPERATION",
+        ),
     ] = "",
     events: Annotated[bool, typer.Option("--events", help="Show all of its last events, not only the end.")] = False,
     stacks: Annotated[
@@ -61,8 +65,8 @@ def why(
         here = history_here(target, root)
         try:
             with make_client(target, root, token_file, _patience(here, wait), as_json) as client:
-                answer = client.explain(operation_id or None, timeout=timeout)
-                running = _running(client, operation_id, timeout)
+                answer = explained(client, operation_id, timeout)
+                running = _running(client, operation_id and answer.operation.operation_id, timeout)
                 # Where the tasks stand now says most of what runs now.
                 blocking = list(running.operation.pending_participants)[:_MAX_STACKS_OF] if running else []
                 blocking = blocking or blamed(answer)
@@ -271,6 +275,22 @@ def blamed(answer: pb.ExplainResponse) -> list[str]:
     operation = answer.operation
     named = [operation.failure.primary.participant_id] if operation.HasField("failure") else []
     return [name for name in dict.fromkeys([*named, *operation.pending_participants]) if name][:_MAX_STACKS_OF]
+
+
+def explained(client: Client, name: str, timeout_s: float | None) -> pb.ExplainResponse:
+    """Of the operation of that id, else of the newest on the snapshot of that name. Raises UNKNOWN_OPERATION for neither."""
+    from coordinator.history import MAX_NAMED
+
+    try:
+        return client.explain(name or None, timeout=timeout_s)
+    except SafepointError as error:
+        if error.reason is not Reason.UNKNOWN_OPERATION:
+            raise
+        listed = (one.operation for one in client.operations(MAX_NAMED, timeout=timeout_s))
+        newest = next((one.operation_id for one in listed if one.snapshot_id == name), "")
+        if not newest:
+            raise
+        return client.explain(newest, timeout=timeout_s)
 
 
 def _running(client: Client, operation_id: str, timeout_s: float | None) -> pb.GetCoordinatorStatusResponse | None:

@@ -14,7 +14,7 @@ import typer
 
 from coordinator.cli_options import DEFAULT_WAIT_S, AsJson, Root, Target, Timeout, TokenFile, Wait, make_client
 from coordinator.cli_output import emit, note, reporting, say
-from coordinator.cli_past import history_here
+from coordinator.cli_past import explained, history_here
 from coordinator.wire.errors import Reason, refuse
 
 if TYPE_CHECKING:
@@ -24,7 +24,9 @@ if TYPE_CHECKING:
 
 
 def report(
-    operation_id: Annotated[str, typer.Argument(help="The operation, or latest.", metavar="OPERATION")] = "latest",
+    operation_id: Annotated[
+        str, typer.Argument(help="The operation, or a snapshot: its newest one; or latest.", metavar="OPERATION")
+    ] = "latest",
     output: Annotated[
         str,
         typer.Option("--output", "-o", metavar="FILE", help="Where to write; - is standard output. [OPERATION.html]"),
@@ -54,7 +56,7 @@ def report(
                 name = operation_id
                 if name == "latest":
                     name = next((one.operation.operation_id for one in client.operations(1, timeout=timeout)), "")
-                answer = client.explain(name or None, timeout=timeout) if name else None
+                answer = explained(client, name, timeout) if name else None
             record, source = from_answer(answer) if answer is not None else None, "coordinator"
             note("the root cannot be read from here: the report has the last events and no curves")
         if record is None:
@@ -89,7 +91,7 @@ def _found(here: History | None, operation_id: str) -> Record | None:
     if here is None:
         return None
     if operation_id != "latest":
-        return here.find(operation_id)
+        return here.named(operation_id)
     newest = here.list(1)
     return here.find(newest[0].operation_id) if newest else None
 

@@ -24,6 +24,7 @@ from coordinator.wire.ids import is_wire_id
 from coordinator.wire.terms import OperationKind, Phase
 
 FORMAT: Final = 1
+MAX_NAMED: Final = 1000  # newest operations among which a snapshot is looked for
 MAX_LATER: Final = 20
 DIRECTORY: Final = "history"
 MAX_FILE_BYTES: Final = 2 << 20
@@ -178,13 +179,21 @@ class History:
         except FileNotFoundError:
             return None
 
+    def named(self, name: str) -> Record | None:
+        """As `find`; else the newest operation on the snapshot of that name. Raises as `list`."""
+        found = self.find(name)
+        if found is not None:
+            return found
+        newest = next((one.operation_id for one in self.list(MAX_NAMED) if one.snapshot_id == name), "")
+        return self.find(newest) if newest else None
+
     def explain(self, operation_id: str = "") -> pb.ExplainResponse | None:
-        """As Explain answers, for when no coordinator does: of that operation (None: it is not known), or of the newest that
-        did not succeed. Raises as `list`.
+        """As Explain answers, for when no coordinator does: of that operation or the newest on that snapshot (None: it is not
+        known), or of the newest that did not succeed. Raises as `list`.
         """
         listed = self.list()
         name = operation_id or next((one.operation_id for one in listed if one.outcome != "succeeded"), "")
-        found = self.find(name) if name else None
+        found = self.named(name) if name else None
         if found is None:
             return None if operation_id else pb.ExplainResponse()
         later = [one.status() for one in listed if one.began_s > found.began_s]

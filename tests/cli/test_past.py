@@ -100,6 +100,25 @@ async def test_the_list_is_read_from_the_root_too(alone: Safepoint, tmp_path: Pa
     assert [one["operation"]["operation_id"] for one in found] == ["save-3", "save-2", "save-1"]
 
 
+async def test_a_snapshot_stands_for_the_newest_operation_on_it(
+    alone: Safepoint, safepoint: Safepoint, fake: FakeCoordinator, tmp_path: Path
+) -> None:
+    for number, snapshot in ((1, "other"), (2, "mine"), (3, "mine"), (4, "other")):
+        remember(tmp_path, number, "aborted", snapshot)
+    assert "save mine (save-3): aborted" in (await alone("why", "mine")).out
+    assert (await alone("why", "mine", "--json")).json()["operation"]["operation_id"] == "save-3"
+    assert "save-3" in (await alone("report", "mine", "-o", "-")).out
+    assert "save mine (save-2): aborted" in (await alone("why", "save-2")).out, "an id comes first"
+    unknown = await alone("why", "nobodys")
+    assert unknown.code == 12
+    assert "Next: Look at `safepoint history`" in unknown.err
+    fake.fail("Explain", Problem(Reason.UNKNOWN_OPERATION, "No operation step-40 is known here."))
+    assert "(save-1): aborted" in (await safepoint("why", "step-40")).out
+    assert fake.requests("Explain")[-1].operation_id == "save-1"
+    fake.fail("Explain", Problem(Reason.UNKNOWN_OPERATION, "No operation step-41 is known here."))
+    assert (await safepoint("why", "step-41")).code == 12
+
+
 async def test_a_root_that_never_had_a_coordinator_is_not_taken_for_a_history(alone: Safepoint) -> None:
     ran = await alone("why", "--wait", "0.1")
     assert ran.code == 5
