@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import datetime
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
+from safepoint.v1 import capabilities_pb2
 from safepoint.v1 import coordinator_service_pb2 as pb
 
 from coordinator.cli_output import short
@@ -46,12 +47,28 @@ def operation_text(operation: pb.OperationStatus) -> str:
     return text
 
 
+_RESTART_COSTS: Final = {
+    "export_restore": "nothing",
+    "replay": "its calls are made again",
+    "restart_only": "its rollouts begin again",
+    "stateless": "nothing",
+}
+
+
+def _restart_cost(who: capabilities_pb2.Capabilities) -> str:
+    """What a restore after a restart of that server cannot bring back, in a few words; why is a finding."""
+    mode = short(who, "checkpoint_mode")
+    if mode == "stateless" and short(who, "role") == "agent":
+        return "its rollouts: they are in no snapshot"
+    return _RESTART_COSTS.get(mode, "")
+
+
 def topology_view(topology: pb.GetTopologyResponse) -> Group:
     """Participants, then findings: blocking ones first."""
     from rich.console import Group
     from rich.text import Text
 
-    people = table("participant", "role", "kind", "state survives by", "workers", "address")
+    people = table("participant", "role", "kind", "state survives by", "a restart costs", "workers", "address")
     for info in topology.participants:
         who = info.capabilities
         people.add_row(
@@ -59,6 +76,7 @@ def topology_view(topology: pb.GetTopologyResponse) -> Group:
             short(who, "role"),
             who.kind,
             short(who, "checkpoint_mode").replace("_", " "),
+            _restart_cost(who),
             str(who.configured_workers),
             info.address,
         )
@@ -124,7 +142,8 @@ def report_text(report: Report) -> str:
         f"verdict   {report.verdict}: state survives by {report.checkpoint_mode.replace('_', ' ')}",
         f"cost      {report.cost}",
     ]
-    if report.reason:
+    seen = report.probe
+    if report.reason and not (seen is not None and report.reason == seen.untried):
         lines.append(f"reason    {report.reason}")
     for one in report.session_attributes:
         types = f" holds {', '.join(one.live_types)}" if one.live_types else ""
@@ -135,8 +154,9 @@ def report_text(report: Report) -> str:
     lines += [f"uses      {what}: {', '.join(where)}" for what, where in report.calls.items()]
     if report.references:
         lines.append(f"calls     {', '.join(report.references)}")
-    seen = report.probe
-    if seen is not None and seen.ran:
+    if seen is not None and seen.untried:
+        lines.append(f"tried     {seen.untried}")
+    elif seen is not None and seen.ran:
         same = "the second server told the same" if seen.equal else "the second server told something else"
         lines.append(f"tried     {seen.sessions} sessions, {seen.saved} saved, {size_text(seen.export_bytes)}; {same}")
         lines += [f"excluded  {why}" for why in seen.excluded]

@@ -7,7 +7,8 @@ from textwrap import dedent
 
 import pytest
 
-from participant_shims.gate.state.inspect import inspect_server
+from coordinator.cli_views import report_text
+from participant_shims.gate.state.inspect import inspect_server, make_report
 from participant_shims.gate.state.modes import decide
 from participant_shims.gate.state.source import SourceFacts, read_source
 
@@ -227,6 +228,38 @@ def test_a_module_that_cannot_be_read_is_no_proof_of_statelessness(tmp_path: Pat
 def test_a_reason_stays_within_the_contracts_limit(tmp_path: Path) -> None:
     found = SourceFacts(holds={f"attribute_{n}": "é" * 50 for n in range(50)})
     assert len(decide(found, "codec").reason.encode()) <= 1000
+
+
+@pytest.mark.parametrize(
+    ("requests", "why"),
+    [
+        (["/seed_session 422", "/seed_session 422"], "no session could be made: /seed_session answered 422;"),
+        (["/reset 599"], "no session could be made: /reset failed;"),
+        (["/seed_session 200", "/add 500"], "no session held state"),
+        ([], "no session could be made: nothing begins one;"),
+    ],
+)
+def test_a_server_of_which_nothing_was_saved_is_untested(tmp_path: Path, requests: list[str], why: str) -> None:
+    found = facts(
+        tmp_path,
+        """
+        class S(SimpleResourcesServer):
+            counts: dict[str, int] = {}
+            async def count(self, request):
+                self.counts[request.session[SESSION_ID_KEY]] = 1
+        """,
+    )
+    app = tmp_path / "resources_servers" / "sample" / "app.py"
+    assert make_report(app, found, None).verdict == "codec", "by its source"
+    report = make_report(app, found, {"ran": True, "sessions": 0, "saved": 0, "requests": requests})
+    assert report.verdict == "untested"
+    assert why in report.reason
+    text = report_text(report)
+    assert f"tried     {why}" in text
+    assert "come back as they were" not in text
+    assert "0 sessions" not in text
+    tried = {"ran": True, "sessions": 1, "saved": 1, "equal": True, "requests": ["/seed_session 200"]}
+    assert make_report(app, found, tried).verdict == "codec"
 
 
 @pytest.mark.parametrize(

@@ -24,8 +24,11 @@ from participant_shims.gate.state.source import SourceFacts, read_source
 
 PROBE_S: Final = 60.0  # importing a server with its dependencies takes up to 20 s on a busy machine
 NOWHERE: Final = "http://127.0.0.1:9"
+_BEGINS: Final = ("/seed_session ", "/reset ")
+_RAISED: Final = "599"  # of the probe: the handler raised, and there was no answer
 CODEC: Final = "codec"
 UNKNOWN: Final = "unknown"
+UNTESTED: Final = "untested"
 REEXECUTE: Final = "reexecute"
 # What a session may hold so that doing its calls again still brings it back: things inside this machine.
 _REPEATABLE: Final = ("(subprocess)", "(thread)")
@@ -37,6 +40,8 @@ _COST: Final = {
     "answer is compared, which takes as long as the calls took. Without it, rollouts that use it restart from their input.",
     modes.RESTART: "Sessions can't be brought back: rollouts that use it restart from their input after a restore.",
     modes.STATELESS: "It keeps nothing between calls: nothing to save, nothing to lose.",
+    UNTESTED: "By its source sessions can be saved, and none was: its gate saves what the codec can, and rollouts that hold "
+    "anything else restart from their input.",
     UNKNOWN: "Nothing can be said before it runs: its gate saves what the codec can, and rollouts that hold anything else "
     "restart from their input.",
 }
@@ -69,6 +74,7 @@ class Probe:
     excluded: tuple[str, ...] = ()
     export_bytes: int = 0
     requests: tuple[str, ...] = ()  # what was sent, with the status
+    untried: str = ""  # it ran, and why it had no session to save
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +85,9 @@ class Report:
     path: str
     kind: str
     server_class: str
-    verdict: str  # codec, reexecute, restart_only, stateless, or unknown: no server class was found
+    # codec, reexecute, restart_only, stateless; untested: codec by its source, and the probe had nothing to save; or
+    # unknown: no server class was found
+    verdict: str
     checkpoint_mode: str  # what the gate will declare with the default SAFEPOINT_STATE
     cost: str
     reason: str = ""
@@ -151,6 +159,8 @@ def make_report(app: Path, facts: SourceFacts, seen: dict[str, Any] | None) -> R
         reason = ""  # what the source left open, the probe has shown
     elif found is not None and found.saved and not found.equal:
         verdict, reason = modes.RESTART, "the probe's second server did not get the same state back"
+    elif found is not None and found.untried and verdict == CODEC:
+        verdict, reason = UNTESTED, f"{found.untried}{f'; {reason}' if reason else ''}"
     live: dict[str, Any] = seen.get("types", {}) if seen else {}
     return Report(
         name=app.parent.name,
@@ -193,6 +203,7 @@ def _repeatable(facts: SourceFacts) -> bool:
 def _probe(seen: dict[str, Any] | None) -> Probe | None:
     if seen is None:
         return None
+    requests = tuple(str(r) for r in seen.get("requests", ()))
     return Probe(
         ran=bool(seen.get("ran")),
         problem=str(seen.get("problem", ""))[:500],
@@ -202,7 +213,22 @@ def _probe(seen: dict[str, Any] | None) -> Probe | None:
         equal=bool(seen.get("equal")),
         excluded=tuple(str(e) for e in seen.get("excluded", ())),
         export_bytes=int(seen.get("export_bytes", 0)),
-        requests=tuple(str(r) for r in seen.get("requests", ())),
+        requests=requests,
+        untried=_untried(requests) if seen.get("ran") and not seen.get("sessions") else "",
+    )
+
+
+def _untried(requests: tuple[str, ...]) -> str:
+    """Why there was no session, from what was sent."""
+    begun = [request.partition(" ")[::2] for request in requests if request.startswith(_BEGINS)]
+    if any(int(status) < 400 for _, status in begun):
+        return "no session held state after the few calls that were tried"
+    answers = dict.fromkeys(
+        f"{path} {'failed' if status == _RAISED else f'answered {status}'}" for path, status in begun
+    )
+    return (
+        f"no session could be made: {', '.join(answers) or 'nothing begins one'};"
+        " rows that the server takes can be given in its data/example.jsonl"
     )
 
 
