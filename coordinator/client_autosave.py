@@ -19,6 +19,7 @@ The end of a Slurm job is read from SLURM_JOB_END_TIME, which Slurm sets in a jo
 from __future__ import annotations
 
 import logging
+import math
 import os
 import queue
 import signal
@@ -193,7 +194,10 @@ class Autosave:
 def _slurm_ends_in_s(environ: Mapping[str, str], wall_now: float) -> float | None:
     text = environ.get(SLURM_END, "")
     try:
-        return float(text) - wall_now if text else None
+        left = float(text) - wall_now if text else None
     except ValueError:
-        log.warning("%s=%r is no time; the end of the job is not known", SLURM_END, text)
+        left = math.nan
+    if left is not None and not 0 < left < math.inf:
+        log.warning("%s=%r is no time that is to come; the end of the job is not known", SLURM_END, text)
         return None
+    return left

@@ -4,6 +4,7 @@ The rules, in the order in which they win:
 
 1. Before the end: when the job's end is near or somebody told us to go (SIGTERM), one save is due at once, without any gap.
    When less than `last_chance_s` is left it is a *last chance*: nobody waits for stragglers, and the save has what is left.
+   One that fails is due again at once, later ones after a short gap. An end that has passed was none: it counts no more.
 2. On demand (SIGUSR1): at once, but for the gap.
 3. By steps and by time: when `every_steps` or `every_s` have passed since the save before, successful or not.
 
@@ -104,6 +105,7 @@ class SaveSchedule:
         self._last_step: int | None = None
         self._demanded = False
         self._final_done = False
+        self._final_at = began_at  # when the save before the end may be tried again
 
     @property
     def exceeded(self) -> bool:
@@ -118,11 +120,14 @@ class SaveSchedule:
         """The job ends then; the earliest that was told counts."""
         self._ends_at = at if self._ends_at is None else min(at, self._ends_at)
         self._final_done = False
+        self._final_at = float("-inf")
 
     def due(self, now: float, step: int | None = None) -> Due | None:
         """The save that should begin now. `step`: of the trainer, when it counts them."""
         left = self._left(now)
-        if left is not None and left <= self.rules.before_end_s and not self._final_done:
+        if left is not None and left <= self.rules.before_end_s:
+            if now < self._final_at:
+                return None
             if left <= MARGIN_S:
                 return None  # it could not be published any more, and would keep everybody paused for nothing
             last = left <= self.rules.last_chance_s
@@ -140,8 +145,13 @@ class SaveSchedule:
     def wait_s(self, now: float) -> float | None:
         """How long until a save may be due without a step or a signal; None: never."""
         times: list[float] = []
-        if self._ends_at is not None and not self._final_done:
-            times.append(self._ends_at - self.rules.before_end_s)
+        left = self._left(now)
+        if left is not None and left <= MARGIN_S:
+            return left
+        if left is not None:
+            times.append(max(now + left - self.rules.before_end_s, self._final_at))
+            if left <= self.rules.before_end_s:
+                return max(0.0, times[0] - now)  # nothing else is due before it
         if self._demanded:
             times.append(self._free_at)
         if self.rules.every_s:
@@ -169,11 +179,16 @@ class SaveSchedule:
         self._free_at = now + max(self.rules.min_gap_s, RETRY_S)
         if due.trigger in (Trigger.PREEMPTION, Trigger.LAST_CHANCE):
             self._final_done = False
+            left = self._left(now) or 0.0
+            self._final_at = now if self.failures == 1 else now + min(RETRY_S, left / 4)
         else:
             self._demanded = True
 
     def _left(self, now: float) -> float | None:
-        return None if self._ends_at is None else self._ends_at - now
+        """Until the end that a save is still to be made before; None when there is none, or it has passed and we go on."""
+        if self._ends_at is not None and now >= self._ends_at:
+            self._ends_at = None  # forgotten, so that a later one that is told counts
+        return None if self._ends_at is None or self._final_done else self._ends_at - now
 
     def _steps_due(self, step: int | None) -> bool:
         if step is None or not self.rules.every_steps:

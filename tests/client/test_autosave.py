@@ -119,7 +119,17 @@ def test_the_end_of_a_slurm_job_is_known_from_its_environment() -> None:
     due = saving.due()
     assert due is not None
     assert due.trigger is Trigger.PREEMPTION
-    assert autosave(Saver(), clock, {"SLURM_JOB_END_TIME": "soon"}).schedule.wait_s(0) is None
+
+
+@pytest.mark.parametrize("text", ["soon", "1", "-5", "nan", "inf"])
+def test_an_end_of_a_slurm_job_that_is_no_time_to_come_is_not_known_and_saves_go_on(text: str) -> None:
+    clock = Clock()
+    saving = autosave(Saver(), clock, {"SLURM_JOB_END_TIME": text})
+    assert saving.schedule.wait_s(clock.now) is None
+    saving.demand()
+    due = saving.due()
+    assert due is not None
+    assert due.trigger is Trigger.DEMAND
 
 
 def test_waiting_ends_when_a_save_is_demanded_or_the_job_ends() -> None:

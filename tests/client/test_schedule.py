@@ -105,6 +105,39 @@ def test_a_last_save_that_failed_is_due_again_at_once_while_there_is_time() -> N
     assert trigger(schedule.due(12)) is Trigger.PREEMPTION
 
 
+def test_before_the_end_only_the_first_failure_is_followed_at_once_whatever_is_tolerated() -> None:
+    schedule = SaveSchedule(SaveRules(before_end_s=300, tolerated_failures=None), 0, ends_at=300)
+    now, tries = 0.0, 0
+    while now < 300:
+        due = schedule.due(now)
+        if due is not None:
+            schedule.begun(due, now)
+            schedule.failed(due, now)
+            tries += 1
+            if tries > 1:
+                assert schedule.due(now) is None
+        wait_s = schedule.wait_s(now)
+        if wait_s is None:
+            break
+        assert wait_s > 0 or schedule.due(now) is not None, "who waits must not spin"
+        now += wait_s
+    assert 300 / RETRY_S <= tries < 300 / RETRY_S + 30
+
+
+def test_an_end_that_has_passed_keeps_nothing_from_being_saved() -> None:
+    for ends_at in (-1000.0, 0.0):
+        schedule = SaveSchedule(SaveRules(every_s=100), 0, ends_at)
+        assert schedule.due(1) is None
+        assert schedule.wait_s(1) == 99
+        assert trigger(schedule.due(100)) is Trigger.TIME
+        schedule.demand()
+        assert trigger(schedule.due(1)) is Trigger.DEMAND
+    schedule.ends(1000)
+    assert schedule.due(1000 - MARGIN_S / 2) is None
+    assert schedule.wait_s(1000 - MARGIN_S / 2) == MARGIN_S / 2, "and not 0: who waits must not spin"
+    assert trigger(schedule.due(1000)) is Trigger.DEMAND, "it lives: the end was none"
+
+
 def test_the_earliest_end_counts_and_a_nearer_one_asks_for_another_save() -> None:
     schedule = SaveSchedule(SaveRules(before_end_s=300), 0, ends_at=1000)
     due = schedule.due(750)
