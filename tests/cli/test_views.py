@@ -12,6 +12,7 @@ from coordinator.cli_live import Look, view
 from coordinator.cli_output import show
 from coordinator.cli_views import operation_text, table, topology_view
 from coordinator.client_results import describe
+from coordinator.wire.terms import CheckpointMode, Role
 
 
 def shown(status: pb.GetCoordinatorStatusResponse) -> str:
@@ -81,3 +82,25 @@ def test_a_phase_without_participants_counts_none() -> None:
     assert "participants" not in describe(event)
     event.phase_started.participant_ids.append("counter")
     assert describe(event).endswith(": 1 participants")
+
+
+def test_a_topology_says_of_everybody_what_a_restart_costs() -> None:
+    topology = pb.GetTopologyResponse()
+    for name, role, mode in (
+        ("counter", Role.RESOURCES, CheckpointMode.EXPORT_RESTORE),
+        ("sandbox", Role.RESOURCES, CheckpointMode.REPLAY),
+        ("browser", Role.RESOURCES, CheckpointMode.RESTART_ONLY),
+        ("judge", Role.AUXILIARY_MODEL, CheckpointMode.STATELESS),
+        ("agent", Role.AGENT, CheckpointMode.STATELESS),
+    ):
+        who = topology.participants.add().capabilities
+        who.participant_id, who.role, who.checkpoint_mode = name, int(role), int(mode)  # type: ignore[assignment]
+    text = io.StringIO()
+    Console(width=200, file=text).print(topology_view(topology))
+    costs = {line.split()[0]: line for line in text.getvalue().splitlines() if line.strip()}
+    assert "a restart costs" in costs["participant"]
+    for name, cost in {
+        "counter": "nothing", "sandbox": "its calls are made again", "browser": "its rollouts begin again",
+        "judge": "nothing", "agent": "they are in no snapshot",
+    }.items():  # fmt: skip
+        assert cost in costs[name]
