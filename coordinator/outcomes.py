@@ -22,6 +22,7 @@ from coordinator.wire.ids import OperationId, SnapshotId
 from coordinator.wire.rpc import problem_from_detail
 from coordinator.wire.terms import OperationKind, Phase
 
+LEASES: Final = 1.5  # after so many leases even a server that was stopped has found out that it is over
 RESULTS: Final = ("saved", "restored", "resumed", "failed")
 
 
@@ -42,6 +43,7 @@ class Ended:
     )
     history: tuple[coordinator_service_pb2.OperationEvent, ...] = ()  # in memory only
     began_ms: int = 0  # milliseconds since 1970, for people; 0: not known
+    open_by: float | None = None  # of this coordinator's clock: leases have freed everybody then; None: not known
 
     @property
     def failed(self) -> coordinator_service_pb2.Failed | None:
@@ -103,6 +105,7 @@ def ended(drive: Drive) -> Ended:
         results={name: event for name, event in events.items() if event is not None},
         history=tuple(drive.reporter.history),
         began_ms=drive.began_ms,
+        open_by=drive.began_at + drive.elapsed_s + LEASES * drive.operation.options.lease_ttl_s,
     )
 
 

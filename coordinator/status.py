@@ -14,6 +14,7 @@ from safepoint.v1 import coordinator_service_pb2
 
 from coordinator import convert, outcomes
 from coordinator.operations import Operations
+from coordinator.protocol.operation import Outcome
 from coordinator.protocol.topology import Participant
 from coordinator.wire.errors import SafepointError
 
@@ -55,11 +56,17 @@ async def coordinator_status(
 
 
 def operation_status(operations: Operations) -> coordinator_service_pb2.OperationStatus | None:
-    """The operation that runs, or else the last one."""
+    """The operation that runs, or else the last one, without whom its lease has freed since."""
     if operations.active is not None:
         return outcomes.running_status(operations.active, operations.clock())
     ended = operations.last_ended()
-    return ended.status() if ended is not None else None
+    if ended is None:
+        return None
+    status = ended.status()
+    failed_paused = ended.outcome is Outcome.FAILED_PAUSED
+    if not failed_paused and ended.open_by is not None and operations.clock() >= ended.open_by:
+        del status.unconfirmed[:]
+    return status
 
 
 async def _health(

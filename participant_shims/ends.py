@@ -29,7 +29,7 @@ from coordinator.wire.auth import Tokens
 from coordinator.wire.errors import SafepointError
 from coordinator.wire.record import look_up
 from coordinator.wire.rpc import error_from_rpc
-from participant_shims.gate.life import server_process
+from participant_shims.gate.life import is_ending, server_process
 from participant_shims.gate.process import fate, lives, output_of
 from participant_shims.gate.shim_process import BEFORE_VARIABLE, SAYS_VARIABLE
 from participant_shims.last_words import last_words
@@ -114,6 +114,7 @@ class ServerWatch:
     """The main process of the server beside this shim, looked at while it lives. For a life that has no such note: nothing."""
 
     def __init__(self, life: Path) -> None:
+        self._life = life
         self._process = server_process(life)
         # Of a process that has ended nobody can see any more where its output went.
         self._log_path = output_of(self._process[0]) if self._process is not None else ""
@@ -129,6 +130,8 @@ class ServerWatch:
         while lives(pid, began) and asyncio.get_running_loop().time() < until:  # the signal may come a moment before  # noqa: ASYNC110
             await asyncio.sleep(0.01)
         how = fate(pid, began)
+        if not how and is_ending(self._life):  # a process can take longer to go than anybody may wait
+            return f"Its server (pid {pid}) has ended in good order, and it ended with it."
         if not how:
             return f"{told}, while its server (pid {pid}) lives."
         where = f", log {self._log_path}" if self._log_path else ""

@@ -27,6 +27,7 @@ SOCKET: Final = "gate.sock"
 CALLS: Final = "calls.db"
 _RECORD: Final = "life.json"
 _ENDED: Final = "ended"
+_ENDING: Final = "ending"  # the same, when the server's process waits for its shim
 _MAX_SOCKET_PATH: Final = 107  # bytes; the kernel's sun_path without its terminator
 
 
@@ -106,9 +107,15 @@ def mark_ended(life: Path) -> None:
         pass
 
 
+def is_ending(life: Path) -> bool:
+    """Whether the server of this life has noted that it ends, although its process may still be there."""
+    return (life / _ENDED).exists() or (life / _ENDING).exists()
+
+
 def unmark_ended(life: Path) -> None:
     """Take that back: the server's process removes the directory itself, and its shim must not wait for it."""
     try:
+        (life / _ENDING).touch(mode=0o600)
         (life / _ENDED).unlink(missing_ok=True)
     except OSError:
         pass

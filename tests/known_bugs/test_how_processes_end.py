@@ -230,3 +230,16 @@ async def test_why_a_shim_ends_is_its_server_or_whoever_told_it(short_path: Path
     assert await ServerWatch(short_path).why_told(signal.SIGTERM) == "It was told to end by SIGTERM."
     mine = life.create("agent", "gym.agent", 1, short_path / "run")
     assert "while its server" in await ServerWatch(mine).why_told(signal.SIGINT)
+
+
+@pytest.mark.parametrize("waits_for_its_shim", [False, True])
+async def test_a_server_that_ends_is_not_said_to_live_although_its_process_takes_its_time(
+    waits_for_its_shim: bool, short_path: Path
+) -> None:
+    mine = life.create("agent", "gym.agent", 1, short_path / "run")
+    watch = ServerWatch(mine)
+    life.mark_ended(mine)
+    if waits_for_its_shim:
+        life.unmark_ended(mine)
+    said = await watch.why_told(signal.SIGTERM)
+    assert said == f"Its server (pid {os.getpid()}) has ended in good order, and it ended with it."

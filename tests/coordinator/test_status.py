@@ -1,0 +1,42 @@
+"""What the status says of an operation that is over: who may still be paused by it, and for how long that can be."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+
+from coordinator.operations import Operations
+from coordinator.outcomes import Ended
+from coordinator.protocol.operation import Outcome
+from coordinator.status import operation_status
+from coordinator.wire.ids import OperationId, SnapshotId
+from coordinator.wire.terms import OperationKind, Phase
+
+OPEN_BY = 145.0
+
+
+def unconfirmed(now: float, outcome: Outcome = Outcome.ABORTED, open_by: float | None = OPEN_BY) -> list[str]:
+    ended = Ended(
+        OperationId("save-1"), SnapshotId("step-1"), OperationKind.SAVE, outcome, "", Phase.ABORT, 1.0, ("counter",),
+        open_by=open_by,
+    )  # fmt: skip
+    operations: Any = SimpleNamespace(active=None, last_ended=lambda: ended, clock=lambda: now)
+    status = operation_status(cast(Operations, operations))
+    assert status is not None
+    return list(status.unconfirmed)
+
+
+def test_nobody_is_said_to_be_paused_longer_than_its_lease_can_last() -> None:
+    assert unconfirmed(OPEN_BY - 1) == ["counter"]
+    assert unconfirmed(OPEN_BY) == []
+
+
+@pytest.mark.parametrize(
+    ("outcome", "open_by"),
+    [(Outcome.FAILED_PAUSED, OPEN_BY), (Outcome.ABORTED, None)],
+    ids=["a restore that keeps them paused", "an operation of an earlier coordinator"],
+)
+def test_who_may_be_paused_for_longer_stays_named(outcome: Outcome, open_by: float | None) -> None:
+    assert unconfirmed(1e9, outcome, open_by) == ["counter"]
