@@ -1,7 +1,8 @@
 """Whether a coordinator uses a root, for commands that write one themselves.
 
 The rule: without a coordinator nothing is deleted, pinned or added while one may be using the root. One that is stopped, or
-that we cannot reach, may: only an address at which nobody listens says that it is gone.
+that we cannot reach, may: only an address at which nobody listens says that it is gone. An address that cannot be read says
+nothing.
 """
 
 from __future__ import annotations
@@ -21,12 +22,20 @@ def require_alone(root: Path, token_file: str = "", next_step: str = ASK_IT) -> 
     from coordinator.wire.record import FILE, look_up
 
     record = root / "coordinator" / "address.json"
-    if not record.exists():
+    try:
+        record.lstat()
+    except (FileNotFoundError, NotADirectoryError):
         return
+    except OSError:
+        pass  # it may be there
     try:
         address = look_up(f"{FILE}{record}").address
-    except Unanswered:
-        return  # nobody could find one by it either
+    except Unanswered as silence:
+        raise refuse(
+            Reason.SNAPSHOT_IN_USE,
+            f"A coordinator may run on {root}: {silence.problem.message}",
+            next_step=f"One that runs writes it anew within seconds: repeat. If none does, remove {record}.",
+        ) from silence
     if not _listens(address):
         return
     from coordinator.client import Budgets, Client

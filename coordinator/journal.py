@@ -31,7 +31,7 @@ from typing import Any, Final, TypeVar, cast
 
 from coordinator.wire import failpoints
 from coordinator.wire.beneath import Directory, storage_error
-from coordinator.wire.errors import Reason, SafepointError, refuse
+from coordinator.wire.errors import Problem, Reason, Refused, SafepointError, refuse
 from coordinator.wire.ids import OperationId
 
 log = logging.getLogger(__name__)
@@ -42,8 +42,9 @@ MEMBERS: Final = "members"  # an entry of no operation: by name, who takes part,
 KEPT_DISMISSED: Final = 1000  # names of those, so that it can be said of them again
 ROTATE_BYTES: Final = 16 << 20
 MAX_ENTRY_BYTES: Final = 32 << 20  # a topology of some 10,000 participants
-_EPOCH: Final = re.compile(r"epoch-([0-9]{1,18})")
-_JOURNAL: Final = re.compile(r"journal-([0-9]{1,18})\.log")
+_EPOCH: Final = re.compile(r"epoch-([1-9][0-9]{0,17})")
+_JOURNAL: Final = re.compile(r"journal-([1-9][0-9]{0,17})\.log")
+_LAST_NUMBER: Final = 10**18 - 1  # the highest that those names have; none follows it
 _KEPT_EPOCH_FILES: Final = 8
 _RESERVE: Final = "reserve"
 RESERVE_BYTES: Final = 256 << 10  # for the records of an end, and the mark on a snapshot that is given up
@@ -102,7 +103,8 @@ class Journal:
 
         The epoch is higher than `above`, too: that of a snapshot which another root, or a lost directory, has numbered.
 
-        Raises STORAGE_FULL, STORAGE_FAILED, and SNAPSHOT_CORRUPT for a damaged journal; then nobody has heard of us.
+        Raises STORAGE_FULL, STORAGE_FAILED, and SNAPSHOT_CORRUPT for a damaged journal, or a name in whose place no
+        higher one can come; then nobody has heard of us.
         """
         self._directory = directory
         self._file = -1
@@ -110,10 +112,13 @@ class Journal:
         self._number = 0  # of the file in use
         self._broken = ""
         self.alive_before = _last_touched(directory)  # when a coordinator was here before us; zero: nobody knows
-        self.epoch = self._with_reserve(lambda: _raise_epoch(directory, above))
+        newest = max(_numbers(directory, _JOURNAL), default=0)
+        if newest >= _LAST_NUMBER:
+            raise _used_up(str(directory.path / f"journal-{newest}.log"))
+        self.epoch = self.with_reserve(lambda: _raise_epoch(directory, above))
         newest = max(_numbers(directory, _JOURNAL), default=0)
         self.contents = _read(directory, f"journal-{newest}.log") if newest else Contents()
-        self._with_reserve(lambda: self._start_file(newest + 1))
+        self.with_reserve(lambda: self._start_file(newest + 1))
         try:
             self._keep_reserve()
         except SafepointError as error:
@@ -135,7 +140,7 @@ class Journal:
                 self._keep_reserve()
             self._write(entry, line)
         else:
-            self._with_reserve(lambda: self._write(entry, line))
+            self.with_reserve(lambda: self._write(entry, line))
         self.contents.add(entry)
         if self._size > ROTATE_BYTES and not self.contents.open:
             self._rotate()
@@ -172,8 +177,8 @@ class Journal:
         log.warning("the disk is full: the reserve is spent on ending what has begun")
         return True
 
-    def _with_reserve(self, work: Callable[[], ResultT]) -> ResultT:
-        """Do it; when the disk is full, once more with the reserve."""
+    def with_reserve(self, work: Callable[[], ResultT]) -> ResultT:
+        """Do it; when the disk is full, once more with the reserve. Raises what `work` raises."""
         try:
             return work()
         except SafepointError as error:
@@ -198,13 +203,41 @@ class Journal:
                 ) from error
 
     @property
+    def path(self) -> Path:
+        """Of the file in use."""
+        return self._directory.path / f"journal-{self._number}.log"
+
+    @property
     def broken(self) -> str:
         """Why nothing can be appended any more, until a restart; empty while all is well."""
         return self._broken
 
+    def lost(self) -> Problem | None:
+        """Why what lies in the root is not ours to change any more, if so. Asked right before a snapshot is published.
+
+        Raises STORAGE_* when the disk does not say.
+        """
+        path = self._directory.path
+        if not self._directory.in_place():
+            return Problem(
+                Reason.STORAGE_FAILED,
+                f"The log of epoch {self.epoch} is not in {path} any more: another directory is there now.",
+                next_step="Move the directory that was there back and start a coordinator, or go on with the new one.",
+            )
+        newest = max(_numbers(self._directory, _EPOCH), default=0)
+        if newest > self.epoch:
+            return Problem(Reason.STALE_EPOCH, f"A newer coordinator than epoch {self.epoch} has started in this root.")
+        if newest < self.epoch:
+            return Problem(
+                Reason.STORAGE_FAILED,
+                f"{path / f'epoch-{self.epoch}'} is gone: somebody has removed it.",
+                next_step="Make it again (touch), then start the coordinator: participants refuse one of a lower epoch.",
+            )
+        return None
+
     def owns_epoch(self) -> bool:
-        """Whether no coordinator has started after us. Asked right before a snapshot is published."""
-        return max(_numbers(self._directory, _EPOCH), default=0) == self.epoch
+        """Whether what lies in the root is ours to change. Raises STORAGE_* when the disk does not say."""
+        return self.lost() is None
 
     def note_alive(self) -> None:
         """Note that we are here, for whoever comes after us. Raises STORAGE_*."""
@@ -212,9 +245,9 @@ class Journal:
             self._directory.touch(f"epoch-{self.epoch}")
 
     def require_epoch(self) -> None:
-        """Raise STALE_EPOCH when a coordinator has started after us: what lies in the root is its to change."""
-        if not self.owns_epoch():
-            raise refuse(Reason.STALE_EPOCH, f"A newer coordinator than epoch {self.epoch} has started in this root.")
+        """Raise STALE_EPOCH when a coordinator has started after us, STORAGE_FAILED when our log is not in its place."""
+        if (problem := self.lost()) is not None:
+            raise Refused(problem)
 
     def close(self) -> None:
         """Give the handles back. Nothing is lost: every append was durable."""
@@ -257,11 +290,9 @@ class Journal:
         failpoints.reach("journal.before_file")
         try:
             self._directory.write_new(name, data)
-            file = os.open(self._directory.path / name, os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC | os.O_NOFOLLOW)
+            file = self._directory.open_end(name)
         except FileExistsError as error:
             raise refuse(Reason.FENCED, "Another coordinator starts in this root at this moment.") from error
-        except OSError as error:
-            raise storage_error(error, f"opening {self._directory.path / name}") from error
         if self._file >= 0:
             os.close(self._file)
         self._file, self._size, self._number = file, len(data), number
@@ -275,6 +306,9 @@ def _raise_epoch(directory: Directory, above: int) -> int:
     while True:
         known = sorted(_numbers(directory, _EPOCH))
         epoch = max([*known, above]) + 1
+        if epoch > _LAST_NUMBER:
+            by_file = bool(known) and known[-1] >= _LAST_NUMBER
+            raise _used_up(str(directory.path / f"epoch-{known[-1]}") if by_file else f"a snapshot of epoch {above}")
         failpoints.reach("journal.before_epoch")
         try:
             directory.write_new(f"epoch-{epoch}", b"")
@@ -284,6 +318,14 @@ def _raise_epoch(directory: Directory, above: int) -> int:
             directory.remove_file(f"epoch-{old}")
         failpoints.reach("journal.after_epoch")
         return epoch
+
+
+def _used_up(what: str) -> SafepointError:
+    return refuse(
+        Reason.SNAPSHOT_CORRUPT,
+        f"After {what} no coordinator can start: there is no higher number, and no coordinator has counted so far.",
+        next_step=f"Move {what} away and start again.",
+    )
 
 
 def _last_touched(directory: Directory) -> float:
@@ -326,6 +368,8 @@ def _entry(line: bytes) -> Entry | None:
         if len(checksum) != 8 or int(checksum, 16) != zlib.crc32(raw):
             return None
         loaded = cast("dict[str, Any]", json.loads(raw))
+        if not isinstance(loaded["data"], dict):
+            return None
         if loaded["kind"] == MEMBERS and not _names_members(loaded["data"]):
             return None
         return Entry(
@@ -343,10 +387,14 @@ def _names_members(data: Any) -> bool:
 
 
 def _damaged(directory: Directory, name: str, line: int) -> SafepointError:
-    path = directory.path / name
+    return damaged(directory.path / name, f"is damaged at line {line}")
+
+
+def damaged(path: Path, how: str) -> SafepointError:
+    """The refusal of a journal at that path that cannot be acted upon."""
     return refuse(
         Reason.SNAPSHOT_CORRUPT,
-        f"The journal {path} is damaged at line {line}. The coordinator does not act without it.",
+        f"The journal {path} {how}. The coordinator does not act without it.",
         next_step=f"Participants open by their lease. Then move {path} away and start again; snapshots are untouched.",
     )
 

@@ -304,8 +304,8 @@ class Operations:
                 raise refuse(
                     Reason.LEASE_LAPSED, "A lease had lapsed when the manifest was to be linked.", phase=Phase.PUBLISH
                 )
-            if not self.journal.owns_epoch():
-                raise refuse(Reason.STALE_EPOCH, "A newer coordinator has started.", phase=Phase.PUBLISH)
+            if (lost := self.journal.lost()) is not None:
+                raise Refused(replace(lost, phase=Phase.PUBLISH))
 
         cut = Cut(drive.operation, drive.transaction.topology, effect.committed, drive.identity.metadata)
         done = self._publisher.publish(cut, still_valid)
@@ -450,6 +450,10 @@ class Operations:
 
     def _append(self, entry: Entry) -> Awaitable[None]:
         return self._loop.run_in_executor(self._writer, self.journal.append, entry)
+
+    async def spending_reserve(self, work: Callable[[], None]) -> None:
+        """Do blocking work without which we are of no use, on a full disk with the journal's reserve. Raises what it raises."""
+        await self._loop.run_in_executor(self._writer, self.journal.with_reserve, work)
 
     async def _in_thread(self, work: Any, *arguments: Any) -> Any:
         return await asyncio.to_thread(work, *arguments)

@@ -13,6 +13,7 @@ import contextlib
 import logging
 import os
 import re
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, cast
 
@@ -20,13 +21,14 @@ from google.protobuf import json_format
 from safepoint.v1 import coordinator_service_pb2
 
 from coordinator.driver import Drive, Identity
-from coordinator.journal import Entry
+from coordinator.journal import Entry, damaged
 from coordinator.operations import Operations
 from coordinator.protocol import events as core
+from coordinator.protocol.operation import Operation
 from coordinator.protocol.transaction import Transaction
 from coordinator.wire import failpoints
 from coordinator.wire.errors import Reason, SafepointError, refuse
-from coordinator.wire.ids import SnapshotId
+from coordinator.wire.ids import OperationId, SnapshotId
 from coordinator.wire.terms import OperationKind
 
 log = logging.getLogger(__name__)
@@ -62,16 +64,15 @@ def require_log(root: str, epoch: int) -> None:
 async def recover(operations: Operations) -> None:
     """Settle what the journal holds: start driving it. Returns before it is settled. The last one owns the fence."""
     await _tidy(operations)
-    unfinished = list(operations.journal.contents.open.items())
-    for operation_id, entries in unfinished:
+    unfinished = list(operations.journal.contents.open)
+    found = [_found(operations, operation_id) for operation_id in unfinished]  # nobody is told before all can be read
+    for operation_id, one in zip(unfinished, found, strict=True):
         failpoints.reach("recovery.before_settle")
-        records = [_record(entry) for entry in entries if entry.kind in _KINDS]
-        begun = next((entry for entry in entries if entry.kind == core.RecordKind.BEGUN.value), None)
-        if begun is None or not records:
+        if one is None:
             log.error("the journal has no beginning of %s: participants open by their lease", operation_id)
             continue
-        drive = await _drive(operations, records, begun, entries)
-        if operation_id == unfinished[-1][0]:
+        drive = await _drive(operations, one)
+        if operation_id == unfinished[-1]:
             operations.active = drive
         operations.told_began(drive, taken_over=True)
         log.warning("the coordinator before this one did not end %s; settling it", operation_id)
@@ -97,29 +98,59 @@ async def _tidy(operations: Operations) -> None:
         log.warning("a name that was reserved may stay taken: %s", error)
 
 
-async def _drive(operations: Operations, records: list[core.Record], begun: Entry, entries: list[Entry]) -> Drive:
-    asked = cast("dict[str, Any]", records[0].data["operation"])
-    snapshot_id = SnapshotId(asked["snapshot_id"])
-    if asked["kind"] == OperationKind.SAVE.name:
-        await _settle_on_disk(operations, snapshot_id)
-    manifest = await asyncio.to_thread(operations.store.published_by, snapshot_id, begun.operation_id)
+@dataclass(frozen=True, slots=True)
+class _Found:
+    """An operation that was not ended, as the journal has it."""
+
+    records: list[core.Record]
+    operation: Operation
+    identity: Identity
+    restored: coordinator_service_pb2.OperationEvent | None
+
+
+def _found(operations: Operations, operation_id: OperationId) -> _Found | None:
+    """None without a beginning. Raises SNAPSHOT_CORRUPT for entries that are whole, and are none that we write."""
+    journal, restored = operations.journal, None
+    entries = journal.contents.open[operation_id]
+    try:
+        records = [_record(entry) for entry in entries if entry.kind in _KINDS]
+        begun = next((entry for entry in entries if entry.kind == core.RecordKind.BEGUN.value), None)
+        if begun is None:
+            return None
+        # As a whole once, before anything is done by it: what it was asked to do, and who took part.
+        operation = Transaction.from_records(records, published=False, coordinator_epoch=journal.epoch).operation
+        if operation.operation_id != operation_id or not isinstance(cast("object", operation.snapshot_id), str):
+            raise ValueError("its name, or that of its snapshot, is another")
+        for entry in entries:
+            if "result" in entry.data:
+                restored = json_format.ParseDict(
+                    entry.data["result"], coordinator_service_pb2.OperationEvent(), ignore_unknown_fields=True
+                )
+        identity = Identity(str(begun.data.get("digest", "")), dict(begun.data.get("metadata") or {}))
+    except (LookupError, TypeError, ValueError, AttributeError, RecursionError, json_format.Error) as error:
+        how = f"says of {operation_id} what no coordinator writes ({type(error).__name__}: {error})"
+        raise damaged(journal.path, how) from error
+    return _Found(records, operation, identity, restored)
+
+
+async def _drive(operations: Operations, found: _Found) -> Drive:
+    asked = found.operation
+    if asked.kind is OperationKind.SAVE:
+        await _settle_on_disk(operations, asked.snapshot_id)
+    manifest = await asyncio.to_thread(operations.store.published_by, asked.snapshot_id, asked.operation_id)
     transaction = Transaction.from_records(
-        records, published=manifest is not None, coordinator_epoch=operations.journal.epoch
+        found.records, published=manifest is not None, coordinator_epoch=operations.journal.epoch
     )
-    identity = Identity(str(begun.data.get("digest", "")), dict(begun.data.get("metadata") or {}))
-    drive = Drive(transaction.operation, transaction, identity, operations, operations.feed.publish)
+    drive = Drive(transaction.operation, transaction, found.identity, operations, operations.feed.publish)
     drive.recorded = drive.reserved = True
     drive.manifest = manifest
     if manifest is not None:
         with contextlib.suppress(SafepointError):  # readers pass over it
-            await asyncio.to_thread(operations.store.discard_temporaries, snapshot_id)
+            await asyncio.to_thread(operations.store.discard_temporaries, asked.snapshot_id)
     if manifest is None and drive.operation.parts:
         drive.manifest = await _restored_manifest(operations, drive)
-    for entry in entries:
-        if "result" in entry.data:
-            drive.answers.restored = json_format.ParseDict(
-                entry.data["result"], coordinator_service_pb2.OperationEvent(), ignore_unknown_fields=True
-            )
+    if found.restored is not None:
+        drive.answers.restored = found.restored
     return drive
 
 

@@ -112,6 +112,14 @@ class Directory:
         if fd >= 0:
             os.close(fd)
 
+    def in_place(self) -> bool:
+        """Whether its path still leads to it, and not to a directory that came later. Raises STORAGE_FAILED for no path."""
+        try:
+            there, ours = os.stat(self.path), os.fstat(self._fd)
+        except OSError as error:
+            raise storage_error(error, f"looking for {self.path}") from error
+        return (there.st_dev, there.st_ino) == (ours.st_dev, ours.st_ino)
+
     def child(self, path: str) -> Directory:
         """A directory below this one."""
         return self._descend(segments(path), path)
@@ -353,6 +361,14 @@ class Directory:
                 file.write(data)
         except OSError as error:
             raise storage_error(error, f"writing {self.path / name}") from error
+
+    def open_end(self, name: str) -> int:
+        """A handle that writes at the end of a file of ours that is there: the caller closes it."""
+        (segment,) = segments(name)
+        try:
+            return os.open(segment, os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC | os.O_NOFOLLOW, dir_fd=self._fd)
+        except OSError as error:
+            raise storage_error(error, f"opening {self.path / name}") from error
 
     def remove_file(self, name: str) -> None:
         """Remove a name that is no directory. One that is not there is no error."""

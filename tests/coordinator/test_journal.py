@@ -57,6 +57,55 @@ def test_an_older_coordinator_finds_that_it_is_older(tmp_path: Path) -> None:
     new.close()
 
 
+def test_an_epoch_that_was_removed_is_no_newer_coordinator(tmp_path: Path) -> None:
+    journal = opened(tmp_path)
+    (tmp_path / "epoch-1").unlink()
+    problem = journal.lost()
+    assert problem is not None
+    assert problem.reason is Reason.STORAGE_FAILED
+    assert f"{tmp_path / 'epoch-1'} is gone" in problem.message
+    with pytest.raises(SafepointError, match="is gone"):
+        journal.require_epoch()
+    (tmp_path / "epoch-1").touch()  # as it advises
+    assert journal.owns_epoch()
+    (tmp_path / "epoch-2").touch()
+    with pytest.raises(SafepointError, match="newer coordinator") as caught:
+        journal.require_epoch()
+    assert caught.value.reason is Reason.STALE_EPOCH
+    journal.close()
+
+
+@pytest.mark.parametrize("name", ["epoch-999999999999999999", "journal-999999999999999999.log"])
+def test_a_number_that_none_can_follow_is_refused_with_its_name(tmp_path: Path, name: str) -> None:
+    (tmp_path / name).touch()
+    with pytest.raises(SafepointError, match=name) as caught:
+        opened(tmp_path)
+    assert caught.value.reason is Reason.SNAPSHOT_CORRUPT
+    assert str(tmp_path / name) in caught.value.problem.next_step
+    (tmp_path / name).unlink()  # as it advises
+    journal = opened(tmp_path)
+    assert journal.epoch == 1
+    journal.close()
+
+
+def test_an_epoch_of_a_snapshot_that_none_can_follow_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(SafepointError, match="a snapshot of epoch") as caught:
+        Journal(Directory.open(tmp_path), above=2**63)
+    assert caught.value.reason is Reason.SNAPSHOT_CORRUPT
+
+
+@pytest.mark.parametrize(
+    "name", ["epoch-0", "epoch-007", "epoch-9999999999999999999", "journal-0.log", "journal-03.log"]
+)
+def test_a_name_that_no_coordinator_makes_is_passed_over(tmp_path: Path, name: str) -> None:
+    (tmp_path / name).touch()
+    for epoch in (1, 2):
+        journal = opened(tmp_path)
+        assert journal.epoch == epoch
+        assert journal.owns_epoch()
+        journal.close()
+
+
 @settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 def test_a_torn_tail_is_dropped_and_nothing_else_is_lost(tmp_path: Path, data: st.DataObject) -> None:
