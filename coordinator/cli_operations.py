@@ -157,7 +157,7 @@ def resume(
         if as_json:
             emit(plain(result))
         elif result.pause_s is None:
-            say("nothing to resume")
+            say(f"nothing to resume: nobody is paused by {operation_id}" if operation_id else "nothing to resume")
         else:
             say(f"resumed after {result.pause_s:.2f} s of pause")
             if result.unconfirmed:
@@ -186,7 +186,8 @@ def abort(
         if as_json:
             emit(plain(result))
         elif not result.operation_id:
-            say("no such operation is active")
+            what = f"{operation_id} is not active" if operation_id else "no operation is active"
+            say(f"nothing to abort: {what}")
         else:
             say(f"aborted {result.operation_id}; open: {', '.join(result.acknowledged) or 'nobody yet'}")
             if result.unconfirmed:

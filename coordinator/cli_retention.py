@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -26,6 +26,10 @@ from coordinator.cli_options import (
 )
 from coordinator.cli_output import emit, reporting, say
 from coordinator.cli_snapshots import OfflineRoot, SnapshotName, named, newest, open_store
+from coordinator.wire.errors import Reason, SafepointError
+
+if TYPE_CHECKING:
+    from coordinator.snapshots import SnapshotStore
 
 
 def prune(
@@ -143,10 +147,21 @@ def unpin(
             store = open_store(root, as_json)
             require_alone(Path(folder(root)), token_file)
             reason = pruning.unpin(store, snapshot)
+            there = bool(reason) or _is_there(store, snapshot)
         else:
             with make_client(target, os.environ.get(ROOT_VARIABLE, ""), token_file, wait, as_json) as client:
                 reason = client.unpin(snapshot, timeout=timeout)
+                there = bool(reason) or any(one.snapshot_id == snapshot for one in client.snapshots().published)
         if as_json:
             emit({"snapshot_id": snapshot, "pin_reason": reason})
         else:
-            say(f"{snapshot} is not pinned any more: {reason}" if reason else f"{snapshot} was not pinned")
+            absent = "" if there else f": there is no snapshot {snapshot}"
+            say(f"{snapshot} is not pinned any more: {reason}" if reason else f"{snapshot} was not pinned{absent}")
+
+
+def _is_there(store: SnapshotStore, snapshot_id: str) -> bool:
+    try:
+        store.load(snapshot_id)
+    except SafepointError as error:
+        return error.reason is not Reason.SNAPSHOT_NOT_FOUND
+    return True

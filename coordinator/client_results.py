@@ -308,7 +308,7 @@ class Outcome:
         )
 
     def resume_result(self) -> ResumeResult:
-        if self.resumed is None:
+        if self.resumed is None or not self.resumed.HasField("pause"):  # nobody was paused by it
             return ResumeResult(None)
         return ResumeResult(
             seconds(self.resumed.pause), tuple(self.resumed.acknowledged), tuple(self.resumed.unconfirmed)

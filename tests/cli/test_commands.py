@@ -75,8 +75,19 @@ async def test_restore_says_which_one_latest_was_and_that_all_is_paused(
     assert (await safepoint("resume")).out == "nothing to resume\n"
 
 
+async def test_what_is_not_there_is_said_and_is_no_error(safepoint: Safepoint, fake: FakeCoordinator) -> None:
+    fake.published = ["step-42"]
+    ran = await safepoint("resume", "nope")
+    assert (ran.code, ran.out) == (0, "nothing to resume: nobody is paused by nope\n")
+    assert (await safepoint("resume", "nope", "--json")).json()["pause_s"] is None
+    assert (await safepoint("snapshots", "unpin", "step-42")).out == "step-42 was not pinned\n"
+    ran = await safepoint("snapshots", "unpin", "nope")
+    assert (ran.code, ran.out) == (0, "nope was not pinned: there is no snapshot nope\n")
+
+
 async def test_abort_says_whom_it_ended(safepoint: Safepoint, fake: FakeCoordinator) -> None:
-    assert (await safepoint("abort")).out == "no such operation is active\n"
+    assert (await safepoint("abort")).out == "nothing to abort: no operation is active\n"
+    assert (await safepoint("abort", "nope")).out == "nothing to abort: nope is not active\n"
     fake.active, fake.unconfirmed = "save-7", ["counter"]
     ran = await safepoint("abort", "--cause", "drained node")
     assert ran.out == "aborted save-7; open: agent\n"

@@ -202,6 +202,8 @@ class FakeCoordinator(CoordinatorServicer):
             self.done.append("resume")
             self.active = self.phase = ""
             yield self._resumed(request.operation_id, 5)
+        else:
+            yield pb.OperationEvent(operation_id=request.operation_id, sequence=1, resumed=pb.Resumed())
 
     async def Abort(self, request, context):
         await self._unary("Abort", request, context)
