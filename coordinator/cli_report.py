@@ -58,7 +58,11 @@ def report(
                     name = next((one.operation.operation_id for one in client.operations(1, timeout=timeout)), "")
                 answer = explained(client, name, timeout) if name else None
             record, source = from_answer(answer) if answer is not None else None, "coordinator"
-            note("the root cannot be read from here: the report has the last events and no curves")
+            if record is not None:
+                why = "the root cannot be read from here"
+                if here is not None:
+                    why = f"{here.path} has no file of it, as when the disk was full"
+                note(f"{why}: the report has the last events and no curves")
         if record is None:
             raise refuse(Reason.UNKNOWN_OPERATION, "There is no operation to report yet.")
         text = page(record, {"safepoint": version("safepoint")})

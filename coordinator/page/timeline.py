@@ -52,7 +52,7 @@ def document(record: Record) -> Document:
     blamed = frozenset(detail.participant_id for detail in details)
     return summary(record) | {
         "job_id": record.job_id, "epoch": record.epoch, "mode": record.mode, "stragglers": record.stragglers,
-        "lease_s": record.lease_s, "trainer_driven": record.trainer_driven, "takeovers": record.takeovers,
+        "lease_s": record.lease_s or None, "trainer_driven": record.trainer_driven, "takeovers": record.takeovers,
         "dropped": record.dropped, "damaged": record.damaged, "unconfirmed": list(record.unconfirmed),
         "metadata": dict(record.snapshot.metadata) if record.snapshot is not None else {},
         "pause": drawing.pause(record), "phases": drawing.phases, "lanes": drawing.ordered(blamed),

@@ -12,6 +12,7 @@ import pytest
 from safepoint.v1 import coordinator_service_pb2 as pb
 
 from coordinator.cli_report import from_answer
+from coordinator.history import History
 from coordinator.page.overview import difference, verified
 from coordinator.page.report import report
 from coordinator.snapshot_reading import SnapshotReader
@@ -91,6 +92,18 @@ async def test_report_asks_the_coordinator_where_the_root_cannot_be_read(bench: 
     operation = data_of(file.read_text(encoding="utf-8"))["operation"]
     assert operation["outcome"] == "succeeded"  # type: ignore[index]
     assert [phase["phase"] for phase in operation["phases"]][-1] == "resume"  # type: ignore[index]
+
+
+async def test_report_says_that_the_file_is_missing_where_the_root_can_be_read(bench: Bench, tmp_path: Path) -> None:
+    await bench.start()
+    await bench.save("save-1", "step-1")
+    folder = History(tmp_path / "other").path  # as after a save on a full disk: all is there but the file of this one
+    folder.mkdir(parents=True)
+    env = {"SAFEPOINT_ROOT": str(tmp_path / "other")}
+    ran = await Safepoint(bench.running.address)("report", "save-1", "-o", "-", env=env)
+    assert ran.code == 0, ran.err
+    assert f"{folder} has no file of it" in ran.err
+    assert "cannot be read from here" not in ran.err
 
 
 def test_an_answer_without_an_operation_is_no_report() -> None:

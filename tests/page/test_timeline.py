@@ -101,6 +101,7 @@ def test_a_record_of_which_only_the_first_line_is_left_is_shown() -> None:
     assert summary(bare)["outcome"] == ""
     drawn = document(bare)
     assert (drawn["phases"], drawn["lanes"], drawn["failure"], drawn["pause_s"]) == ([], [], None, None)
+    assert drawn["lease_s"] is None, "unknown, and not none at all"
 
 
 def test_of_a_large_fleet_the_slowest_are_drawn_and_those_to_blame() -> None:
