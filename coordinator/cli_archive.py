@@ -12,7 +12,7 @@ from typing import Annotated
 import typer
 
 from coordinator.alone import require_alone
-from coordinator.cli_options import AsJson, Root, TokenFile, folder
+from coordinator.cli_options import AsJson, Root, TokenFile, folder, say_root
 from coordinator.cli_output import emit, reporting, say
 from coordinator.cli_snapshots import SnapshotName, newest, open_store
 from coordinator.wire.errors import Reason, refuse
@@ -65,6 +65,7 @@ def pull(
 
     with reporting(as_json):
         into = Path(folder(_given(root)))
+        say_root(root)
         alone = partial(
             require_alone, into, token_file, "Stop it first, or pull into another root and start one there."
         )

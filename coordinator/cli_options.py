@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Final, NoReturn
 import typer
 
 from coordinator.cli_exit import ExitCode
-from coordinator.cli_output import fail
+from coordinator.cli_output import fail, note
 
 if TYPE_CHECKING:
     from coordinator.client import Client
@@ -27,7 +27,12 @@ Target = Annotated[
 ]
 Root = Annotated[
     str,
-    typer.Option("--root", envvar="SAFEPOINT_ROOT", help="The snapshot root, an absolute path.", metavar="DIR"),
+    typer.Option(
+        "--root",
+        envvar="SAFEPOINT_ROOT",
+        help="The snapshot root; a relative path counts from where you are.",
+        metavar="DIR",
+    ),
 ]
 TokenFile = Annotated[
     str,
@@ -75,6 +80,12 @@ def no_coordinator(as_json: bool) -> NoReturn:
 def missing(what: str, how: str, as_json: bool) -> NoReturn:
     """End with MISSING: something has to be installed or set first."""
     fail(ExitCode.MISSING, what, how, as_json)
+
+
+def say_root(root: str) -> None:
+    """Say which directory a relative root is: whoever meant another one finds nothing there."""
+    if root and not os.path.isabs(root):
+        note(f"the root is {folder(root)}")
 
 
 def folder(root: str) -> str:

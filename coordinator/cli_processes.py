@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Final
 import typer
 
 from coordinator.cli_config import Config, print_settings
-from coordinator.cli_options import AsJson, Root, TokenFile, folder, missing
+from coordinator.cli_options import AsJson, Root, TokenFile, folder, missing, say_root
 from coordinator.cli_output import emit, note, reporting, say
 from coordinator.wire.extras import install_extra
 
@@ -119,6 +119,7 @@ def coordinator(
             print_settings(resolved, as_json=False)
             return
         settings = resolved.settings
+        say_root(root)
         if ray:
             _on_ray(settings, name, namespace, ray_address, ray_resource or [])
             return
@@ -128,8 +129,8 @@ def coordinator(
         from coordinator.wire import logs
 
         logs.configure(log_format)
-        note(f"For shims and trainers: export SAFEPOINT_COORDINATOR=file:{settings.root}/coordinator/address.json")
-        asyncio.run(run(settings))
+        address = f"file:{settings.root}/coordinator/address.json"
+        asyncio.run(run(settings, lambda: note(f"For shims and trainers: export SAFEPOINT_COORDINATOR={address}")))
 
 
 def shim(ctx: typer.Context) -> None:

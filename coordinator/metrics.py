@@ -166,11 +166,9 @@ class MetricsServer:
 
     def __init__(self, metrics: Metrics, bind: str) -> None:
         """`bind`: host:port, port 0 for any. Raises INVALID_ARGUMENT, and UNAVAILABLE when the port is taken."""
-        host, colon, port = bind.rpartition(":")
-        if not colon or not port.isdigit():
-            raise refuse(Reason.INVALID_ARGUMENT, f"metrics_bind must be host:port, not {bind!r}.")
+        host, port = metrics_address(bind)
         try:
-            server, thread = _client().start_http_server(int(port), host.strip("[]"), metrics.registry)
+            server, thread = _client().start_http_server(port, host.strip("[]"), metrics.registry)
         except OSError as error:
             raise refuse(
                 Reason.UNAVAILABLE, f"The address {bind} for metrics cannot be bound: {error.strerror or error}.",
@@ -186,6 +184,15 @@ class MetricsServer:
         self._server.shutdown()
         self._server.server_close()
         self._thread.join()
+
+
+def metrics_address(bind: str) -> tuple[str, int]:
+    """Host and port of `/metrics`. Raises INVALID_ARGUMENT for what is none, and when prometheus-client is not installed."""
+    host, colon, port = bind.rpartition(":")
+    if not colon or not port.isdigit() or int(port) > 65535:
+        raise refuse(Reason.INVALID_ARGUMENT, f"metrics_bind must be host:port, not {bind!r}.")
+    _client()
+    return host, int(port)
 
 
 def _client() -> Any:

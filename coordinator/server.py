@@ -28,10 +28,10 @@ from safepoint.v1 import coordinator_service_pb2, coordinator_service_pb2_grpc
 from coordinator.feed import Feed
 from coordinator.history_writing import HistoryWriter
 from coordinator.journal import Journal
-from coordinator.metrics import Metrics, MetricsServer
+from coordinator.metrics import Metrics, MetricsServer, metrics_address
 from coordinator.operations import Chronicle, Operations
 from coordinator.page.host import serve_page
-from coordinator.page.serving import PageServer
+from coordinator.page.serving import PageServer, page_address
 from coordinator.participants import Participants
 from coordinator.preflight import Discovery, members
 from coordinator.protocol.legality import BEFORE_PUBLISH
@@ -44,7 +44,7 @@ from coordinator.service import CoordinatorService
 from coordinator.settings import Settings
 from coordinator.snapshots import SnapshotStore
 from coordinator.wire import failpoints
-from coordinator.wire.errors import Problem, Reason, Refused, SafepointError
+from coordinator.wire.errors import Problem, Reason, Refused, SafepointError, refuse
 from coordinator.wire.lanes import Lanes
 from coordinator.wire.links import read_security
 from coordinator.wire.listening import Listening, check_bind, listen
@@ -92,6 +92,7 @@ class Coordinator:
     marks: Marks = field(default_factory=Marks)  # how full its limits are, once somebody looks: `watch_limits`
     lanes: Lanes | None = None
     _ending: asyncio.Task[None] | None = None
+    _complaint: str = ""  # what is wrong with the root, so that it is said once
 
     def announcement(self) -> str:
         """One line of JSON: address, epoch and nonce, and where metrics and the page are, if anywhere."""
@@ -175,14 +176,22 @@ class Coordinator:
         """Write where we listen, unless it is written there. Blocks. Raises STORAGE_FULL, STORAGE_FAILED.
 
         A coordinator that began before us and was slow may have written its own address over ours: nobody would find us.
+        Nor would anybody when what is there cannot be read, so that is replaced as well.
         """
         line = self.announcement().encode() + b"\n"
         with self.operations.store.directory(_DIRECTORY) as directory:
             try:
                 written = directory.read(ADDRESS_NAME, _MAX_ADDRESS)
-            except FileNotFoundError:
+            except (FileNotFoundError, SafepointError):
                 written = b""
             if written != line:
+                if directory.is_directory(ADDRESS_NAME):
+                    path = directory.path / ADDRESS_NAME
+                    raise refuse(
+                        Reason.STORAGE_FAILED,
+                        f"{path} is a directory. A coordinator writes its address there, and nobody finds it without.",
+                        next_step="Move that directory away.",
+                    )
                 failpoints.reach("server.before_announce")
                 directory.replace(ADDRESS_NAME, line)
                 failpoints.reach("server.after_announce")
@@ -192,16 +201,23 @@ class Coordinator:
         if journal.broken:
             step = "Start it again on a disk that works."
             return Problem(Reason.STORAGE_FAILED, f"The journal has failed: {journal.broken}.", step)
+        failed = ""
         try:
-            ours = await asyncio.to_thread(journal.owns_epoch)
-        except SafepointError:
-            return None  # the disk does not say; the next look may
-        if ours:
-            with suppress(SafepointError):
-                await asyncio.to_thread(self.keep_announced)
-                await asyncio.to_thread(journal.note_alive)
-            return None
-        return Problem(Reason.STALE_EPOCH, f"A newer coordinator than epoch {self.epoch} has started in this root.")
+            lost = await asyncio.to_thread(journal.lost)
+        except SafepointError as error:
+            lost, failed = None, str(error)  # the disk does not say; the next look may
+        else:
+            if lost is not None:
+                return lost
+            for write in (self.keep_announced, journal.note_alive):
+                try:
+                    await asyncio.to_thread(write)
+                except (SafepointError, OSError) as error:
+                    failed = str(error)
+        if failed and failed != self._complaint:
+            log.warning("the root cannot be kept up to date, so shims and trainers may not find us: %s", failed)
+        self._complaint = failed
+        return None
 
 
 async def serve(
@@ -221,18 +237,18 @@ async def serve(
     failpoints.arm()
     security = read_security(settings.token_file or None, settings.tls_dir or None, settings.insecure)
     check_bind(settings.bind, security)
+    # Before the root: wrong settings are refused with nothing changed.
+    if settings.metrics_bind:
+        metrics_address(settings.metrics_bind)
+    if settings.page_bind:
+        page_address(settings.page_bind)
     tracer = Tracer("safepoint-coordinator") if settings.traces else None
     loop = asyncio.get_running_loop()
     lanes, marks = Lanes(loop.time), Marks()
     store = await asyncio.to_thread(SnapshotStore, settings.root, settings.job_id)
     nonce = secrets.token_hex(8)
-    server = make_server(
-        interceptors=[
-            ErrorInterceptor(security.tokens, settings.job_id if security.tls is not None else "", lanes),
-            NonceInterceptor(nonce),
-        ],
-        options=SERVER_OPTIONS,
-    )
+    door = ErrorInterceptor(security.tokens, settings.job_id if security.tls is not None else "", lanes)
+    server = make_server(interceptors=[door, NonceInterceptor(nonce)], options=SERVER_OPTIONS)
     # Before the journal: one that cannot have its address must not take the epoch from the one that has it.
     listening = listen(server, settings.bind, security, settings.advertise)
     try:
@@ -253,7 +269,8 @@ async def serve(
         operations.keep(history)
 
     registration = Registration(registry, journal.epoch, settings.job_id, settings.heartbeat_s)
-    coordinator_service_pb2_grpc.add_CoordinatorServicer_to_server(CoordinatorService(operations, registration), server)
+    service = CoordinatorService(operations, registration, door.refusals)
+    coordinator_service_pb2_grpc.add_CoordinatorServicer_to_server(service, server)
     healthy = _health.aio.HealthServicer()
     _health_grpc.add_HealthServicer_to_server(healthy, server)
     if settings.reflection:
@@ -289,22 +306,28 @@ async def serve(
     running = Coordinator(address, journal.epoch, nonce, operations, server, healthy, tasks, listening)
     running.metrics, running.page, running.history = metrics, page, history
     running.marks, running.lanes = marks, lanes
-    await asyncio.to_thread(running.keep_announced)
+    try:
+        await operations.spending_reserve(running.keep_announced)
+    except BaseException:
+        await running.kill()
+        raise
     tasks.append(asyncio.create_task(running.stay_fit(), name="stay fit"))
     log.info("coordinator epoch %d of job %s serves at %s", journal.epoch, settings.job_id, address)
     return running
 
 
-async def run(settings: Settings, announce: bool = True) -> None:
+async def run(settings: Settings, began: Callable[[], None] = lambda: None) -> None:
     """Serve until SIGTERM or SIGINT; prints the announcement to standard output. For a plain process.
+
+    `began` is called once it serves, before the announcement.
 
     Raises what `serve` raises, and why the coordinator has stopped by itself (STALE_EPOCH, STORAGE_FAILED).
     """
     raise_open_files()
     coordinator = await serve(settings)
     watching = asyncio.create_task(coordinator.watch_limits(), name="watch limits")
-    if announce:
-        print(coordinator.announcement(), flush=True)
+    began()
+    print(coordinator.announcement(), flush=True)
     stopped = asyncio.Event()
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):

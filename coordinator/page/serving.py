@@ -158,15 +158,9 @@ class PageServer:
 
     def __init__(self, page: Page, bind: str, key: str = "") -> None:
         """`bind`: host:port on loopback, port 0 for any. Raises INVALID_ARGUMENT, and UNAVAILABLE when it is taken."""
-        host, colon, port = bind.rpartition(":")
-        host = host.strip("[]")
-        if not colon or not port.isdigit() or int(port) > 65535 or host not in _LOOPBACK:
-            raise refuse(
-                Reason.INVALID_ARGUMENT, f"page_bind must be a loopback address and a port, not {bind!r}.",
-                next_step="Set it to 127.0.0.1:0, and reach it from elsewhere through ssh -L.",
-            )  # fmt: skip
+        host, port = page_address(bind)
         try:
-            self._server = _Server(("::1" if host == "::1" else "127.0.0.1", int(port)), page, key)
+            self._server = _Server(("::1" if host == "::1" else "127.0.0.1", port), page, key)
         except OSError as error:
             raise refuse(
                 Reason.UNAVAILABLE, f"The address {bind} for the page cannot be bound: {error.strerror or error}.",
@@ -188,6 +182,18 @@ class PageServer:
     def record(self) -> bytes:
         """What is in page.json: on which machine the page is, where there, with its key."""
         return json.dumps({"host": platform.node(), "address": self.address, "url": self.url}).encode() + b"\n"
+
+
+def page_address(bind: str) -> tuple[str, int]:
+    """Host and port of the page. Raises INVALID_ARGUMENT for what is no address of the loopback."""
+    host, colon, port = bind.rpartition(":")
+    host = host.strip("[]")
+    if not colon or not port.isdigit() or int(port) > 65535 or host not in _LOOPBACK:
+        raise refuse(
+            Reason.INVALID_ARGUMENT, f"page_bind must be a loopback address and a port, not {bind!r}.",
+            next_step="Set it to 127.0.0.1:0, and reach it from elsewhere through ssh -L.",
+        )  # fmt: skip
+    return host, int(port)
 
 
 def new_key() -> str:

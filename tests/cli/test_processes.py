@@ -72,10 +72,19 @@ def test_a_misspelt_setting_is_named(tmp_path: Path) -> None:
     assert "Did you mean lease_ttl_s?" in err
 
 
-def test_an_open_address_without_certificates_is_refused(tmp_path: Path) -> None:
-    code, _, err = finish(start("coordinator", "--root", str(tmp_path), "--bind", "0.0.0.0:0"))
-    assert code == 2
-    assert "SAFEPOINT_TOKEN_FILE" in err
+@pytest.mark.parametrize(
+    ("option", "helps"), [("--bind", "SAFEPOINT_TOKEN_FILE"), ("--page-bind", "127.0.0.1:0"), ("METRICS", "host:port")]
+)
+def test_an_address_that_is_refused_makes_nothing(tmp_path: Path, option: str, helps: str) -> None:
+    env: dict[str, str] = {}
+    arguments = [option, "0.0.0.0:0"]
+    if option == "METRICS":
+        arguments, env = [], {"SAFEPOINT_COORDINATOR_METRICS_BIND": "nowhere"}
+    code, out, err = finish(start("coordinator", "--root", str(tmp_path / "root"), *arguments, **env))
+    assert (code, out) == (2, "")
+    assert helps in err
+    assert "export SAFEPOINT_COORDINATOR" not in err, "nobody serves there"
+    assert os.listdir(tmp_path) == [], "exit code 2 says that nothing was changed"
 
 
 def test_serve_passes_on_arguments_and_exit_code(tmp_path: Path) -> None:
@@ -138,6 +147,7 @@ def test_where_metrics_are_is_announced_when_any_port_was_asked_for(tmp_path: Pa
         process.send_signal(signal.SIGTERM)
         code, _, err = finish(process)
         assert code == 0, err
+        assert f"the root is {tmp_path}/root" in err
         assert f"file:{tmp_path}/root/coordinator/address.json" in err
     finally:
         process.kill()

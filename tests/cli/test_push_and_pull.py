@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,10 @@ from coordinator.publication import Publisher
 from coordinator.snapshots import SnapshotStore
 from tests.cli.conftest import Safepoint
 from tests.coordinator.test_snapshots import make
+
+
+def from_here(path: Path) -> str:
+    return os.path.relpath(path)
 
 
 async def test_a_snapshot_goes_to_a_store_and_back(safepoint: Safepoint, tmp_path: Path) -> None:
@@ -37,6 +42,10 @@ async def test_a_snapshot_goes_to_a_store_and_back(safepoint: Safepoint, tmp_pat
     whole = (await safepoint("snapshots", "verify", "step-2", "--root", str(other), "--json")).json()
     assert whole["state_bytes"] == listed["size_bytes"], "a list and a verification say the same size"
     assert whole["size_bytes"] > whole["state_bytes"], "and how much of what was read are manifests"
+    assert (
+        f"the root is {tmp_path}/third"
+        in (await safepoint("snapshots", "pull", "latest", str(objects), "--root", from_here(tmp_path / "third"))).err
+    )
     again = await safepoint("snapshots", "pull", "latest", str(objects), "--root", str(other))
     assert again.code == 4, "it is there already"
     absent = await safepoint("snapshots", "pull", "step-9", str(objects), "--root", str(other))
