@@ -129,7 +129,9 @@ class Patience:
         else:
             why = f"the budget for {_BUDGET_NAMES[kind]} is {self._budget(kind):g} s"
         tries = f"{self._tries} tries" if self._tries != 1 else "one try"
-        message = f"{self._about}: {error.problem.message.rstrip('. ')}. Gave up after {tries} in {spent:.1f} s: {why}."
+        message = f"{self._about}: {error.problem.message.rstrip('. ')}."
+        if self.expired or self._budget(kind) > 0:  # who did not mean to wait has given nothing up
+            message += f" Gave up after {tries} in {spent:.1f} s: {why}."
         problem = replace(
             error.problem,
             message=message,

@@ -59,7 +59,7 @@ MAX_INVALID: Final = 1000  # names in one ListSnapshotsResponse, which must stay
 class CoordinatorService(coordinator_service_pb2_grpc.CoordinatorServicer):
     """See `proto/safepoint/v1/coordinator_service.proto`: every method holds what is written there."""
 
-    def __init__(self, operations: Operations, registration: Registration, refusals: Refusals | None = None) -> None:
+    def __init__(self, operations: Operations, registration: Registration, refusals: Refusals) -> None:
         self._operations = operations
         self._refusals = refusals
         self._registration = registration
@@ -91,8 +91,7 @@ class CoordinatorService(coordinator_service_pb2_grpc.CoordinatorServicer):
         topology = discovery.topology()
         findings = [_finding_from_problem(problem) for problem in problems]
         findings += [_finding(found) for found in validate(topology)]
-        if self._refusals is not None:
-            findings += map(_finding_from_refusal, self._refusals.kept_out())
+        findings += map(_finding_from_refusal, self._refusals.kept_out())
         return pb.GetTopologyResponse(
             participants=[convert.participant_info(p) for p in topology.participants],
             fingerprint=fingerprint(topology.participants),

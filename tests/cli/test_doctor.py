@@ -103,3 +103,11 @@ async def test_without_a_coordinator_only_this_machine_is_examined(safepoint: Sa
     ran = await safepoint("doctor", env={"SAFEPOINT_COORDINATOR": ""})
     assert ran.code == 0
     assert "Nothing names a coordinator" in ran.out
+
+
+async def test_a_dead_coordinator_is_no_answer_and_nothing_that_was_given_up() -> None:
+    ran = await Safepoint("127.0.0.1:9")("doctor")
+    assert ran.code == ExitCode.UNANSWERED
+    assert "127.0.0.1:9" in ran.out
+    assert "Gave up" not in ran.out
+    assert "budget" not in ran.out

@@ -12,6 +12,7 @@ from coordinator.cli_live import Look, view
 from coordinator.cli_output import show
 from coordinator.cli_views import operation_text, table, topology_view
 from coordinator.client_results import describe
+from coordinator.wire.errors import Reason
 from coordinator.wire.terms import CheckpointMode, Role
 
 
@@ -104,3 +105,17 @@ def test_a_topology_says_of_everybody_what_a_restart_costs() -> None:
         "judge": "nothing", "agent": "they are in no snapshot",
     }.items():  # fmt: skip
         assert cost in costs[name]
+
+
+def test_an_empty_fleet_is_said_once(capsys: pytest.CaptureFixture[str]) -> None:
+    nobody = pb.Finding(blocking=True, message="Nobody is registered.", next_step="Start the shims.")
+    show(topology_view(pb.GetTopologyResponse(fingerprint="ab" * 32, findings=[nobody])))
+    out = capsys.readouterr().out
+    assert out.lower().count("nobody is registered") == 1
+    assert out.startswith("BLOCKING: Nobody is registered.")
+
+
+def test_a_shim_that_was_refused_is_no_cost_but_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    refused = pb.Finding(reason=int(Reason.UNAUTHENTICATED), message="A shim on 10.0.0.3 was refused", next_step="-")  # type: ignore[arg-type]
+    show(topology_view(pb.GetTopologyResponse(findings=[refused])))
+    assert "REFUSED: A shim on 10.0.0.3" in capsys.readouterr().out
