@@ -1,0 +1,193 @@
+"""A root that somebody has moved, emptied or damaged beneath a coordinator: it ends or heals, and says which and why."""
+
+from __future__ import annotations
+
+import errno
+import json
+import logging
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from coordinator.alone import require_alone
+from coordinator.journal import Entry, Journal
+from coordinator.server import ADDRESS_NAME, Coordinator, serve
+from coordinator.settings import Settings
+from coordinator.wire.beneath import Directory, storage_error
+from coordinator.wire.errors import Problem, Reason, Refused, SafepointError
+from coordinator.wire.ids import OperationId
+
+BEGUN: dict[str, Any] = {"digest": "", "metadata": {}}
+
+
+def _zeros(record: Path) -> None:
+    record.write_bytes(bytes(70_000))
+
+
+def _garbage(record: Path) -> None:
+    record.write_text("{")
+
+
+def _link(record: Path) -> None:
+    record.unlink()
+    record.symlink_to(record.with_name("elsewhere"))
+
+
+def _second_name(record: Path) -> None:
+    record.unlink()
+    record.with_name("other").write_text("x")
+    record.hardlink_to(record.with_name("other"))
+
+
+async def started(root: Path, job_id: str = "default") -> Coordinator:
+    """One that is looked at by hand: its own looks come every two seconds."""
+    return await serve(Settings(root=str(root), job_id=job_id))
+
+
+@pytest.mark.parametrize("damage", [_zeros, _garbage, _link, _second_name])
+async def test_an_address_that_cannot_be_read_counts_as_in_use_until_it_is_healed_by_whoever_runs(
+    tmp_path: Path, damage: Callable[[Path], None]
+) -> None:
+    running = await started(tmp_path)
+    record = tmp_path / "coordinator" / ADDRESS_NAME
+    try:
+        whole = record.read_bytes()
+        damage(record)
+        with pytest.raises(Refused, match="may run on") as raised:
+            require_alone(tmp_path)
+        assert raised.value.reason is Reason.SNAPSHOT_IN_USE
+        assert str(record) in raised.value.problem.next_step
+        assert await running._why_unfit() is None
+        assert not record.is_symlink()
+        assert record.read_bytes() == whole
+        damage_again = damage if damage is not _second_name else _garbage
+        damage_again(record)
+    finally:
+        await running.kill()
+    after = await started(tmp_path)  # nor does it keep the next one from starting
+    try:
+        assert json.loads(record.read_bytes())["epoch"] == 2
+    finally:
+        await after.kill()
+
+
+async def test_an_address_that_cannot_be_written_is_said_once_and_the_rest_goes_on(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    running = await started(tmp_path)
+    record, mark = tmp_path / "coordinator" / ADDRESS_NAME, tmp_path / "coordinator" / "epoch-1"
+    try:
+        record.unlink()
+        record.mkdir()
+        touched = mark.stat().st_mtime_ns
+        with caplog.at_level(logging.WARNING):
+            assert await running._why_unfit() is None
+            assert await running._why_unfit() is None
+        assert mark.stat().st_mtime_ns > touched
+        assert sum(f"{record} is a directory" in line for line in caplog.messages) == 1
+        record.rmdir()
+        assert await running._why_unfit() is None
+        assert record.read_bytes()
+    finally:
+        await running.kill()
+
+
+async def test_a_start_that_cannot_write_its_address_is_refused_with_the_cause_and_leaves_nobody_listening(
+    tmp_path: Path,
+) -> None:
+    (tmp_path / "coordinator" / ADDRESS_NAME).mkdir(parents=True)
+    socket = tmp_path / "its.sock"
+    with pytest.raises(Refused, match="is a directory") as raised:
+        await serve(Settings(root=str(tmp_path), bind=f"unix:{socket}"))
+    assert raised.value.reason is Reason.STORAGE_FAILED
+    assert not socket.exists()
+
+
+async def test_on_a_full_disk_a_start_writes_its_address_with_the_reserve(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With an empty journal nothing before the address needs space: the epoch and the journal are files without bytes."""
+    await (await started(tmp_path)).kill()
+    reserve, real = tmp_path / "coordinator" / "reserve", Directory.replace
+
+    def replace(directory: Directory, name: str, data: bytes) -> None:
+        if reserve.exists():
+            raise storage_error(OSError(errno.ENOSPC, "full"), f"writing {name}")
+        real(directory, name, data)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Directory, "replace", replace)
+        again = await started(tmp_path)
+    try:
+        assert json.loads((tmp_path / "coordinator" / ADDRESS_NAME).read_bytes())["epoch"] == 2
+        assert not reserve.exists()
+    finally:
+        await again.kill()
+
+
+async def test_one_whose_root_was_replaced_by_that_of_another_ends_and_leaves_the_other_alone(tmp_path: Path) -> None:
+    root = tmp_path / "root"
+    first = await started(root, "one")
+    second: Coordinator | None = None
+    try:
+        root.rename(tmp_path / "root.old")
+        assert await first._why_unfit() is None, "a share may come back"
+        assert not root.exists()
+        with pytest.raises(SafepointError, match="looking for"):
+            first.operations.journal.require_epoch()
+        second = await started(root, "two")
+        theirs = (root / "coordinator" / ADDRESS_NAME).read_bytes()
+        unfit = await first._why_unfit()
+        assert isinstance(unfit, Problem)
+        assert unfit.reason is Reason.STORAGE_FAILED
+        assert "another directory is there" in unfit.message
+        assert str(root / "coordinator") in unfit.message
+        assert (root / "coordinator" / ADDRESS_NAME).read_bytes() == theirs
+        with pytest.raises(Refused, match="another directory is there"):
+            first.operations.journal.require_epoch()
+        assert await second._why_unfit() is None
+    finally:
+        await first.kill()
+        if second is not None:
+            await second.kill()
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        {},
+        {"record": []},
+        {"record": {}},
+        {"record": {"operation": {}, "topology": {}}},
+        {"record": {"operation": {"snapshot_id": "a", "kind": "SAVE"}, "topology": {"participants": []}}},
+        {"record": {"operation": 7, "topology": 8}},
+        {"record": None},
+    ],
+)
+async def test_a_journal_that_says_whole_nonsense_of_an_operation_is_damaged_and_nobody_acts_by_it(
+    tmp_path: Path, data: dict[str, Any]
+) -> None:
+    await (await started(tmp_path)).kill()
+    made = Journal(Directory.open(tmp_path / "coordinator"))
+    made.append(Entry(OperationId("save-1"), "begun", BEGUN | data))
+    made.close()
+    with pytest.raises(SafepointError, match="save-1") as raised:
+        await started(tmp_path)
+    assert raised.value.reason is Reason.SNAPSHOT_CORRUPT
+    (journal,) = (tmp_path / "coordinator").glob("journal-*.log")
+    assert str(journal) in raised.value.problem.next_step
+    journal.rename(tmp_path / "aside.log")  # what it advises helps
+    await (await started(tmp_path)).kill()
+
+
+@pytest.mark.parametrize("data", [[], None, "text", 7])
+def test_an_entry_without_fields_is_damage(tmp_path: Path, data: Any) -> None:
+    journal = Journal(Directory.open(tmp_path))
+    for held in (data, {}):
+        journal.append(Entry(OperationId("save-1"), "begun", held))
+    journal.close()
+    with pytest.raises(SafepointError, match="damaged at line 1") as raised:
+        Journal(Directory.open(tmp_path))
+    assert raised.value.reason is Reason.SNAPSHOT_CORRUPT
