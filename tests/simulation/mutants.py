@@ -192,7 +192,7 @@ MUTANTS = (
       "        if not drive.started and drive.active:\n            drive.fail_early", "        if False:\n            drive.fail_early",
       faults="abort at once"),
     m("the name decides", "I7", "a manifest's name is taken before an operation is given up", "coordinator.recovery",
-      "        await _settle_on_disk(operations, snapshot_id)\n", "        pass\n",
+      "        await _settle_on_disk(operations, asked.snapshot_id)\n", "        pass\n",
       faults="race at publish"),
     m("the address is kept", "L2", "a slow start does not hide the coordinator that replaced it", SERVER,
       "for write in (self.keep_announced, journal.note_alive):", "for write in (journal.note_alive,):",
