@@ -13,7 +13,7 @@ from typing import Final, TypeVar
 
 from safepoint.v1 import coordinator_service_pb2 as pb
 
-from coordinator.history import MAX_LATER, History, Record
+from coordinator.history import History, Record
 from coordinator.operations import Operations
 from coordinator.outcomes import Ended, running_status
 from coordinator.protocol.operation import Outcome
@@ -47,8 +47,8 @@ async def explain(operations: Operations, operation_id: str) -> pb.ExplainRespon
     events = found.history if isinstance(found, Ended) else found.kept_events()
     answer = pb.ExplainResponse(operation=found.status(), events=events)
     if answer.operation.HasField("begin_time"):
-        after = answer.operation.begin_time.ToMilliseconds()
-        later = await _read(lambda: history.list(MAX_LATER, begun_after_ms=after), list[Record]())
+        name, began_ms = answer.operation.operation_id, answer.operation.begin_time.ToMilliseconds()
+        later = await _read(lambda: list(history.later(name, began_ms)), list[Record]())
         answer.later.extend(_as_it_is(operations, one.status()) for one in later)
     return answer
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Final, cast
@@ -35,8 +35,13 @@ _OUTCOMES: Final = {"succeeded", "aborted", "failed_paused"}
 
 
 def file_name(began_s: float, operation_id: str) -> str:
-    """The name of an operation's file: names sort by time."""
+    """The name of an operation's file: names sort by time, and a writer lets them ascend when its clock does not."""
     return f"{min(max(0, round(began_s * 1000)), 10**13 - 1):013d}-{operation_id}.jsonl"
+
+
+def place(name: str) -> int:
+    """Where a file of that name stands among others: milliseconds since 1970, unless the clock was set back."""
+    return int(name[:13])
 
 
 def names(directory: Directory) -> list[tuple[str, str]]:
@@ -59,6 +64,7 @@ class Record:
 
     `outcome`: succeeded, aborted or failed_paused; empty while it runs, or when its coordinator died and none came after.
     `takeovers`: how often a later coordinator went on with it. `damaged`: lines that could not be read.
+    `place`: where it stands among others, which `began_s` does not say once a clock was set back.
     """
 
     operation_id: str
@@ -80,6 +86,7 @@ class Record:
     dropped: int = 0
     takeovers: int = 0
     damaged: int = 0
+    place: int = 0
 
     def last(self, kind: str) -> pb.OperationEvent | None:
         """The last event of a kind, such as "saved"."""
@@ -157,14 +164,15 @@ class History:
     def __init__(self, root: str | Path) -> None:
         self.path = Path(root) / "coordinator" / DIRECTORY
 
-    def list(self, limit: int = 200, *, begun_after_ms: int = 0) -> list[Record]:
+    def list(self, limit: int = 200, *, after: int = 0) -> list[Record]:
         """The newest operations, newest first, without how far participants were. A root without history has none.
+        `after`: only those whose `place` is higher.
 
         Raises STORAGE_FAILED when the root does not answer; a file that cannot be read is passed over.
         """
         try:
             with Directory.open(self.path) as directory:
-                wanted = [name for name, _ in names(directory) if int(name[:13]) > begun_after_ms]
+                wanted = [name for name, _ in names(directory) if place(name) > after]
                 newest = (_read(directory, name, progress=False) for name in reversed(wanted))
                 return [record for record, _ in zip(filter(None, newest), range(limit), strict=False)]
         except FileNotFoundError:
@@ -178,6 +186,15 @@ class History:
                 return next(filter(None, (_read(directory, name, progress=True) for name in reversed(mine))), None)
         except FileNotFoundError:
             return None
+
+    def later(self, operation_id: str, began_ms: int, limit: int = MAX_LATER) -> Sequence[Record]:
+        """Those that began after an operation, as `list`; `began_ms` counts while no file of it is there. Raises as `list`."""
+        try:
+            with Directory.open(self.path) as directory:
+                mine = [place(name) for name, operation in names(directory) if operation == operation_id]
+        except FileNotFoundError:
+            return []
+        return self.list(limit, after=max(mine, default=began_ms))
 
     def named(self, name: str) -> Record | None:
         """As `find`; else the newest operation on the snapshot of that name. Raises as `list`."""
@@ -196,7 +213,7 @@ class History:
         found = self.named(name) if name else None
         if found is None:
             return None if operation_id else pb.ExplainResponse()
-        later = [one.status() for one in listed if one.began_s > found.began_s]
+        later = [one.status() for one in listed if one.place > found.place]
         return pb.ExplainResponse(operation=found.status(), events=found.kept_events(), later=later[:MAX_LATER])
 
 
@@ -209,7 +226,8 @@ def _read(directory: Directory, name: str, *, progress: bool) -> Record | None:
         if error.reason in (Reason.LIMIT_EXCEEDED, Reason.SNAPSHOT_UNSAFE):
             return None
         raise
-    return parse(data.split(b"\n"), progress=progress)
+    record = parse(data.split(b"\n"), progress=progress)
+    return None if record is None else replace(record, place=place(name))
 
 
 def parse(lines: Iterable[bytes], *, progress: bool = True) -> Record | None:

@@ -12,7 +12,7 @@ import json
 import logging
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -50,6 +50,7 @@ class _File:
 
     name: str
     taken_over: bool
+    placed: bool = False  # its name is final
     size: int = 0
     dropped: int = 0
     phase_began_s: float = 0.0
@@ -186,6 +187,9 @@ class HistoryWriter:
                     mine = [name for name, operation in history.names(directory) if file.name[14:-6] == operation]
                     file.name, file.taken_over = (mine or [file.name])[-1], False
                     data = b"\n" + data  # the last line before it may be torn
+                    file.placed = bool(mine)
+                if not file.placed:
+                    file.name, file.placed = _after_others(directory, file.name, joined), True
                 joined.setdefault(file.name, []).append(data)
             for name, parts in joined.items():
                 directory.append(name, b"".join(parts))
@@ -219,6 +223,13 @@ class HistoryWriter:
                 left -= directory.size(name)
             if number and (number >= self._keep or left < 0):
                 directory.remove_file(name)
+
+
+def _after_others(directory: Directory, name: str, unwritten: Iterable[str] = ()) -> str:
+    """The same name, later than all that are there: a clock that was set back must not make the newest the oldest."""
+    there = [other for other, _ in history.names(directory)]
+    newest = max(map(history.place, (*there, *unwritten)), default=-1)
+    return name if history.place(name) > newest else history.file_name((newest + 1) / 1000, name[14:-6])
 
 
 def _plain(event: pb.OperationEvent, kind: str) -> dict[str, Any]:

@@ -24,6 +24,7 @@ class Past:
         self._limit = limit
         self._clock = clock
         self._known: dict[str, Document] = {}  # oldest first
+        self._places: dict[str, int] = {}  # of those in the history
         self._seen: dict[str, float] = {}  # of those without an end: when they were last seen to run
 
     def summaries(self, running: str) -> list[Document]:
@@ -33,13 +34,14 @@ class Past:
             if not one["outcome"] and (name == running or name not in self._seen):
                 self._seen[name] = now
         open_ones = [name for name, at in self._seen.items() if now - at < SETTLED_S and name in self._known]
-        began = [round(one["began_s"] * 1000) for one in self._known.values()]
-        after = max(began, default=0)
+        after = max(self._places.values(), default=0)
         if open_ones:
-            after = min(round(self._known[name]["began_s"] * 1000) for name in open_ones) - 1
-        fresh = self._history.list(self._limit, begun_after_ms=after)
-        kept = {name: one for name, one in self._known.items() if round(one["began_s"] * 1000) <= after}
+            after = min(self._places[name] for name in open_ones) - 1
+        fresh = self._history.list(self._limit, after=after)
+        kept = {name: one for name, one in self._known.items() if self._places[name] <= after}
         kept |= {record.operation_id: summary(record) for record in reversed(fresh)}
         self._known = dict(list(kept.items())[-self._limit :])
+        places = self._places | {record.operation_id: record.place for record in fresh}
+        self._places = {name: places[name] for name in self._known}
         self._seen = {n: at for n, at in self._seen.items() if n in self._known and not self._known[n]["outcome"]}
         return list(reversed(self._known.values()))

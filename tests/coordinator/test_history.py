@@ -6,6 +6,7 @@ import asyncio
 import errno
 import json
 import os
+import time
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ import pytest
 from google.protobuf import json_format
 from safepoint.v1 import coordinator_service_pb2 as pb
 
+from coordinator import history as history_files
 from coordinator import history_writing
 from coordinator.history import History, Record, parse
 from coordinator.wire.beneath import Directory
@@ -200,6 +202,30 @@ async def test_only_the_newest_files_stay(bench: Bench) -> None:
         await written(bench, f"save-{number}")
     await until(lambda: len(list(folder(bench).glob("*"))) == 2)
     assert [r.operation_id for r in History(bench.root).list()] == ["save-4", "save-3"]
+
+
+def test_names_ascend_also_when_the_clock_does_not(tmp_path: Path) -> None:
+    with Directory.open(tmp_path) as directory:
+        for began_s, operation in ((5000.0, "op-1"), (1400.0, "op-2"), (1400.0, "op-3"), (6000.0, "op-4")):
+            name = history_writing._after_others(directory, history_files.file_name(began_s, operation))
+            directory.append(name, b"{}\n")
+        assert [operation for _, operation in history_files.names(directory)] == ["op-1", "op-2", "op-3", "op-4"]
+
+
+async def test_after_the_clock_was_set_back_the_oldest_files_go_and_the_newest_stay(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bench.settings["history_keep"] = 2
+    await bench.start()
+    for number, back_s in enumerate((0, 7200, 10_800), 1):
+        assert bench.coordinator is not None
+        monkeypatch.setattr(bench.coordinator.history, "_wall_clock", lambda back_s=back_s: time.time() - back_s)
+        await bench.save(f"save-{number}", f"step-{number}")
+        await written(bench, f"save-{number}")
+    await until(lambda: len(list(folder(bench).glob("*"))) == 2)
+    assert [r.operation_id for r in History(bench.root).list()] == ["save-3", "save-2"]
+    assert [one.operation_id for one in (await bench.explain("save-2")).later] == ["save-3"]
+    assert not (await bench.explain("save-3")).later
 
 
 async def test_without_history_nothing_is_written_and_why_still_answers(bench: Bench) -> None:

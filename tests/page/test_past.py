@@ -16,12 +16,13 @@ class Disk:
         self.records: dict[str, Record] = {}
         self.read: list[list[str]] = []
 
-    def put(self, name: str, began_s: float, outcome: str) -> None:
-        self.records[name] = record(operation_id=name, began_s=began_s, outcome=outcome)
+    def put(self, name: str, began_s: float, outcome: str, place: int = 0) -> None:
+        place = place or round(began_s * 1000)
+        self.records[name] = record(operation_id=name, began_s=began_s, outcome=outcome, place=place)
 
-    def list(self, limit: int = 200, *, begun_after_ms: int = 0) -> list[Record]:
-        found = sorted(self.records.values(), key=lambda r: -r.began_s)
-        found = [r for r in found if round(r.began_s * 1000) > begun_after_ms][:limit]
+    def list(self, limit: int = 200, *, after: int = 0) -> list[Record]:
+        found = sorted(self.records.values(), key=lambda r: -r.place)
+        found = [r for r in found if r.place > after][:limit]
         self.read.append([r.operation_id for r in found])
         return found
 
@@ -43,6 +44,17 @@ def test_what_has_ended_is_read_once() -> None:
     disk.put("op-5", 105, "")
     assert names(past.summaries("op-5"))[:2] == ["op-5", "op-4 succeeded"]
     assert disk.read[1:] == [["op-5"]]
+
+
+def test_what_begins_after_the_clock_was_set_back_is_listed_and_first() -> None:
+    disk, clock = Disk(), [0.0]
+    disk.put("op-0", 5000, "succeeded")
+    past = a_past(disk, clock)
+    past.summaries("")
+    disk.put("op-1", 1400, "succeeded", place=5_000_001)
+    assert names(past.summaries("")) == ["op-1 succeeded", "op-0 succeeded"]
+    past.summaries("")
+    assert disk.read[1:] == [["op-1"], []], "and it is read once as well"
 
 
 def test_what_runs_is_read_again_until_it_has_ended() -> None:
