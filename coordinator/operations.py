@@ -115,7 +115,7 @@ class Operations:
         self.active = drive
         self.told_began(drive)
         # A little more than the reserve: the end of a hung opening must still reach the caller.
-        deadline = self.clock() + min(budget_s - 1.1 * limits.reserve_s, self._longest(operation))
+        deadline = self.clock() + min(budget_s - 1.1 * limits.reserve_s, self.longest(operation))
         drive.checking = asyncio.create_task(self._check_and_start(drive, deadline))
         drive.checking.add_done_callback(lambda _: self._checked(drive))
         return drive
@@ -216,7 +216,8 @@ class Operations:
         if problem is not None:
             raise Refused(replace(problem, operation_id=operation.operation_id))
 
-    def _longest(self, operation: Operation) -> float:
+    def longest(self, operation: Operation) -> float:
+        """Seconds that the phases up to publish may take, whatever the caller grants. A whole save shares them out as it needs."""
         settings = self.settings
         if operation.kind is OperationKind.RESTORE:
             return settings.restore_timeout_s

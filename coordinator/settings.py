@@ -141,9 +141,10 @@ class Settings(BaseModel):
     straggler_grace_s: Annotated[float, Field(ge=0, le=86_400, allow_inf_nan=False)] = 5.0
     """How long a save waits for handlers that run on."""
     prepare_timeout_s: Seconds = 60.0
-    """Upper limit of the phase; the caller's deadline may be shorter."""
+    """Upper limit of prepare, where the trainer drives the phases. A whole save may spend this and `commit_timeout_s`
+    together as it needs, the caller's deadline if that is shorter: a drain has all of it."""
     commit_timeout_s: Seconds = 600.0
-    """Upper limit of the phase."""
+    """Upper limit of commit, where the trainer drives the phases; and see `prepare_timeout_s`."""
     restore_timeout_s: Seconds = 1800.0
     """Upper limit of a restore."""
     history_keep: Annotated[int, Field(ge=0, le=10_000)] = 200

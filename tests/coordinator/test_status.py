@@ -9,7 +9,8 @@ import pytest
 
 from coordinator.operations import Operations
 from coordinator.outcomes import Ended
-from coordinator.protocol.operation import Outcome
+from coordinator.protocol.operation import Operation, Outcome
+from coordinator.settings import Settings
 from coordinator.status import operation_status
 from coordinator.wire.ids import OperationId, SnapshotId
 from coordinator.wire.terms import OperationKind, Phase
@@ -40,3 +41,12 @@ def test_nobody_is_said_to_be_paused_longer_than_its_lease_can_last() -> None:
 )
 def test_who_may_be_paused_for_longer_stays_named(outcome: Outcome, open_by: float | None) -> None:
     assert unconfirmed(1e9, outcome, open_by) == ["counter"]
+
+
+@pytest.mark.parametrize(("trainer_driven", "longest_s"), [(True, 60.0), (False, 660.0)])
+def test_a_whole_save_may_spend_the_limits_of_its_phases_together(trainer_driven: bool, longest_s: float) -> None:
+    save = Operation(OperationKind.SAVE, OperationId("save-1"), SnapshotId("step-1"), trainer_driven=trainer_driven)
+    operations: Any = SimpleNamespace(
+        settings=Settings(root="/nowhere", prepare_timeout_s=60.0, commit_timeout_s=600.0)
+    )
+    assert Operations.longest(operations, save) == longest_s
