@@ -152,20 +152,20 @@ class Line:
             what: Any = self._operation
             result = (what(op, number) if self._numbered else what(op))(params)
         except Exception as error:
-            self._push({"id": number, "error": _error(error, self._gate.log.path)})
+            self._push({"id": number, "error": _error(error, self._gate.log.path, op)})
             return
         if asyncio.iscoroutine(result):
-            task = asyncio.ensure_future(self._wait(number, result))
+            task = asyncio.ensure_future(self._wait(number, op, result))
             self._tasks.add(task)
             task.add_done_callback(self._tasks.discard)
         else:
             self._push({"id": number, "ok": result})
 
-    async def _wait(self, number: int, work: Any) -> None:
+    async def _wait(self, number: int, op: str, work: Any) -> None:
         try:
             self._push({"id": number, "ok": await work})
         except Exception as error:
-            self._push({"id": number, "error": _error(error, self._gate.log.path)})
+            self._push({"id": number, "error": _error(error, self._gate.log.path, op)})
 
 
 class Work:
