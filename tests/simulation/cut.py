@@ -8,7 +8,11 @@ from __future__ import annotations
 
 import json
 from http.cookies import SimpleCookie
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from coordinator.wire.chunks import Chunks
+from coordinator.wire.rope import parse
 
 if TYPE_CHECKING:
     from tests.simulation.world import World
@@ -21,6 +25,23 @@ def _lines(world: World, path: str) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (world.disk.read_text(path) or "").splitlines() if line]
 
 
+def _calls(world: World, part: str) -> list[dict[str, Any]]:
+    """The call log of one participant; one that is in a snapshot without it would make every check here see nothing."""
+    data = world.disk.read_bytes(f"{part}/calls.rope")
+    if data is None:
+        if world.disk.listing(part):
+            world.violation(f"I12: {part} is there, and holds no call log")
+        return []
+    rope, content = parse(data, part), b""
+    for number, offset, length in zip(*[iter(rope.ranges)] * 3, strict=True):
+        if number < 0:
+            content += data[rope.inline_at + offset :][:length]
+        else:
+            path = Chunks(Path("/root")).path(rope.chunks[number].sha256)
+            content += (world.disk.read_bytes(str(path)) or b"")[offset:][:length]
+    return [json.loads(line) for line in content.splitlines() if line]
+
+
 def finished_calls(world: World, snapshot: str) -> set[tuple[str, str]]:
     """Calls with a recorded answer, of the rollouts that go on after a restore of `snapshot`: none is made again."""
     top = f"/root/snapshots/{snapshot}"
@@ -29,7 +50,7 @@ def finished_calls(world: World, snapshot: str) -> set[tuple[str, str]]:
         (line["rollout_id"], line["call_id"])
         for name, (kind, _) in world.plan.servers.items()
         if kind == "gym.agent"
-        for line in _lines(world, f"{top}/{name}/calls.jsonl")
+        for line in _calls(world, f"{top}/{name}")
         if line["t"] == "call" and line["rollout_id"] in live and line["done"] and not line["own"]
     }
 
@@ -60,7 +81,7 @@ def check_cut(world: World, snapshot: str) -> None:
                 world.violation(f"I4: {snapshot}: {name} was saved in the middle of a call of {sorted(whose)}")
             for rollout, call, _ in session["history"]:
                 history[rollout, call] = (name, session["session_id"])
-        for line in _lines(world, f"{top}/{name}/calls.jsonl"):
+        for line in _calls(world, f"{top}/{name}"):
             if line["t"] == "executed":
                 cookie = SimpleCookie("".join(v for k, v in line["headers"] if k == "set-cookie"))
                 session = cookie["s"].value if "s" in cookie else ""
@@ -72,7 +93,7 @@ def check_cut(world: World, snapshot: str) -> None:
     for name, (kind, _) in world.plan.servers.items():
         if kind != "gym.agent":
             continue
-        for line in _lines(world, f"{top}/{name}/calls.jsonl"):
+        for line in _calls(world, f"{top}/{name}"):
             if line["t"] != "call" or line["rollout_id"] not in live:
                 continue
             key = (line["rollout_id"], line["call_id"])

@@ -185,11 +185,16 @@ class SimDisk:
 
     # ---- looking, for checks ----------------------------------------------------------------------------------------------
 
-    def read_text(self, path: str) -> str | None:
-        """A file now, without a trace of being read."""
+    def read_bytes(self, path: str) -> bytes | None:
+        """A file now, without a trace of being read; None when there is none."""
         with contextlib.suppress(OSError):
-            return bytes(self.resolve(path).data).decode()
+            return bytes(self.resolve(path).data)
         return None
+
+    def read_text(self, path: str) -> str | None:
+        """As `read_bytes`."""
+        data = self.read_bytes(path)
+        return None if data is None else data.decode()
 
     def listing(self, path: str) -> list[str]:
         with contextlib.suppress(OSError):
