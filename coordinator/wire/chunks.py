@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Final
 
 from coordinator.wire.beneath import Directory, FileDigest, storage_error
-from coordinator.wire.errors import Reason, refuse
+from coordinator.wire.errors import Reason, SafepointError, refuse
 
 CHUNKS: Final = "chunks"
 SEAL_AT: Final = 8 << 20  # bytes; one larger record is a chunk of its own
@@ -64,6 +64,7 @@ class Chunks:
             except FileExistsError:
                 if folder.digest(digest.sha256) != digest:
                     folder.replace(digest.sha256, data)
+                self._sync(folder)  # whoever made it may have failed, or died, before its name was durable
                 folder.touch(digest.sha256)
         return Chunk(digest.sha256, digest.size_bytes)
 
@@ -97,6 +98,7 @@ class Chunks:
             expected = FileDigest(chunk.size_bytes, chunk.sha256)
             with suppress(FileNotFoundError):
                 if folder.digest(chunk.sha256) == expected:
+                    self._sync(folder)
                     folder.touch(chunk.sha256)
                     return False
                 folder.remove_file(chunk.sha256)  # damaged: what comes has its bytes
@@ -162,7 +164,20 @@ class Chunks:
                 with top.child(CHUNKS) as chunks:
                     return chunks.child(sha256[:2])
             with top.ensure_child(CHUNKS) as chunks:
-                return chunks.ensure_child(sha256[:2])
+                self._sync(top)  # that a directory is there does not say that its name is durable
+                folder = chunks.ensure_child(sha256[:2])
+                try:
+                    self._sync(chunks)
+                except SafepointError:
+                    folder.close()
+                    raise
+                return folder
+
+    def _sync(self, directory: Directory) -> None:
+        try:
+            directory.sync()
+        except OSError as error:
+            raise storage_error(error, f"writing below {self.root / CHUNKS}") from error
 
 
 class Segment:

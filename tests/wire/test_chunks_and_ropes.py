@@ -147,3 +147,26 @@ def test_what_is_half_used_or_one_of_very_many_is_written_again() -> None:
     assert wasted({full: SEAL_AT, half: SEAL_AT // 2 - 1, unsealed: 5}) == {half, unsealed}
     small = {segment(100): 100 for _ in range(33)}
     assert wasted({full: SEAL_AT, **small}) == small.keys()
+
+
+def test_a_chunk_that_somebody_left_before_its_name_was_durable_is_made_durable_before_it_is_used(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    synced: list[Path] = []
+    sync, broken = Directory.sync, True
+
+    def noting(self: Directory) -> None:
+        if broken and len(self.path.name) == 2:
+            raise OSError(5, "Input/output error")
+        sync(self)
+        synced.append(self.path)
+
+    monkeypatch.setattr(Directory, "sync", noting)
+    with pytest.raises(SafepointError) as failed:
+        Chunks(tmp_path).write(b"state")
+    assert failed.value.reason is Reason.STORAGE_FAILED
+    broken = False
+    synced.clear()
+    chunk = Chunks(tmp_path).write(b"state")
+    folder = Chunks(tmp_path).path(chunk.sha256).parent
+    assert {folder, folder.parent, tmp_path} <= set(synced)
