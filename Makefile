@@ -111,7 +111,6 @@ bench-engine: setup setup-vllm ## what freezing an engine takes and its proxy co
 	cat build/vllm-figures.json
 
 # A server that starts and freezes, drains, aborts, and is transparent: the part of test-vllm that takes under 4 minutes.
-# Quiet when all is well, so that the closing line of `make test` stays the last one that CI shows.
 check-vllm: setup ## the shorter engine tests against a real vLLM, where one can be installed
 	if $(MAKE) --no-print-directory setup-vllm; then $(PY) -m pytest tests/vllm -q -m "vllm and not slow"; \
 	else echo "check-vllm: no vLLM can be installed here; nothing was tested"; fi
