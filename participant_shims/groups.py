@@ -5,13 +5,16 @@ The rule: whoever is killed here was started here, as a group. Standard library 
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
 import signal
 import time
+from collections.abc import Generator
 from typing import Final
 
 _PR_SET_CHILD_SUBREAPER: Final = 36
+_PR_GET_CHILD_SUBREAPER: Final = 37
 
 
 def signal_group(group: int, number: signal.Signals) -> None:
@@ -47,10 +50,22 @@ def _reap_group(group: int) -> bool:
     return True
 
 
-def adopt_orphans() -> None:
-    """Call this before a command is started that leaves orphans."""
-    # Orphans of the command become our children, so that they can be collected; elsewhere than on Linux, init has them.
+@contextlib.contextmanager
+def adopted_orphans() -> Generator[None]:
+    """Inside, orphans of a command that we start become our children, so that they can be collected.
+
+    Elsewhere than on Linux init has them, and nothing changes. Afterwards the process is as it was: one that runs a
+    command in passing (a test, a trainer) must not collect orphans for the rest of its life.
+    """
+    before = ctypes.c_int(0)
     try:
-        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+        prctl = ctypes.CDLL(None, use_errno=True).prctl
+        prctl(_PR_GET_CHILD_SUBREAPER, ctypes.byref(before), 0, 0, 0)
+        prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     except (OSError, AttributeError):
-        pass
+        yield
+        return
+    try:
+        yield
+    finally:
+        prctl(_PR_SET_CHILD_SUBREAPER, before.value, 0, 0, 0)

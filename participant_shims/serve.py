@@ -18,7 +18,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Final
 
-from participant_shims.groups import adopt_orphans, end_group, signal_group
+from participant_shims.groups import adopted_orphans, end_group, signal_group
 
 GRACE_S: Final = 10.0  # between SIGTERM and SIGKILL; Gym itself gives its servers 1 s
 BOOTSTRAP: Final = Path(__file__).resolve().parent / "gate" / "bootstrap"
@@ -102,17 +102,17 @@ def run_serve(options: ServeOptions, argv: Sequence[str]) -> int:
     if options.verbose:
         for key, value in sorted(added.items()):
             print(f"safepoint serve: {key}={value}", file=sys.stderr)
-    adopt_orphans()
-    try:
-        process = subprocess.Popen(list(argv), env={**os.environ, **added}, start_new_session=True)
-    except OSError as error:
-        print(f"safepoint serve: {argv[0]} can't be run: {error.strerror}", file=sys.stderr)
-        return 127
-    with _forwarded(process):
+    with adopted_orphans():
         try:
-            code = process.wait()
-        finally:
-            end_group(process.pid)
+            process = subprocess.Popen(list(argv), env={**os.environ, **added}, start_new_session=True)
+        except OSError as error:
+            print(f"safepoint serve: {argv[0]} can't be run: {error.strerror}", file=sys.stderr)
+            return 127
+        with _forwarded(process):
+            try:
+                code = process.wait()
+            finally:
+                end_group(process.pid)
     return code if code >= 0 else 128 - code
 
 

@@ -25,7 +25,7 @@ from pathlib import Path
 from types import FrameType
 from typing import IO, Any, Final
 
-from participant_shims.groups import adopt_orphans, end_group, signal_group
+from participant_shims.groups import adopted_orphans, end_group, signal_group
 from participant_shims.leftovers import Leftovers, Reaped, StillRuns
 
 SHIM_GOODBYE_S: Final = 4.0
@@ -103,7 +103,12 @@ def run_engine(options: EngineOptions, argv: Sequence[str]) -> int:
     except ValueError as error:
         print(f"safepoint serve: {error}", file=sys.stderr)
         return 2
-    adopt_orphans()
+    with adopted_orphans():
+        return _run(options, argv, target, added)
+
+
+def _run(options: EngineOptions, argv: Sequence[str], target: str, added: dict[str, str]) -> int:
+    """What is left once the options are known to be good."""
     left = Leftovers(options.life)
     try:
         _tell(options.name, left.reap())

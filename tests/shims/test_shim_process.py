@@ -226,6 +226,17 @@ def test_serve_passes_the_exit_code_on(code: str, expected: int) -> None:
     assert run_serve(ServeOptions(), [sys.executable, "-c", code]) == expected
 
 
+def test_whoever_ran_serve_does_not_get_orphans_of_others_afterwards() -> None:
+    assert run_serve(ServeOptions(), [sys.executable, "-c", ""]) == 0
+    script = "import subprocess; print(subprocess.Popen(['sleep', '60'], stdout=subprocess.DEVNULL).pid)"
+    leader = subprocess.run([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True, check=True)
+    orphan = psutil.Process(int(leader.stdout))
+    try:
+        assert orphan.ppid() != os.getpid()
+    finally:
+        orphan.kill()
+
+
 def serve_in_process(script: str) -> subprocess.Popen[str]:
     return subprocess.Popen(
         [sys.executable, "-m", "participant_shims.cli", "serve", "--", sys.executable, "-c", script],
