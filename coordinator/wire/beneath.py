@@ -142,11 +142,19 @@ class Directory:
         return self.child(name)
 
     def ensure_child(self, name: str) -> Directory:
-        """A directory below this one, made when it is not there."""
+        """A directory below this one, made when it is not there; durable either way.
+
+        One that is there may be of somebody who failed, or died, before its name was durable.
+        """
         try:
             return self.make_child(name)
         except FileExistsError:
-            return self.child(name)
+            pass
+        try:
+            self.sync()
+        except OSError as error:
+            raise storage_error(error, f"making {self.path / name}") from error
+        return self.child(name)
 
     def names(self) -> list[str]:
         """What is in it, sorted; names only, nothing is opened."""
