@@ -22,7 +22,8 @@ from coordinator import convert, ledger_lines, outcomes, pruning
 from coordinator.answers import ABORT, START, check_digest
 from coordinator.driver import Drive, Identity
 from coordinator.feed import Feed
-from coordinator.journal import Entry, Journal
+from coordinator.journal import Journal
+from coordinator.journal_file import Entry
 from coordinator.membership import Membership
 from coordinator.outcomes import Ended
 from coordinator.participants import Participants

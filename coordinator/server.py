@@ -27,7 +27,7 @@ from safepoint.v1 import coordinator_service_pb2, coordinator_service_pb2_grpc
 
 from coordinator.feed import Feed
 from coordinator.history_writing import HistoryWriter
-from coordinator.journal import Journal
+from coordinator.journal import ADDRESS_NAME, Journal
 from coordinator.metrics import Metrics, MetricsServer, metrics_address
 from coordinator.operations import Chronicle, Operations
 from coordinator.page.host import serve_page
@@ -62,7 +62,6 @@ _health: Any = importlib.import_module("grpc_health.v1.health")
 _health_pb2: Any = importlib.import_module("grpc_health.v1.health_pb2")
 _health_grpc: Any = importlib.import_module("grpc_health.v1.health_pb2_grpc")
 
-ADDRESS_NAME: Final = "address.json"
 SERVICE_NAME: Final = coordinator_service_pb2.DESCRIPTOR.services_by_name["Coordinator"].full_name
 STOP_GRACE_S: Final = 1.0
 ABORT_WITHIN_S: Final = 3.0
@@ -252,7 +251,9 @@ async def serve(
     # Before the journal: one that cannot have its address must not take the epoch from the one that has it.
     listening = listen(server, settings.bind, security, settings.advertise)
     try:
-        journal = await asyncio.to_thread(lambda: Journal(store.directory(_DIRECTORY), store.newest_epoch()))
+        journal = await asyncio.to_thread(
+            lambda: Journal(store.directory(_DIRECTORY), {"the newest snapshot": store.newest_epoch()})
+        )
     except BaseException:
         listening.close()
         raise
