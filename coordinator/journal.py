@@ -39,6 +39,7 @@ from coordinator.journal_file import (
     read,
     whole,
 )
+from coordinator.presence import enter
 from coordinator.wire import failpoints
 from coordinator.wire.beneath import Directory, storage_error
 from coordinator.wire.errors import Problem, Reason, Refused, SafepointError, refuse
@@ -80,6 +81,15 @@ class Journal:
         self._broken = ""
         self.epoch = 0
         self.contents = Contents()
+        try:
+            self._start(above or {})
+        except BaseException:
+            self.close()  # nobody must see us there any more
+            raise
+
+    def _start(self, above: Mapping[str, int]) -> None:
+        directory = self._directory
+        enter(directory)
         self.alive_before = _last_touched(directory)  # when a coordinator was here before us; zero: nobody knows
         accepted = directory.has(ACCEPT)
         if not accepted:
@@ -88,7 +98,7 @@ class Journal:
         if newest >= _LAST_NUMBER:
             raise _used_up(str(self._of(newest)))
         said = {str(self._of(newest)): made_by or 0, str(directory.path / ADDRESS_NAME): _announced(directory)}
-        self.epoch = self.with_reserve(lambda: _raise_epoch(directory, {**(above or {}), **said}))
+        self.epoch = self.with_reserve(lambda: _raise_epoch(directory, {**above, **said}))
         if accepted:
             newest = self._put_aside()
         else:
@@ -207,6 +217,10 @@ class Journal:
                     f"{error.problem.message} {RESERVE_BYTES // 1000} kB must be free in {self._directory.path}: they are kept so "
                     "that what has begun can end when the disk is full.",
                 ) from error
+
+    def folder(self) -> Directory:
+        """<root>/coordinator as we have opened it, for the caller to close. Raises STORAGE_FAILED."""
+        return self._directory.again()
 
     @property
     def path(self) -> Path:

@@ -178,7 +178,7 @@ class Coordinator:
         Nor would anybody when what is there cannot be read, so that is replaced as well.
         """
         line = self.announcement().encode() + b"\n"
-        with self.operations.store.directory(_DIRECTORY) as directory:
+        with self.operations.journal.folder() as directory:  # not by its path: another root may be there by now
             try:
                 written = directory.read(ADDRESS_NAME, _MAX_ADDRESS)
             except (FileNotFoundError, SafepointError):
@@ -266,7 +266,7 @@ async def serve(
     if tracer is not None:
         operations.keep(_traces(operations, tracer))
     if settings.history_keep:
-        history = HistoryWriter(lambda: store.directory(_DIRECTORY), settings.job_id, settings.history_keep)
+        history = HistoryWriter(journal.folder, settings.job_id, settings.history_keep)
         operations.keep(history)
 
     registration = Registration(registry, journal.epoch, settings.job_id, settings.heartbeat_s)

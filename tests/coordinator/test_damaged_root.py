@@ -150,6 +150,11 @@ async def test_one_whose_root_was_replaced_by_that_of_another_ends_and_leaves_th
         assert "another directory is there" in unfit.message
         assert str(root / "coordinator") in unfit.message
         assert (root / "coordinator" / ADDRESS_NAME).read_bytes() == theirs
+        first.keep_announced()  # it may have been on its way here
+        assert (root / "coordinator" / ADDRESS_NAME).read_bytes() == theirs
+        assert first.history is not None
+        with first.history._coordinator_directory() as folder:
+            assert not folder.in_place(), "nor does it write history into a root that is not its own"
         with pytest.raises(Refused, match="another directory is there"):
             first.operations.journal.require_epoch()
         assert await second._why_unfit() is None

@@ -338,6 +338,11 @@ class SimOs:
     def fstat(self, fd: int) -> Any:
         return self._stat(self._disk.handle(fd)[0])
 
+    def fstatvfs(self, fd: int) -> Any:
+        self._disk.handle(fd)
+        free = 0 if self._disk.loop.now < self._disk.full_until else 1 << 30
+        return SimpleNamespace(f_bavail=free, f_frsize=1)
+
     def stat(self, path: Any, *, dir_fd: int | None = None, follow_symlinks: bool = True) -> Any:
         return self._stat(self._disk.resolve(path, dir_fd))
 
