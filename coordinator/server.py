@@ -262,6 +262,7 @@ async def serve(
         registry, Participants(journal.epoch, security, dial), settings.participants, settings.policy_endpoints
     )
     operations = Operations(settings, store, journal, discovery, Feed())
+    operations.kept_out = door.refusals.kept_out
     history: HistoryWriter | None = None
     if tracer is not None:
         operations.keep(_traces(operations, tracer))
@@ -270,7 +271,7 @@ async def serve(
         operations.keep(history)
 
     registration = Registration(registry, journal.epoch, settings.job_id, settings.heartbeat_s)
-    service = CoordinatorService(operations, registration, door.refusals)
+    service = CoordinatorService(operations, registration)
     coordinator_service_pb2_grpc.add_CoordinatorServicer_to_server(service, server)
     healthy = _health.aio.HealthServicer()
     _health_grpc.add_HealthServicer_to_server(healthy, server)
