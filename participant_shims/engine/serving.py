@@ -81,21 +81,21 @@ class Serving:
         Raises ConnectionError, BrokenMessage when the engine was lost; the caller has no whole answer then.
         """
         record = at.record
-        restored = self._claim(record)
+        restored = await self._claim(record)
         if restored is not None:
             why, was = restored.anew or record.anew, restored.request_id
             if not why:
                 try:
                     failpoints.reach("engine.before_continue")
                     again = await self._continue(at, restored)
-                    self._pool.on_over(was)
+                    self._pool.over(was)
                     return again
                 except Refusal as refusal:
                     why = f"vLLM answered {refusal.head.status} to its continuation"
                     await self._redial(at)
                     self._in_flight[record.request_id] = record
             log.info("request %s begins anew: %s", was, why)
-            self._pool.on_over(was)
+            self._pool.over(was)
             self._pool.tally.regenerated += 1
             self._pool.tally.again += len(restored.token_ids)
         if not self._untouched(record.ask):
@@ -113,16 +113,19 @@ class Serving:
             await self._redial(at)
         return await self._relay(at, rewritten(at.head, at.head.url, at.raw), [Body(at.raw), End()])
 
-    def _claim(self, record: Record) -> Record | None:
+    async def _claim(self, record: Record) -> Record | None:
         """The restored record that this request goes on from; None also when it had not said anything yet."""
         if not record.ask.body:
             return None
         caller = CallIdentity(record.rollout_id, record.attempt, record.call_id) if record.rollout_id else None
-        restored = self._pool.claim(record.ask, caller)
+        restored = await self._pool.take(record.ask, caller)
         if restored is None or restored.finished or restored.anew:
             return restored
         self._pool.tally.again += restored.cut_back(record.ask.max_tokens)
-        return restored if restored.prompt_ids and restored.token_ids else None
+        if restored.prompt_ids and restored.token_ids:
+            return restored
+        self._pool.over(restored.request_id)
+        return None
 
     async def _redial(self, at: Exchange) -> None:
         at.upstream.link.drop(now=True)
