@@ -27,7 +27,7 @@ from random import Random
 from types import SimpleNamespace
 from typing import Any
 
-from coordinator import journal, journal_file, operations
+from coordinator import journal, journal_file, operations, sweeping
 from coordinator.journal import ADDRESS_NAME
 from coordinator.server import Coordinator, serve
 from coordinator.settings import Settings
@@ -37,9 +37,10 @@ from participant_shims import ends
 from participant_shims.adapters.gym import GymAdapter
 from participant_shims.gate import calllog_export, logfile
 from participant_shims.gate import process as gate_process
+from participant_shims.gate.state import shelf
 from participant_shims.shim import Shim, ShimOptions
 from tests.simulation.behaviour import KEPT_IN_MEMORY, KEPT_OUTCOMES
-from tests.simulation.checks import Checks
+from tests.simulation.checks import HISTORY_KEEP, Checks
 from tests.simulation.disk import SimDisk, installed
 from tests.simulation.faults import LEASE_S, Plan
 from tests.simulation.logs import Logs
@@ -49,6 +50,8 @@ from tests.simulation.servers import GymServer, Http, Work
 
 ROOT = "/root"
 WALL_START_NS = 1_800_000_000 * 10**9
+SETTLED_FOR_S = 3.0  # how long writers count on a chunk that they have touched
+GRACE_S = 40.0  # longer than that and any operation, as the real one
 CLOCKS = (time.time, time.time_ns, time.monotonic, time.sleep)  # the machine's
 
 
@@ -78,7 +81,6 @@ class World:
         self.lines: list[str] = []
         self.violations: list[str] = []
         self.checks = Checks(self)
-        self.system: Any = None
         self.coordinator: Coordinator | None = None
         self.coordinator_process: Process | None = None
         self.shims: dict[str, Shim] = {}
@@ -94,7 +96,7 @@ class World:
         self.network.trace = lambda process, text: self.trace(process.name, text)
         self.network.on_call, self.network.on_reply = self.checks.called, self.checks.replied
         self.disk.trace = lambda text: self.trace("disk", text)
-        self.disk.on_link = self.checks.linked
+        self.disk.on_link, self.disk.on_unlink = self.checks.linked, self.checks.unlinked
         self.disk.violation = self.violation
         self.network.on_too_late = self.checks.behaviour.too_late
         self.network.on_send, self.network.on_end = self.checks.sent, self.checks.call_ended
@@ -155,7 +157,7 @@ class World:
     async def _coordinate(self, process: Process) -> None:
         settings = Settings(
             root=ROOT, lease_ttl_s=LEASE_S, heartbeat_s=1.5, straggler_grace_s=2.0, prepare_timeout_s=12.0, commit_timeout_s=12.0,
-            restore_timeout_s=20.0, history_keep=0,
+            restore_timeout_s=20.0, history_keep=HISTORY_KEEP,
         )  # fmt: skip
         try:
             running = await serve(settings, make_server=self.network.make_server, dial=self.network.dial)
@@ -196,9 +198,7 @@ class World:
         tools = [n for n in names if n.startswith("tools")]
         models = [n for n in names if n.startswith("model")]
         targets = {"resources": tools[which % len(tools)], "model": models[which % len(models)]}
-        server = process.run(
-            GymServer, process, self.http, self.system, self.work, name, kind, role, life, directory, targets
-        )
+        server = process.run(GymServer, process, self.http, self.work, name, kind, role, life, directory, targets)
         server.violation = self.violation
         self.checks.servers.append(server)
         self.http.servers[name] = server
@@ -358,6 +358,8 @@ def made(plan: Plan) -> Generator[World]:
         (journal, "ROTATE_BYTES", 6_000), (time, "time_ns", world.wall_ns), (time, "time", world.wall_s), (time, "monotonic", world.loop.time),
         (time, "sleep", world.sleep),
         (logfile, "sqlite3", logs.sqlite3),
+        (calllog_export, "SETTLED_FOR_S", SETTLED_FOR_S), (shelf, "SETTLED_FOR_S", SETTLED_FOR_S),
+        (sweeping.sweep, "__kwdefaults__", {**(sweeping.sweep.__kwdefaults__ or {}), "grace_s": GRACE_S}),
         (calllog_export, "threading", SimpleNamespace(Lock=lambda: SimLock(world.loop))),
         (os, "getpid", world.pid), (gate_process, "started", world.began),
         (ends, "output_of", lambda pid: ""), (socket, "gethostname", lambda: PROCESS.get(world.loop.outside).host),
@@ -374,8 +376,7 @@ def made(plan: Plan) -> Generator[World]:
     collects = gc.isenabled()
     gc.disable()  # when it runs is chance, and what it collects has callbacks
     try:
-        with installed(world.disk) as system:
-            world.system = system
+        with installed(world.disk):
             asyncio.set_event_loop(world.loop)
             try:
                 yield world
