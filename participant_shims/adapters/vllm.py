@@ -167,7 +167,7 @@ class VllmAdapter:
                 log.error("vLLM at %s may still be paused: %s", self.target, error)
         for task in [*self._tasks, *([self._looking] if self._looking else [])]:
             task.cancel()
-        self.sharing.look_anew()
+        self.sharing.close()
         await self.front.stop()
 
     async def describe(self) -> Description:
@@ -405,7 +405,9 @@ class VllmAdapter:
         if records and not len(self.pool):
             log.info("%d restored requests of the shim before this one wait for their callers", len(records))
             self._take(records)
-        self.sharing.join(await asyncio.to_thread(self._restored.shared, engine.life), records)
+        where = await asyncio.to_thread(self._restored.shared, engine.life)
+        # While its restore is not resumed nobody looks for what others have: not all of it may be there.
+        self.sharing.join(where, records, opened=not await self.loaded_by())
 
     def _take(self, records: Sequence[Record]) -> None:
         self.pool.replace(records)
@@ -422,7 +424,7 @@ class VllmAdapter:
             if was_ours:
                 await self._resume()
         finally:
-            self.sharing.look_anew()
+            self.sharing.open()
             released = self.doors.open()
             self._frozen_at = None
             if released.closed_for_s is not None:

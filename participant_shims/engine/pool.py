@@ -38,6 +38,7 @@ class Pool:
 
     def __init__(self, sharing: Sharing | None = None) -> None:
         self.sharing = sharing or Sharing(None, "")
+        self.sharing.on_lost = self._lost
         self._by_digest: dict[str, list[Record]] = {}
         self.tally = Tally()
         self.on_over: Callable[[str], None] = lambda request_id: None  # nobody will ask for that one again
@@ -110,6 +111,9 @@ class Pool:
         if not waiting:
             del self._by_digest[ask.digest]
         return record
+
+    def _lost(self) -> None:
+        self.tally.regenerated += 1
 
     def retire(self, attempts: Sequence[tuple[str, int]]) -> int:
         """Forget what rollouts up to these attempts had; how many rollouts were known."""

@@ -54,6 +54,7 @@ class Place:
     participant_id: str
     offset: int
     size: int
+    attempt: int
 
 
 def group_of(policy: str, model: str, weights: Sequence[str]) -> str:
@@ -81,19 +82,22 @@ class Sharing:
         self._names: dict[str, str] = {}  # of our own records and of those that we have claimed, by request id
         self._others: dict[str, list[Place]] | None = None  # by what was asked; None: not looked for yet
         self._looking: asyncio.Task[dict[str, list[Place]]] | None = None
+        self._opened = False
+        self.on_lost: Callable[[], None] = lambda: None  # what another engine had for a caller can't be had
         self._ending: set[asyncio.Future[None]] = set()
 
     # ---- our own --------------------------------------------------------------------------------------------------
 
-    def join(self, where: tuple[str, str] | None, records: Iterable[Record]) -> None:
-        """Be in `where` (operation, group) with these records, which were published there."""
+    def join(self, where: tuple[str, str] | None, records: Iterable[Record], *, opened: bool) -> None:
+        """Be in `where` (operation, group) with these records, which were published there. `opened`: as after `open`."""
+        self.close()
         self._where = where if self._root is not None else None
         self._names = {record.request_id: name_of(record) for record in records} if self._where else {}
-        self.look_anew()
+        self._opened = opened
 
     def publish(self, where: tuple[str, str], records: Sequence[Record]) -> None:
         """Let the others find them. What an earlier restore has published goes. Blocks; never raises."""
-        self.join(where, records)
+        self.join(where, records, opened=False)
         if self._root is None:
             return
         try:
@@ -109,7 +113,7 @@ class Sharing:
                     offset = 0
                     for record in records:
                         raw = encode(record).encode("utf-8", "surrogatepass")
-                        index.append(f"{name_of(record)} {offset} {len(raw)}\n")
+                        index.append(f"{name_of(record)} {offset} {len(raw)} {record.attempt}\n")
                         lines.append(raw)
                         offset += len(raw)
                     group.replace(self._me + RECORDS, b"".join(lines))
@@ -160,25 +164,33 @@ class Sharing:
 
     # ---- of others ------------------------------------------------------------------------------------------------
 
-    def look_anew(self) -> None:
-        """What was seen before may not have been all: admission opens, and everybody has published."""
-        self._others = None
+    def open(self) -> None:
+        """Admission opens after a restore: everybody has published what there is, and it is looked for from now on."""
+        self._opened = True
+
+    def close(self) -> None:
+        """Forget what others have."""
+        self._opened, self._others = False, None
         if self._looking is not None:
             self._looking.cancel()
             self._looking = None
 
     async def take(self, ask: Ask, caller: CallIdentity | None) -> Record | None:
         """A record of another engine that answers this question; it is ours then."""
-        if self._where is None or (self._others is not None and not self._others):
+        if self._where is None or not self._opened or (self._others is not None and not self._others):
             return None
         places = (await self._known()).get(ask.digest, [])
         if caller is not None:
             me = whose(caller.rollout_id, caller.call_id)
-            places = [p for p in places if _caller_in(p.name) == me] or [
-                p for p in places if _caller_in(p.name) == NOBODY
-            ]
+            mine = [p for p in places if _caller_in(p.name) == me and p.attempt < caller.attempt]
+            places = mine or [p for p in places if _caller_in(p.name) == NOBODY]
         for place in list(places):
-            record = await asyncio.to_thread(self._fetch, place, caller)
+            try:
+                record = await asyncio.to_thread(self._fetch, place)
+            except FAILURES as error:
+                log.warning("a request restored into %s begins anew here: %s", place.participant_id, error)
+                record = None
+                self.on_lost()
             if self._others is not None and place in (known := self._others.get(ask.digest, [])):
                 known.remove(place)
                 if not known:
@@ -197,19 +209,14 @@ class Sharing:
         if self._looking is None:
             self._looking = asyncio.create_task(asyncio.to_thread(self._list))
         looking = self._looking
-        try:
-            async with asyncio.timeout(LIST_S):
-                found = await asyncio.shield(looking)
-        except TimeoutError:
+        await asyncio.wait({looking}, timeout=LIST_S)
+        if not looking.done():
             log.warning("what other engines have is not known yet: the root does not answer")
+        if not looking.done() or looking.cancelled():  # cancelled: a restore has come between
             return {}
-        except asyncio.CancelledError:
-            if not looking.cancelled():
-                raise
-            return {}  # a restore or an opening came between
         if self._looking is looking and self._others is None:
-            self._others = found
-        return found
+            self._others = looking.result()
+        return self._others or {}
 
     def _list(self) -> dict[str, list[Place]]:
         """What others have published and nobody has. Never raises."""
@@ -225,9 +232,9 @@ class Sharing:
                     if file == participant_id or participant_id == self._me:
                         continue
                     for line in group.read(file, MAX_INDEX_BYTES).decode().splitlines():
-                        name, offset, size = line.split()
+                        name, offset, size, attempt = line.split()
                         if name not in names or group.read(name, MAX_CLAIM_BYTES) == self._me.encode():
-                            place = Place(name, participant_id, int(offset), int(size))
+                            place = Place(name, participant_id, int(offset), int(size), int(attempt))
                             found.setdefault(name.partition(".")[0], []).append(place)
         except FileNotFoundError:
             pass
@@ -235,19 +242,13 @@ class Sharing:
             log.warning("what other engines have can't be read: %s", error)
         return found
 
-    def _fetch(self, place: Place, caller: CallIdentity | None) -> Record | None:
-        """Read, then claim: None when it can't be read, is not for this caller, or somebody else has it."""
+    def _fetch(self, place: Place) -> Record | None:
+        """Read, then claim: None when somebody else has it. Raises FAILURES."""
         where = self._where
-        try:
-            if where is None:
-                return None
-            with self._group(where) as group, group.opened(place.participant_id + RECORDS) as fd:
-                record = record_from_json(json.loads(os.pread(fd, place.size, place.offset)))
-            if caller is not None and record.rollout_id and caller.attempt <= record.attempt:
-                return None
-        except FAILURES as error:
-            log.warning("a request restored into %s begins anew here: %s", place.participant_id, error)
+        if where is None:
             return None
+        with self._group(where) as group, group.opened(place.participant_id + RECORDS) as fd:
+            record = record_from_json(json.loads(os.pread(fd, place.size, place.offset)))
         return record if self._claim(place.name, False) else None
 
     def _claim(self, name: str, own: bool) -> bool:

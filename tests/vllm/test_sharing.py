@@ -129,7 +129,7 @@ async def test_what_two_rollouts_asked_alike_is_not_mixed_up_between_engines(tmp
         await its.restore([record(1, "r-1")], [])
         assert (await its.ask(1, CallIdentity("r-2", 1, "0.1"))).label == ""
         assert (await its.ask(1, CallIdentity("r-1", 0, "0.1"))).label == "", "an attempt that was replaced has got it"
-        assert (await its.ask(0, CallIdentity("r-1", 1, "0.1"))).label == "exact; kept=3"
+        assert (await its.ask(1, CallIdentity("r-1", 1, "0.1"))).label == "exact; kept=3"
 
 
 @pytest.mark.parametrize("differs", [{"policy": "other"}, {"weights": "mark"}, {"root": None}])
@@ -171,6 +171,15 @@ async def test_a_root_that_fails_costs_a_regeneration_and_never_the_engines_own(
         assert (await its.ask(1)).label == ""
         assert (await its.ask(0)).label == "exact; kept=3"
         assert [r.request_id for r in await its.saved(0, "later")] == ["sp-2"]
+
+
+async def test_what_another_engine_had_and_nobody_can_read_is_counted(tmp_path: Path) -> None:
+    async with fleet(tmp_path, {}, {}) as its:
+        await its.restore([record(1)], [])
+        (found,) = (its.root / "continuing").rglob("engine-0.jsonl")
+        found.write_text("{")
+        assert (await its.ask(1)).label == ""
+        assert its.adapters[1].pool.tally.regenerated == 1
 
 
 async def test_what_was_retired_or_given_up_goes_on_nowhere(tmp_path: Path) -> None:
