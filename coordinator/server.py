@@ -402,4 +402,4 @@ async def _look_around(operations: Operations, metrics: MetricsServer | None) ->
         operations.latest_snapshot_id = newest.snapshot_id
         if metrics is not None:
             metrics.metrics.newest(snapshot_info(newest))
-    await operations.sweep()
+    await operations.housekeeping.sweep()

@@ -285,7 +285,7 @@ class CoordinatorService(coordinator_service_pb2_grpc.CoordinatorServicer):
         retention = _retention(request, operations.settings)
         spared = await asyncio.to_thread(pruning.spared, operations.store, retention)  # reads: before the lock
         async with operations.storage_lock:
-            pruned = await operations.prune(retention, dry_run=request.dry_run, spare=spared)
+            pruned = await operations.housekeeping.prune(retention, dry_run=request.dry_run, spare=spared)
         kept = dict(islice(pruned.kept.items(), MAX_INVALID))
         return pb.PruneSnapshotsResponse(deleted=pruned.deleted, size_bytes=pruned.size_bytes, kept=kept)
 
