@@ -97,6 +97,8 @@ class Journal:
         newest, made_by = self._at_newest(epoch_of)
         if newest >= _LAST_NUMBER:
             raise _used_up(str(self._of(newest)))
+        if not accepted:
+            self._at_newest(read)  # before the epoch: a start that is refused must not end the coordinator that runs
         said = {str(self._of(newest)): made_by or 0, str(directory.path / ADDRESS_NAME): _announced(directory)}
         self.epoch = self.with_reserve(lambda: _raise_epoch(directory, {**above, **said}))
         if accepted:
