@@ -266,6 +266,16 @@ class Journal:
         with suppress(FileNotFoundError):
             self._directory.touch(f"epoch-{self.epoch}")
 
+    def keep_in_place(self) -> None:
+        """Write the file anew when somebody has removed or changed it: what matters is in memory. Where appends are made."""
+        if self._broken or self._file < 0:
+            return
+        with suppress(FileNotFoundError):
+            if self._directory.size(_name(self._number)) == self._size:
+                return
+        log.warning("%s was removed or changed: it is written anew", self.path)
+        self._rotate()
+
     def require_epoch(self) -> None:
         """Raise STALE_EPOCH when a coordinator has started after us, STORAGE_FAILED when our log is not in its place."""
         if (problem := self.lost()) is not None:

@@ -213,6 +213,10 @@ class Coordinator:
                     await asyncio.to_thread(write)
                 except (SafepointError, OSError) as error:
                     failed = str(error)
+            try:
+                await self.operations.spending_reserve(journal.keep_in_place)
+            except (SafepointError, OSError) as error:
+                failed = str(error)
         if failed and failed != self._complaint:
             log.warning("the root cannot be kept up to date, so shims and trainers may not find us: %s", failed)
         self._complaint = failed
