@@ -186,7 +186,7 @@ async def test_what_was_retired_or_given_up_goes_on_nowhere(tmp_path: Path) -> N
     async with fleet(tmp_path, {}, {}) as its:
         await its.restore([record(1, "r-1"), record(2, "r-2", min_tokens=2)], [])
         assert await its.adapters[0].retire([("r-1", 0)]) == 1
-        await asyncio.gather(*its.adapters[0].sharing._ending)
+        await asyncio.gather(*its.adapters[0].restored.sharing._ending)
         assert (await its.ask(1, CallIdentity("r-1", 1, "0.1"))).label == ""
         for adapter in its.adapters:
             await adapter.close("op-2", QuiesceMode.HOLD, 60)
