@@ -127,7 +127,10 @@ def snapshot_text(one: SnapshotSummary) -> str:
         f"size          {size_text(one.size_bytes)} ({one.size_bytes} bytes)",
         f"participants  {', '.join(one.participant_ids)}",
         f"rollouts      {totals.all}: {totals.completed} completed, {totals.parked} parked, {totals.pending} pending, "
-        f"{totals.excluded} excluded",
+        f"{totals.excluded} excluded"
+        + (
+            f" (`safepoint snapshots show {one.snapshot_id} --rollouts` says which, and why)" if totals.excluded else ""
+        ),
         f"fingerprint   {one.topology_fingerprint}",
     ]
     lines += [f"metadata      {key} = {value}" for key, value in sorted(one.metadata.items())]
