@@ -15,14 +15,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from enum import IntEnum
 from types import MappingProxyType
 from typing import Final
 
-from coordinator.wire.terms import Phase
+from coordinator.wire.terms import Named, Phase
 
 
-class Reason(IntEnum):
+class Reason(Named):
     """Stable codes; numbers equal those of `errors.proto`."""
 
     UNSPECIFIED = 0
