@@ -233,7 +233,7 @@ async def test_status_is_answered_while_the_event_loop_is_busy(tmp_path: Path) -
     log = CallLog(tmp_path / "calls.db")
     gate = Gate(Server("model", "gym.model", "policy_model", 1), log)
     control = Control(gate, tmp_path / "gate.sock")
-    busy, done = threading.Event(), threading.Event()
+    busy, done, over = threading.Event(), threading.Event(), threading.Event()
 
     async def serve() -> None:  # the server's own loop, in a thread here
         gate.doors.enter("r-7", waiting_on="POST /v1/responses")
@@ -242,6 +242,8 @@ async def test_status_is_answered_while_the_event_loop_is_busy(tmp_path: Path) -
         while not busy.is_set():
             await asyncio.sleep(0.01)
         done.wait(20)  # a handler that blocks the loop
+        while not over.is_set():
+            await asyncio.sleep(0.01)
 
     thread = threading.Thread(target=lambda: asyncio.run(serve()))
     async with ShimLine(tmp_path) as shim:
@@ -251,10 +253,12 @@ async def test_status_is_answered_while_the_event_loop_is_busy(tmp_path: Path) -
         status = await line.ask("status", within_s=5, max_rollouts=10)
         assert status["rollouts"][0]["rollout_id"] == "r-7"
         closing = asyncio.create_task(line.ask("close", operation_id="op", mode="hold", lease_s=5))
+        await asyncio.sleep(0)  # it is sent before the question that it must not delay
         await line.ask("status", within_s=5, max_rollouts=0)
         assert not closing.done()  # closing is the loop's affair
         done.set()
         await closing
+    over.set()
     control.stop()
     thread.join(10)
     log.close()
