@@ -233,7 +233,7 @@ async def test_status_is_answered_while_the_event_loop_is_busy(tmp_path: Path) -
     log = CallLog(tmp_path / "calls.db")
     gate = Gate(Server("model", "gym.model", "policy_model", 1), log)
     control = Control(gate, tmp_path / "gate.sock")
-    busy, done, over = threading.Event(), threading.Event(), threading.Event()
+    busy, blocked, done, over = (threading.Event() for _ in range(4))
 
     async def serve() -> None:  # the server's own loop, in a thread here
         gate.doors.enter("r-7", waiting_on="POST /v1/responses")
@@ -241,15 +241,17 @@ async def test_status_is_answered_while_the_event_loop_is_busy(tmp_path: Path) -
         await gate.start()
         while not busy.is_set():
             await asyncio.sleep(0.01)
+        blocked.set()
         done.wait(20)  # a handler that blocks the loop
         while not over.is_set():
             await asyncio.sleep(0.01)
 
-    thread = threading.Thread(target=lambda: asyncio.run(serve()))
+    thread = threading.Thread(target=lambda: asyncio.run(serve()), daemon=True)
     async with ShimLine(tmp_path) as shim:
         thread.start()
         line = await shim.worker()
         busy.set()
+        assert await asyncio.to_thread(blocked.wait, 20)
         status = await line.ask("status", within_s=5, max_rollouts=10)
         assert status["rollouts"][0]["rollout_id"] == "r-7"
         closing = asyncio.create_task(line.ask("close", operation_id="op", mode="hold", lease_s=5))
