@@ -18,7 +18,7 @@ from typing import Any, Final, Protocol
 from google.protobuf import json_format
 from safepoint.v1 import coordinator_service_pb2, manifest_pb2
 
-from coordinator import convert, outcomes, restore_totals
+from coordinator import outcomes, restore_totals
 from coordinator.answers import ABORT, START, check_digest
 from coordinator.driver import Drive, Identity
 from coordinator.feed import Feed
@@ -34,6 +34,7 @@ from coordinator.preflight import Discovery, check_restorable
 from coordinator.protocol import events as core
 from coordinator.protocol.legality import BEFORE_PUBLISH
 from coordinator.protocol.operation import Limits, Operation, Outcome
+from coordinator.protocol.sentences import in_the_way
 from coordinator.protocol.topology import Participant, Topology, fingerprint, refusal, validate
 from coordinator.protocol.transaction import Transaction
 from coordinator.publication import Cut, Publisher
@@ -445,11 +446,6 @@ def _aborted_early(drive: Drive) -> Problem:
 
 
 def fenced(active: Drive) -> SafepointError:
-    """Another operation runs; it is named."""
-    operation = active.operation
-    return refuse(
-        Reason.FENCED,
-        f"{operation.kind.name.lower()} {operation.operation_id} runs since {active.elapsed_s:.1f} s, "
-        f"in {convert.enum(Phase, active.transaction.phase).name.lower()}.",
-        operation_id=operation.operation_id,
-    )
+    """Another operation is in the way; it is named, and what ends it."""
+    at = active.transaction
+    return Refused(in_the_way(active.operation, at.stage, at.phase, active.elapsed_s, at.primary))

@@ -75,6 +75,20 @@ def standing(stage: Stage, phase: Phase, waited_s: float) -> str:
     return "restore: failed; everybody stays paused until Abort." if stage == Stage.FAILED_PAUSED else ""
 
 
+def in_the_way(operation: Operation, stage: Stage, phase: Phase, elapsed_s: float, primary: Problem | None) -> Problem:
+    """Why no other operation can begin, and which call ends that one: some end by themselves, and some never do."""
+    name = f"{operation.kind.name.lower()} {operation.operation_id}"
+    text, step = f"{name} runs since {elapsed_s:.1f} s, in {phase.name.lower()}.", ""
+    if stage == Stage.FAILED_PAUSED:
+        cause = f" It failed because: {primary.message}" if primary is not None else ""
+        text = f"{name} of {operation.snapshot_id} has failed, and everybody stays paused until it is aborted.{cause}"
+        step = "`safepoint abort` opens everybody without the snapshot. `safepoint why` says what has to be mended before the next try."
+    elif stage == Stage.RESTORED:
+        text = f"{name} of {operation.snapshot_id} is done, and everybody is paused until it is resumed."
+        step = "`safepoint resume` goes on with what was loaded, `safepoint abort` without it."
+    return Problem(Reason.FENCED, text, step, operation_id=operation.operation_id)
+
+
 def unattended(stage: Stage, waited_s: float) -> str:
     """That a restore has been waiting for its trainer, and the ways out."""
     text = f"It has waited {waited_s / 60:.0f} min for the trainer, and nothing opens by itself"
