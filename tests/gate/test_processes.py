@@ -73,6 +73,24 @@ def test_a_gate_that_fails_is_said_once_and_the_server_runs(tmp_path: Path) -> N
     assert "broken" in done.stderr
 
 
+def test_what_a_server_has_loaded_is_not_looked_through_again_and_again_for_garbage() -> None:
+    done = python(
+        "import gc, os\n"
+        "import participant_shims.gate.asgi as asgi\n"
+        "from participant_shims.gate import install, life\n"
+        "app = object()\n"
+        "install._servers.append((app, object()))\n"
+        "os.environ[life.LIFE_VARIABLE] = '/nowhere'\n"
+        "install.build_gate = lambda server, life, app: None\n"
+        "asgi.GateMiddleware = lambda app, gate: app\n"
+        "before = gc.get_freeze_count()\n"
+        "install._wrap(app)\n"
+        "print(before, gc.get_freeze_count() > 10_000)",
+        PYTHONPATH=bootstrap_path() + os.pathsep + os.pathsep.join(sys.path),
+    )
+    assert done.stdout.split() == ["0", "True"], done.stderr
+
+
 def test_an_unimportable_gate_does_not_stop_a_server(tmp_path: Path) -> None:
     fake = tmp_path / "participant_shims"
     fake.mkdir()
