@@ -42,6 +42,7 @@ def single(seed: int) -> tuple[Plan, str, str]:
     return replace(
         plan, events=tuple(sorted((fault, Event(at, "save", value=1)), key=lambda event: event.at)), duration_s=30.0,
         straggles=0.0, coordinator_leaves=False, power_loss_at_end=False, faults_in_restore=False, little_memory=False,
+        ages="",
     ), kind, whom  # fmt: skip
 
 

@@ -20,8 +20,9 @@ HITS = (
     "pause server", "pause server", "pause shim", "pause shim", "pause coordinator", "crash server", "crash shim",
     "hang and crash coordinator",
 )  # fmt: skip
-AGED = 0.25  # of the runs are long enough for that
+AGED = 0.12  # of the runs are long enough for that
 AGES = ("quiet", "crash", "power", "second", "second", "fsync")
+OLD = "what is old"  # asked for with kinds of faults: each run is long enough
 FINISHED_IDS = 2  # of a fence with little memory
 
 
@@ -77,6 +78,9 @@ def make(seed: int, only: tuple[str, ...] = ()) -> Plan:
 
     `only`: a short run in which nothing but these kinds goes wrong; "one message Commit" is about Commit alone.
     """
+    if OLD in only:
+        plan = make(seed, tuple(kind for kind in only if kind != OLD))
+        return replace(plan, ages=_ages(seed, 1.0))
     random = Random(f"plan {seed} {' '.join(only)}".rstrip())
     servers: dict[str, tuple[str, str]] = {}
     for name, kind, role, most in (
@@ -111,13 +115,18 @@ def make(seed: int, only: tuple[str, ...] = ()) -> Plan:
         coordinator_leaves=random.random() < 0.2,
         power_loss_at_end=random.random() < 0.6,
         faults_in_restore=random.random() < 0.35,
-        ages=random.choice(AGES) if random.random() < AGED else "",
+        ages=_ages(seed, AGED),
         little_memory=random.random() < (0.5 if only else 0.12),
         same_ports=random.random() < 0.5,
         quick_restarts=random.random() < 0.3,
         wall_skew_s=random.choice([0.0, 3600.0, -3600.0]),
         offsets={name: random.uniform(0.0, 5000.0) for name in (*servers, "coordinator", "trainer")},
     )
+
+
+def _ages(seed: int, share: float) -> str:
+    random = Random(f"ages {seed}")  # of its own: how many there are changes no other run
+    return random.choice(AGES) if random.random() < share else ""
 
 
 def _faults(random: Random, duration: float, servers: list[str], only: tuple[str, ...]) -> list[Event]:

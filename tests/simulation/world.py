@@ -37,6 +37,7 @@ from participant_shims import ends
 from participant_shims.adapters.gym import GymAdapter
 from participant_shims.gate import calllog_export, logfile
 from participant_shims.gate import process as gate_process
+from participant_shims.gate.state import sessions as state_sessions
 from participant_shims.gate.state import shelf
 from participant_shims.shim import Shim, ShimOptions
 from tests.simulation.behaviour import KEPT_IN_MEMORY, KEPT_OUTCOMES
@@ -291,6 +292,8 @@ class Memory:
     def __init__(self) -> None:
         self._parse = manifest_file._parse
         self._parsed: dict[tuple[type[Any], bytes], Any] = {}
+        self._scope_of, self._facts_of = state_sessions.scope_of, state_sessions.facts_of
+        self._known: dict[type[Any], tuple[Any, Any]] = {}
 
     def parse(self, body: bytes, into: type[Any], where: str) -> Any:
         """As `manifest_file._parse`."""
@@ -302,6 +305,19 @@ class Memory:
         copied = into()
         copied.CopyFrom(found)
         return copied
+
+    def scope_of(self, server: object) -> Any:
+        """As `sessions.scope_of`."""
+        return self._of(server)[0]
+
+    def facts_of(self, server: object) -> Any:
+        """As `sessions.facts_of`."""
+        return self._of(server)[1]
+
+    def _of(self, server: object) -> tuple[Any, Any]:
+        if type(server) not in self._known:
+            self._known[type(server)] = (self._scope_of(server), self._facts_of(server))
+        return self._known[type(server)]
 
 
 MEMORY = Memory()
@@ -358,6 +374,7 @@ def made(plan: Plan) -> Generator[World]:
         (journal, "ROTATE_BYTES", 6_000), (time, "time_ns", world.wall_ns), (time, "time", world.wall_s), (time, "monotonic", world.loop.time),
         (time, "sleep", world.sleep),
         (logfile, "sqlite3", logs.sqlite3),
+        (state_sessions, "scope_of", MEMORY.scope_of), (state_sessions, "facts_of", MEMORY.facts_of),
         (calllog_export, "SETTLED_FOR_S", SETTLED_FOR_S), (shelf, "SETTLED_FOR_S", SETTLED_FOR_S),
         (sweeping.sweep, "__kwdefaults__", {**(sweeping.sweep.__kwdefaults__ or {}), "grace_s": GRACE_S}),
         (calllog_export, "threading", SimpleNamespace(Lock=lambda: SimLock(world.loop))),
