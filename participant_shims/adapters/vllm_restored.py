@@ -55,7 +55,7 @@ class Restored:
         self._take(records)
         shared = (operation_id, group) if group else None
         if shared is not None:
-            await asyncio.to_thread(self.sharing.publish, shared, records)
+            await self.sharing.publish(shared, records)
         engine_life = engine.life if engine else ""
         await asyncio.to_thread(self._note.write, operation_id, engine_life, origin, records, shared)
 
@@ -68,7 +68,7 @@ class Restored:
             self._min_attempt, self._min_attempt_before = self._min_attempt_before, None
         else:  # the shim that loaded is gone: what it had replaced before is not known, and retired long since
             self._min_attempt.clear()
-        await asyncio.to_thread(self.sharing.withdraw)
+        await self.sharing.withdraw()
         await asyncio.to_thread(self._note.forget)
 
     async def loaded_by(self) -> str:

@@ -95,40 +95,22 @@ class Sharing:
         self._names = {record.request_id: name_of(record) for record in records} if self._where else {}
         self._opened = opened
 
-    def publish(self, where: tuple[str, str], records: Sequence[Record]) -> None:
-        """Let the others find them. What an earlier restore has published goes. Blocks; never raises."""
+    async def publish(self, where: tuple[str, str], records: Sequence[Record]) -> None:
+        """Let the others find them. What an earlier restore has published goes."""
         self.join(where, records, opened=False)
         if self._root is None:
             return
         try:
-            failpoints.reach("engine.before_publish")
-            with Directory.open(self._root) as root, root.ensure_child(CONTINUING) as top:
-                for old in top.names():
-                    if old != where[0]:
-                        with contextlib.suppress(FileNotFoundError):
-                            top.remove_child(old)
-                with top.ensure_child(where[0]) as operation, operation.ensure_child(where[1]) as group:
-                    index: list[str] = []
-                    lines: list[bytes] = []
-                    offset = 0
-                    for record in records:
-                        raw = encode(record).encode("utf-8", "surrogatepass")
-                        index.append(f"{name_of(record)} {offset} {len(raw)} {record.attempt}\n")
-                        lines.append(raw)
-                        offset += len(raw)
-                    group.replace(self._me + RECORDS, b"".join(lines))
-                    group.replace(self._me + INDEX, "".join(index).encode())  # last: what it names is there
+            await asyncio.to_thread(self._write, self._root, where, records)
         except FAILURES as error:
             log.warning("other engines can't continue what was restored here: %s", error)
 
-    def withdraw(self) -> None:
-        """The restore was given up: nobody finds ours any more. Blocks; never raises."""
-        where, self._where, self._names, self._others = self._where, None, {}, None
-        if where is None:
-            return
-        with contextlib.suppress(*FAILURES), self._group(where) as group:
-            for end in (INDEX, RECORDS):
-                group.remove_file(self._me + end)
+    async def withdraw(self) -> None:
+        """The restore was given up: nobody finds ours any more."""
+        where, self._where, self._names = self._where, None, {}
+        self.close()
+        if where is not None:
+            await asyncio.to_thread(self._remove, where)
 
     async def is_ours(self, record: Record) -> bool:
         """Whether this record of our own may be used: nobody else has claimed it, and nobody else will."""
@@ -185,16 +167,18 @@ class Sharing:
             mine = [p for p in places if _caller_in(p.name) == me and p.attempt < caller.attempt]
             places = mine or [p for p in places if _caller_in(p.name) == NOBODY]
         for place in list(places):
+            if not self._drop(ask.digest, place):
+                continue  # another caller here is at it
             try:
                 record = await asyncio.to_thread(self._fetch, place)
             except FAILURES as error:
                 log.warning("a request restored into %s begins anew here: %s", place.participant_id, error)
                 record = None
                 self.on_lost()
-            if self._others is not None and place in (known := self._others.get(ask.digest, [])):
-                known.remove(place)
-                if not known:
-                    del self._others[ask.digest]
+            except BaseException:  # its caller has left: it is there for the next one
+                if self._others is not None:
+                    self._others.setdefault(ask.digest, []).append(place)
+                raise
             if record is not None:
                 self._names[record.request_id] = place.name
                 log.info("request %s, restored into %s, goes on here", record.request_id, place.participant_id)
@@ -202,6 +186,40 @@ class Sharing:
         return None
 
     # ---- parts ----------------------------------------------------------------------------------------------------
+
+    def _write(self, root_path: Path, where: tuple[str, str], records: Sequence[Record]) -> None:
+        failpoints.reach("engine.before_publish")
+        with Directory.open(root_path) as root, root.ensure_child(CONTINUING) as top:
+            for old in top.names():
+                if old != where[0]:
+                    with contextlib.suppress(*FAILURES):  # others remove it as well
+                        top.remove_child(old)
+            with top.ensure_child(where[0]) as operation, operation.ensure_child(where[1]) as group:
+                index: list[str] = []
+                lines: list[bytes] = []
+                offset = 0
+                for record in records:
+                    raw = encode(record).encode("utf-8", "surrogatepass")
+                    index.append(f"{name_of(record)} {offset} {len(raw)} {record.attempt}\n")
+                    lines.append(raw)
+                    offset += len(raw)
+                group.replace(self._me + RECORDS, b"".join(lines))
+                group.replace(self._me + INDEX, "".join(index).encode())  # last: what it names is there
+
+    def _remove(self, where: tuple[str, str]) -> None:
+        with contextlib.suppress(*FAILURES), self._group(where) as group:
+            for end in (INDEX, RECORDS):
+                group.remove_file(self._me + end)
+
+    def _drop(self, question: str, place: Place) -> bool:
+        """Whether it was still there."""
+        known = (self._others or {}).get(question, [])
+        if self._others is None or place not in known:
+            return False
+        known.remove(place)
+        if not known:
+            del self._others[question]
+        return True
 
     async def _known(self) -> dict[str, list[Place]]:
         if self._others is not None:

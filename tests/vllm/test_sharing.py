@@ -250,3 +250,10 @@ async def test_a_restore_removes_what_the_one_before_it_left(tmp_path: Path) -> 
         await its.restore([record(3)], [], operation="op-2")
         assert [path.name for path in (its.root / "continuing").iterdir()] == ["op-2"]
         assert [(await its.ask(1)).label for _ in range(2)] == ["exact; kept=3", ""]
+
+
+async def test_equal_questions_that_come_together_to_another_engine_get_a_record_each(tmp_path: Path) -> None:
+    async with fleet(tmp_path, {}, {}) as its:
+        await its.restore([record(1), record(2)], [])
+        answers = await asyncio.gather(*(its.ask(1) for _ in range(5)))
+        assert sorted(said.label for said in answers) == ["", "", "", *["exact; kept=3"] * 2]
