@@ -37,6 +37,8 @@ RECORDED_HEADER: Final = "x-safepoint-recorded"
 DONE_HEADER: Final = "x-safepoint-done"
 # How many calls of the same rollout the caller has seen this callee finish: one that has executed fewer lost its state.
 FINISHED_HEADER: Final = "x-safepoint-finished"
+# On the refusal of a stale attempt: the lowest one that its callee would serve.
+LOWEST_HEADER: Final = "x-safepoint-lowest"
 HEADERS: Final = frozenset({ROLLOUT_HEADER, ATTEMPT_HEADER, CALL_HEADER, RECORDED_HEADER, DONE_HEADER, FINISHED_HEADER})
 
 _CALL_ID: Final = re.compile(r"[0-9]{1,10}(\.[0-9]{1,10}){0,32}")
@@ -97,8 +99,16 @@ def recorded_from_headers(headers: Mapping[str, str]) -> tuple[str, ...]:
 
 def finished_from_headers(headers: Mapping[str, str]) -> int:
     """How many calls of this rollout the caller has seen the callee finish; 0 when it does not say."""
-    count = headers.get(FINISHED_HEADER, "")
-    return int(count) if count.isascii() and count.isdigit() and len(count) <= 9 else 0
+    return _number(headers.get(FINISHED_HEADER, ""))
+
+
+def lowest_from_headers(headers: Mapping[str, str]) -> int:
+    """The lowest attempt that a callee serves, which has refused a stale one; 0 when it does not say."""
+    return _number(headers.get(LOWEST_HEADER, ""))
+
+
+def _number(value: str) -> int:
+    return int(value) if value.isascii() and value.isdigit() and len(value) <= 9 else 0
 
 
 def done_from_headers(headers: Mapping[str, str]) -> tuple[tuple[str, int], ...]:

@@ -25,6 +25,7 @@ from participant_shims.gate.execution import App, Execution, Message, Receive, S
 from participant_shims.gate.outbound import CURRENT, NOBODY, REFUSED_HEADER, TRACE, TRACE_HEADER
 from participant_shims.gate.replay import Scope as CallScope
 from participant_shims.identity import (
+    LOWEST_HEADER,
     CallIdentity,
     done_from_headers,
     finished_from_headers,
@@ -151,7 +152,7 @@ class GateMiddleware:
             stale = None if own else log.stale(identity)
             if stale is not None:
                 gate.count("stale calls refused")
-                await send_answer(send, _refusal(stale, identity, gate.name))
+                await send_answer(send, _refusal(stale, identity, gate.name, log.lowest(identity.rollout_id)))
                 return
             running, remembered = gate.executions.get(key), log.recall(identity, digest)
             if running is not None:
@@ -307,7 +308,7 @@ def _headers(scope: Scope) -> dict[str, str]:
     return {k.decode("latin-1").lower(): v.decode("latin-1") for k, v in scope["headers"]}
 
 
-def _refusal(stale: Stale, identity: CallIdentity, name: str) -> Answer:
+def _refusal(stale: Stale, identity: CallIdentity, name: str, lowest: int = 0) -> Answer:
     what = (
         "a later attempt of the rollout has been installed"
         if stale is Stale.ATTEMPT
@@ -324,6 +325,7 @@ def _refusal(stale: Stale, identity: CallIdentity, name: str) -> Answer:
             ("content-type", "application/json"),
             ("content-length", str(len(body))),
             (REFUSED_HEADER, stale.value),
+            (LOWEST_HEADER, str(lowest)),
         ),
         body,
         "Conflict",

@@ -258,6 +258,14 @@ class CallLog(DispatchLog):
             self.mark(call.rollout_id, call.attempt)
         return None
 
+    @tolerated(0)
+    def lowest(self, rollout_id: str) -> int:
+        """The lowest attempt of a rollout that may run here, when it begins from its input."""
+        row = self.db.execute(
+            "SELECT max(min_attempt, min_base) FROM marks WHERE rollout_id=?", (rollout_id,)
+        ).fetchone()
+        return int(row[0]) if row else 0
+
     def mark(self, rollout_id: str, min_attempt: int, min_base: int = 0) -> None:
         """Attempts below `min_attempt` and bases below `min_base` are refused from now on. Marks only rise."""
         self.db.execute(

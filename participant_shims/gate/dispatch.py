@@ -118,14 +118,16 @@ class Dispatches:
                         dispatch.diverge("an inner call of it diverged")
                 if not dispatch.diverged or self._log.attempt_of(rollout_id) != attempt:
                     break
-                self.diverged_total += 1
-                self._warn(
-                    "diverged",
-                    f"Rollout {rollout_id} began again from its input after attempt {attempt}: {dispatch.diverged}",
-                )
+                why = dispatch.diverged
+                if dispatch.outrun_by < 0:  # else nothing is lost by it, and nobody has anything to mend
+                    self.diverged_total += 1
+                    self._warn(
+                        "diverged", f"Rollout {rollout_id} began again from its input after attempt {attempt}: {why}"
+                    )
+                    why = f"replay diverged: {why}"
                 self._outbound.restarted(rollout_id)
                 answer = error = None
-                begun = self._log.restart(rollout_id, attempt, f"replay diverged: {dispatch.diverged}"[:1000])
+                begun = self._log.restart(rollout_id, attempt, why[:1000], dispatch.outrun_by)
                 if begun is None:  # what is recorded cannot be forgotten: the client gets its result all the same
                     answer = await self._unlogged(app, dict(scope), body, execution)
                     break

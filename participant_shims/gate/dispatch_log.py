@@ -93,18 +93,19 @@ class DispatchLog(LogFile):
         return Claim(Verdict.RUN, attempt, attempt, reason)
 
     @tolerated(_NO_ATTEMPT)
-    def restart(self, rollout_id: str, attempt: int, reason: str) -> int | None:
-        """Forget every call of the running `attempt`; the new attempt, which is its base as well.
+    def restart(self, rollout_id: str, attempt: int, reason: str, above: int = -1) -> int | None:
+        """Forget every call of the running `attempt`; the new attempt, which is its base as well, and higher than `above`.
 
         None when the log failed: its calls are still there, and no attempt of it may be answered from them.
         """
+        following = max(attempt, above) + 1
         with self.together():
             self.db.execute("DELETE FROM calls WHERE rollout_id=?", (rollout_id,))
             self.db.execute(
                 "UPDATE rollouts SET attempt=?, base=?, turns=0, reason=?, state='running', restored=0"
-                " WHERE rollout_id=? AND attempt=?", (attempt + 1, attempt + 1, reason, rollout_id, attempt),
+                " WHERE rollout_id=? AND attempt=?", (following, following, reason, rollout_id, attempt),
             )  # fmt: skip
-        return attempt + 1
+        return following
 
     @tolerated(None)
     def diverge(self, rollout_id: str, attempt: int, reason: str) -> None:

@@ -21,7 +21,7 @@ from participant_shims.gate.calllog import Answer, CallLog, Stale
 from participant_shims.gate.digest import canonical, dump, request_digest
 from participant_shims.gate.recorded import RecordedResponse
 from participant_shims.gate.replay import PATIENCE_S, DivergedError, Scope
-from participant_shims.identity import DONE_HEADER, FINISHED_HEADER, MAX_RECORDED, CallIdentity
+from participant_shims.identity import DONE_HEADER, FINISHED_HEADER, MAX_RECORDED, CallIdentity, lowest_from_headers
 
 CURRENT: ContextVar[Scope | None] = ContextVar("safepoint_scope", default=None)
 # The scope of work that carries no identity: parked like any other, neither logged nor answered from a log.
@@ -81,6 +81,7 @@ class Outbound:
                 number = record.number
                 if record.answer is not None:
                     self.replayed += 1
+                    scope.dispatch.answered = True
                     self._turn(identity.rollout_id)
                     self._may_forget(server_name, identity)
                     failpoints.reach("gate.before_replay", server_name)
@@ -144,6 +145,9 @@ class Outbound:
             await response.read()
             if refused == Stale.STATE_LOST.value and scope.dispatch is not None:
                 raise self._diverge(scope, f"{server_name} has lost its state of this rollout")
+            lowest = lowest_from_headers(lowered)
+            if refused == Stale.ATTEMPT.value and lowest > identity.attempt and scope.dispatch is not None:
+                raise self._outrun(scope, server_name, lowest)
             raise refuse(
                 Reason.REPLAY_DIVERGED, f"{server_name} refused {identity.call_id} of {identity.rollout_id}: {refused}."
             )
@@ -178,6 +182,8 @@ class Outbound:
         if logs and not self._log.respond(identity, answer, own):
             raise self._diverge(scope, "a later attempt has taken over")
         failpoints.reach("gate.after_respond", server_name)
+        if dispatch is not None:
+            dispatch.answered = True
         self._turn(identity.rollout_id)
         if not own:
             self._may_forget(server_name, identity)
@@ -210,6 +216,26 @@ class Outbound:
             self._log.diverge(dispatch.rollout_id, dispatch.attempt, reason)
             dispatch.diverge(reason)
         return DivergedError(reason)
+
+    def _outrun(self, scope: Scope, server: str, lowest: int) -> Exception:
+        """A callee knows a later attempt than this server, which was killed and started again without its log.
+
+        What has no answer yet begins again above that attempt. What has some may be of a server that was stopped and has
+        been replaced meanwhile: it must not outrun its successor in turn.
+        """
+        dispatch = scope.dispatch
+        assert dispatch is not None
+        if dispatch.answered:
+            return refuse(
+                Reason.REPLAY_DIVERGED,
+                f"{server} refused a call of {dispatch.rollout_id}: attempt {dispatch.attempt} runs here, and {server} serves"
+                f" {lowest} and later ones, which another life of this server has begun.",
+                next_step="Dispatch the rollout again, where it runs now.",
+            )  # fmt: skip
+        dispatch.outrun_by = lowest
+        return self._diverge(
+            scope, f"{server} has served attempt {lowest} of it, of a life of this server that has ended"
+        )
 
     def _turn(self, rollout_id: str) -> None:
         if self._is_agent:

@@ -31,6 +31,8 @@ class Dispatch:
     attempt: int
     base: int
     diverged: str = ""
+    answered: bool = False  # a call of it has had its answer, from a server or from the log
+    outrun_by: int = -1  # an attempt that others know of, and this server does not: of an earlier life of it
     signal: asyncio.Event = field(default_factory=asyncio.Event)
     scopes: dict[str, Scope] = field(default_factory=lambda: dict[str, "Scope"]())
 

@@ -468,6 +468,36 @@ async def test_a_call_of_a_stale_attempt_is_refused_and_has_no_effect(world: Wor
     await asyncio.gather(running, return_exceptions=True)
 
 
+@BOTH_IDS
+@pytest.mark.parametrize("epochs", [2, 4])
+async def test_an_agent_that_was_started_again_alone_goes_on_above_what_its_callees_know(
+    world: World, tmp_path: Path, row: dict[str, Any], rollout_id: str, epochs: int
+) -> None:
+    """Every epoch, restore and retirement raises what callees serve; the log of the agent's new life knows of none."""
+    for _ in range(epochs):
+        assert (await world.run(row)).json() == EXPECTED
+    world.lose_agent(tmp_path / "alone")
+    before = len(world.model_calls)
+    assert (await world.run(row)).json() == EXPECTED
+    assert len(world.model_calls) == before + 3
+    assert world.agent.log.attempt_of(rollout_id) == epochs
+    assert world.agent.gate.status()["diverged"] == 0
+    assert world.agent.gate.remarks.texts() == []
+
+
+async def test_an_agent_that_was_replaced_while_a_rollout_ran_does_not_outrun_its_successor(world: World) -> None:
+    world.hold_model_at = 2
+    running = asyncio.create_task(world.run(ROW))
+    await until(lambda: world.held_model)
+    for name in ("counter", "model"):
+        world.nodes[name].log.mark("r-1", 3)
+    world.let_model_go()
+    client = await running
+    assert client.status == 500
+    assert "another life of this server has begun" in client.body.decode()
+    assert world.agent.log.attempt_of("r-1") == 0
+
+
 async def test_a_rollout_that_a_callee_has_lost_restarts_from_its_input(world: World, tmp_path: Path) -> None:
     running = await cut_at_model(world, 1)
     world.counter.log.exclude("r-1", 0, "its session can't be saved")

@@ -308,12 +308,19 @@ class World:
 
     def lose_counter(self, directory: Path) -> None:
         """The counter alone is killed and started again: sessions that it does not know begin at zero, as Gym's do."""
-        directory.mkdir(parents=True, exist_ok=True)
-        self.counter.log.close()
-        routes = self.counter.routes
-        self.nodes["counter"] = Node(self, "counter", "gym.resources", "resources", directory)
-        self.counter.routes = routes
+        self._lose("counter", "gym.resources", "resources", directory)
         self.counters = defaultdict(int)
+
+    def lose_agent(self, directory: Path) -> None:
+        """The agent alone is killed and started again: its log is a new one."""
+        self._lose("agent", "gym.agent", "agent", directory)
+
+    def _lose(self, name: str, kind: str, role: str, directory: Path) -> None:
+        directory.mkdir(parents=True, exist_ok=True)
+        before = self.nodes[name]
+        before.log.close()
+        self.nodes[name] = Node(self, name, kind, role, directory)
+        self.nodes[name].routes = before.routes
 
     def restarted(
         self, directory: Path, excluded: dict[str, str] | None = None, edit: Callable[[Path], None] = lambda _: None

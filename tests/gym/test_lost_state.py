@@ -70,3 +70,19 @@ async def test_a_worker_of_the_counter_that_was_killed_takes_the_sessions_in_its
                 endpoint.release()
                 assert [r["reward"] for r in await asyncio.gather(*runs)] == [1.0] * COUNT
                 assert (await job.status("counter_agent")).diverged_rollouts == lost + again
+
+
+async def test_an_agent_that_was_killed_alone_runs_again_what_its_callees_have_seen_before(directory: Path) -> None:
+    again = row(1, 2, _ng_rollout_id="r-1")
+    with ScriptedEndpoint() as endpoint:
+        async with whole(directory, counter_config(endpoint.url)) as job:
+            async with Trainer(job.fleet) as trainer:
+                for _ in range(3):  # three epochs: what its callees serve rises with each
+                    assert (await trainer.run(again))["reward"] == 1.0
+            await asyncio.to_thread(job.fleet.kill, "counter_agent")
+            await asyncio.to_thread(job.fleet.start, "counter_agent")
+            await job.registered()
+            async with Trainer(job.fleet) as trainer:
+                assert (await trainer.run(again))["reward"] == 1.0
+                assert (await trainer.run(again))["reward"] == 1.0
+            assert (await job.status("counter_agent")).diverged_rollouts == 0
