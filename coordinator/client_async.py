@@ -372,8 +372,9 @@ class AsyncClient:
         return answer.pin_reason
 
     async def retire(self, rollout_ids: Sequence[str], *, timeout: float | None = None) -> int:
-        """Forget rollouts whose results you have safe, any number of them; how many records were dropped.
+        """Forget rollouts whose results you have safe, any number of them; how many records servers dropped.
 
+        A rollout counts once at each server that knew it, so one id may give 3; zero means that nobody knew it any more.
         Raises Unanswered naming participants that could not be told; repeat it then.
         """
         retired, missing = 0, dict[str, str]()

@@ -43,6 +43,7 @@ from coordinator.presence import enter
 from coordinator.wire import failpoints
 from coordinator.wire.beneath import Directory, storage_error
 from coordinator.wire.errors import Problem, Reason, Refused, SafepointError, refuse
+from coordinator.wire.record import epoch_in
 
 log = logging.getLogger(__name__)
 ResultT = TypeVar("ResultT")
@@ -91,10 +92,11 @@ class Journal:
         directory = self._directory
         enter(directory)
         self.alive_before = _last_touched(directory)  # when a coordinator was here before us; zero: nobody knows
+        _require_no_directories(directory)
         accepted = directory.has(ACCEPT)
         if not accepted:
             self._begin_root()
-        newest, made_by = self._at_newest(epoch_of)
+        newest, made_by = self._at_newest(_epoch_if_known if accepted else epoch_of)
         if newest >= _LAST_NUMBER:
             raise _used_up(str(self._of(newest)))
         if not accepted:
@@ -122,7 +124,7 @@ class Journal:
             return
         signs = [*(f"epoch-{number}" for number in _among(there, _EPOCH)), ADDRESS_NAME, _RESERVE, HISTORY]
         for sign in signs:
-            if sign in there and not (sign == ADDRESS_NAME and self._directory.is_directory(sign)):
+            if sign in there:
                 raise lost(self._directory.path, sign)
         with suppress(FileExistsError):  # another start was faster
             self._directory.write_new(_name(1), whole(0, ()))
@@ -270,9 +272,14 @@ class Journal:
         """Write the file anew when somebody has removed or changed it: what matters is in memory. Where appends are made."""
         if self._broken or self._file < 0:
             return
-        with suppress(FileNotFoundError):
+        try:
             if self._directory.size(_name(self._number)) == self._size:
                 return
+        except FileNotFoundError:
+            pass
+        except SafepointError as error:
+            if error.reason is not Reason.SNAPSHOT_UNSAFE:  # a link or the like is there now, and not what we wrote
+                raise
         log.warning("%s was removed or changed: it is written anew", self.path)
         self._rotate()
 
@@ -325,7 +332,7 @@ class Journal:
         self._file, self._size, self._number = file, len(data), number
         failpoints.reach("journal.after_file")
         for old in _numbers(self._directory, _JOURNAL):
-            if old < number:
+            if old < number and not self._directory.is_directory(_name(old)):  # that is none of ours
                 self._directory.remove_file(_name(old))
 
 
@@ -353,8 +360,31 @@ def _announced(directory: Directory) -> int:
         loaded: object = json.loads(directory.read(ADDRESS_NAME, _MAX_ADDRESS))
     except (FileNotFoundError, SafepointError, ValueError, RecursionError):
         return 0
-    epoch = cast("dict[str, object]", loaded).get("epoch") if isinstance(loaded, dict) else 0
-    return epoch if isinstance(epoch, int) and 0 < epoch < _LAST_NUMBER else 0
+    epoch = epoch_in(cast("dict[str, object]", loaded)) if isinstance(loaded, dict) else 0
+    return epoch if 0 < epoch < _LAST_NUMBER else 0
+
+
+def _epoch_if_known(directory: Directory, name: str) -> int:
+    """As `epoch_of`; zero for a journal that cannot be read, where somebody has said that it is lost."""
+    try:
+        return epoch_of(directory, name)
+    except SafepointError as error:
+        log.warning("what is put aside does not say its epoch: %s", error.problem.message)
+        return 0
+
+
+def _require_no_directories(directory: Directory) -> None:
+    """Refuse what a start could neither replace nor remove, while nothing has changed yet. Raises STORAGE_FAILED."""
+    for name, why in (
+        (ADDRESS_NAME, "A coordinator writes its address there, and nobody finds it without."),
+        (ACCEPT, "It must be a file, which the start that goes on without its journal removes."),
+    ):
+        if directory.is_directory(name):
+            raise refuse(
+                Reason.STORAGE_FAILED,
+                f"{directory.path / name} is a directory. {why}",
+                next_step=f"Move that directory away{' and make a file: touch ' + str(directory.path / name) if name == ACCEPT else ''}.",
+            )
 
 
 def _used_up(what: str) -> SafepointError:

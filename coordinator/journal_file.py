@@ -14,12 +14,13 @@ from __future__ import annotations
 import json
 import zlib
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final, cast
 
-from coordinator.wire.beneath import Directory
+from coordinator.wire.beneath import Directory, not_of_a_snapshot
 from coordinator.wire.errors import Reason, SafepointError, refuse
 from coordinator.wire.ids import OperationId
 
@@ -100,6 +101,11 @@ def whole(epoch: int, entries: Sequence[Entry]) -> bytes:
 
 def read(directory: Directory, name: str) -> Contents:
     """Everything that was acknowledged. Raises SNAPSHOT_CORRUPT for damage, FileNotFoundError, STORAGE_FAILED."""
+    with _ours(directory, name):
+        return _read(directory, name)
+
+
+def _read(directory: Directory, name: str) -> Contents:
     path, contents = directory.path / name, Contents()
     size, seen, number, made_with = directory.size(name), 0, 0, 0
     for number, text in enumerate(directory.lines(name, MAX_ENTRY_BYTES), start=1):
@@ -123,9 +129,22 @@ def read(directory: Directory, name: str) -> Contents:
 
 
 def epoch_of(directory: Directory, name: str) -> int:
-    """Of the coordinator that has made the file; zero when it does not say, which `read` refuses. Raises FileNotFoundError."""
-    entry = next((_entry(text) for text in directory.lines(name, MAX_ENTRY_BYTES)), None)
+    """Of the coordinator that has made the file; zero when it does not say, which `read` refuses. Raises as `read`."""
+    with _ours(directory, name):
+        entry = next((_entry(text) for text in directory.lines(name, MAX_ENTRY_BYTES)), None)
     return entry.data["epoch"] if entry is not None and entry.kind == HEAD else 0
+
+
+@contextmanager
+def _ours(directory: Directory, name: str) -> Generator[None]:
+    """What is no file that we have written is told as that: no snapshot is concerned, and there is a way to go on."""
+    try:
+        yield
+    except SafepointError as error:
+        if error.reason is Reason.LIMIT_EXCEEDED:
+            raise damaged(directory.path / name, f"has a line over {MAX_ENTRY_BYTES} bytes") from error
+        what = "the journal that a coordinator has written is not there any more, and none acts without it"
+        raise not_of_a_snapshot(error, what, _how_to_go_on(directory.path)) from error
 
 
 def damaged(path: Path, how: str) -> SafepointError:

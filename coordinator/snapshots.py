@@ -22,7 +22,7 @@ from safepoint.v1 import manifest_pb2
 
 from coordinator.snapshot_reading import GONE, SNAPSHOTS, SnapshotReader
 from coordinator.wire import failpoints
-from coordinator.wire.beneath import Directory, FileDigest, storage_error
+from coordinator.wire.beneath import Directory, FileDigest, not_of_a_snapshot, storage_error
 from coordinator.wire.errors import Reason, SafepointError, refuse
 from coordinator.wire.ids import SnapshotId, is_wire_id
 from coordinator.wire.manifest_file import MANIFEST_NAME, VOID, is_void, write_snapshot_manifest
@@ -52,7 +52,13 @@ class SnapshotStore(SnapshotReader):
     def directory(self, name: str) -> Directory:
         """A directory of ours beside the snapshots, such as `coordinator`, made when it is not there."""
         with Directory.open(self.root) as top:
-            return top.ensure_child(name)
+            try:
+                return top.ensure_child(name)
+            except SafepointError as error:
+                what = (
+                    "a directory of the coordinator's own must be there, since a link may lead to that of another root"
+                )
+                raise not_of_a_snapshot(error, what, f"Move {top.path / name} away, then repeat.") from error
 
     def begin(self, snapshot_id: SnapshotId) -> None:
         """Reserve the directory of a snapshot to come. Raises SNAPSHOT_EXISTS, STALE_EPOCH; then nothing changed."""

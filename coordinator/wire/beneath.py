@@ -68,6 +68,13 @@ def storage_error(error: OSError, doing: str) -> SafepointError:
     return refuse(reason, text, next_step=STORAGE_HELP.get(error.errno or 0, ""))
 
 
+def not_of_a_snapshot(error: SafepointError, what: str, next_step: str) -> SafepointError:
+    """SNAPSHOT_UNSAFE as STORAGE_FAILED with that step, where what is unsafe belongs to no snapshot; else as it is."""
+    if error.reason is not Reason.SNAPSHOT_UNSAFE:
+        return error
+    return refuse(Reason.STORAGE_FAILED, f"{error.problem.message.rstrip('.')}: {what}.", next_step=next_step)
+
+
 def segments(path: str) -> tuple[str, ...]:
     """The segments of a relative path. Raises SNAPSHOT_UNSAFE unless each is plain: [A-Za-z0-9._-], not `.` or `..`."""
     parts = tuple(path.split("/"))

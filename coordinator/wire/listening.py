@@ -35,8 +35,13 @@ class Listening:
     lock: int = -1
 
     def close(self) -> None:
-        """Give the address free for another server. Twice is harmless."""
+        """Give the address free for another server. Twice is harmless.
+
+        A socket that is still there is of a server that never started: gRPC removes it only from one that has.
+        """
         if self.lock >= 0:
+            with suppress(OSError):
+                os.unlink(self.address.removeprefix(UNIX))
             os.close(self.lock)
             self.lock = -1
 

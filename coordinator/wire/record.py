@@ -11,7 +11,8 @@ again then. A call to an address that a person wrote down carries none.
 from __future__ import annotations
 
 import json
-from collections.abc import Awaitable, Callable
+import math
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, cast
@@ -55,10 +56,18 @@ def look_up(target: str) -> Record:
     except (OSError, ValueError, RecursionError) as error:
         raise _nowhere(f"No coordinator's address is in {path}: it cannot be read ({error}).") from error
     fields = cast("dict[str, object]", loaded) if isinstance(loaded, dict) else {}
-    address, epoch, nonce = fields.get("address"), fields.get("epoch"), fields.get("nonce")
+    address, nonce = fields.get("address"), fields.get("nonce")
     if not isinstance(address, str) or not address:
         raise _nowhere(f"No coordinator's address is in {path}.")
-    return Record(address, epoch if isinstance(epoch, int) else 0, nonce if isinstance(nonce, str) else "")
+    return Record(address, epoch_in(fields), nonce if isinstance(nonce, str) else "")
+
+
+def epoch_in(fields: Mapping[str, object]) -> int:
+    """The epoch that a record says, in whatever way JSON writes numbers (1e3 is 1000); zero when it says none."""
+    epoch = fields.get("epoch")
+    if isinstance(epoch, float):  # what a person or another tool has written: rounded up, since higher is never wrong
+        return math.ceil(epoch) if math.isfinite(epoch) else 0
+    return epoch if isinstance(epoch, int) and not isinstance(epoch, bool) else 0
 
 
 class NonceInterceptor(aio.ServerInterceptor):

@@ -110,6 +110,15 @@ async def test_a_start_that_cannot_write_its_address_is_refused_with_the_cause_a
     assert not socket.exists()
 
 
+async def test_a_folder_of_the_coordinator_that_is_a_link_is_no_matter_of_a_snapshot(tmp_path: Path) -> None:
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "coordinator").symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(Refused, match="a directory of the coordinator's own must be there") as raised:
+        await started(tmp_path)
+    assert raised.value.reason is Reason.STORAGE_FAILED
+    assert f"Move {tmp_path / 'coordinator'} away" in raised.value.problem.next_step
+
+
 async def test_on_a_full_disk_a_start_writes_its_address_with_the_reserve(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -281,7 +290,7 @@ async def test_after_its_epochs_were_removed_a_coordinator_has_none_of_those_tha
 @pytest.mark.parametrize("data", [[], None, "text", 7])
 def test_an_entry_without_fields_is_damage(tmp_path: Path, data: Any) -> None:
     journal = Journal(Directory.open(tmp_path))
-    for held in (data, {}):
+    for held in (data, dict[str, Any]()):
         journal.append(Entry(OperationId("save-1"), "begun", held))
     journal.close()
     with pytest.raises(SafepointError, match="damaged at line 2") as raised:

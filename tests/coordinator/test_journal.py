@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -269,6 +270,97 @@ def test_an_address_that_says_no_epoch_counts_for_none(tmp_path: Path, said: str
     journal = opened(tmp_path)
     assert journal.epoch == 2
     journal.close()
+
+
+@pytest.mark.parametrize(("said", "epoch"), [("1e3", 1001), ("41.0", 42), ("40.5", 42)])
+def test_an_epoch_counts_however_json_writes_the_number(tmp_path: Path, said: str, epoch: int) -> None:
+    opened(tmp_path).close()
+    (tmp_path / "address.json").write_text(f'{{"epoch": {said}}}')
+    journal = opened(tmp_path)
+    assert journal.epoch == epoch
+    journal.close()
+
+
+def _link(path: Path) -> None:
+    path.rename(path.with_name("elsewhere"))
+    path.symlink_to(path.with_name("elsewhere"))
+
+
+def _fifo(path: Path) -> None:
+    path.unlink()
+    os.mkfifo(path)
+
+
+def _directory(path: Path) -> None:
+    path.unlink(missing_ok=True)
+    path.mkdir()
+
+
+def _second_name(path: Path) -> None:
+    path.with_name("second").hardlink_to(path)
+
+
+@pytest.mark.parametrize("made", [_link, _second_name, _fifo, _directory])
+def test_a_journal_that_is_no_plain_file_is_a_lost_one_and_no_matter_of_a_snapshot(
+    tmp_path: Path, made: Callable[[Path], None]
+) -> None:
+    journal = opened(tmp_path)
+    journal.append(entry("save-1"))
+    journal.close()
+    made(the_file(tmp_path))
+    refused(tmp_path, Reason.STORAGE_FAILED, "the journal that a coordinator has written is not there any more")
+
+
+def test_a_journal_with_a_line_that_no_coordinator_writes_is_damaged(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("coordinator.journal_file.MAX_ENTRY_BYTES", 1000)
+    opened(tmp_path).close()
+    with the_file(tmp_path).open("ab") as file:
+        file.write(bytes(2000))
+    refused(tmp_path, Reason.SNAPSHOT_CORRUPT, "has a line over 1000 bytes")
+
+
+@pytest.mark.parametrize("name", ["address.json", ACCEPT])
+def test_a_directory_that_a_start_could_not_remove_refuses_it_before_anything_has_changed(
+    tmp_path: Path, name: str
+) -> None:
+    journal = opened(tmp_path)
+    journal.append(entry("save-1"))
+    journal.close()
+    (tmp_path / name).mkdir()
+    before = sorted(tmp_path.iterdir())
+    with pytest.raises(SafepointError, match=f"{name} is a directory") as caught:
+        opened(tmp_path)
+    assert caught.value.reason is Reason.STORAGE_FAILED
+    assert "Move that directory away" in caught.value.problem.next_step
+    assert sorted(tmp_path.iterdir()) == before
+    (tmp_path / name).rmdir()
+    after = opened(tmp_path)
+    assert list(after.contents.open) == ["save-1"]
+    after.close()
+
+
+def test_an_older_name_that_is_a_directory_is_left_alone(tmp_path: Path) -> None:
+    opened(tmp_path).close()
+    assert the_file(tmp_path).name == "journal-2.log"
+    (tmp_path / "journal-1.log").mkdir()
+    opened(tmp_path).close()
+    assert (tmp_path / "journal-1.log").is_dir()
+
+
+@pytest.mark.parametrize("made", [_link, _second_name, _directory])
+def test_one_that_runs_writes_its_journal_anew_when_something_else_has_its_name(
+    tmp_path: Path, made: Callable[[Path], None]
+) -> None:
+    journal = opened(tmp_path)
+    journal.append(entry("save-1"))
+    made(the_file(tmp_path))
+    journal.keep_in_place()
+    journal.close()
+    after = opened(tmp_path)
+    assert list(after.contents.open) == ["save-1"]
+    after.close()
 
 
 def test_a_journal_that_another_start_replaces_meanwhile_is_looked_for_again(

@@ -65,6 +65,13 @@ async def test_a_client_reads_the_record_again_when_another_coordinator_has_the_
             await second.kill()
 
 
+@pytest.mark.parametrize(("said", "epoch"), [("1e3", 1000), ("true", 0), ('"7"', 0), ("null", 0), ("1e999", 0)])
+def test_an_epoch_is_a_number_however_it_is_written(tmp_path: Path, said: str, epoch: int) -> None:
+    path = tmp_path / "address.json"
+    path.write_text(f'{{"address": "a:1", "epoch": {said}}}')
+    assert look_up(f"file:{path}").epoch == epoch
+
+
 def test_the_record_holds_what_the_caller_is_held_to(tmp_path: Path) -> None:
     path = tmp_path / "address.json"
     path.write_text(json.dumps({"address": "a:1", "epoch": 7, "nonce": "n"}))
