@@ -64,7 +64,13 @@ async def list_operations(operations: Operations, size: int) -> pb.ListOperation
         unwritten.insert(0, pb.OperationSummary(operation=running_status(operations.active, operations.clock())))
     for one in found:
         one.operation.CopyFrom(_as_it_is(operations, one.operation))
-    return pb.ListOperationsResponse(operations=[*unwritten, *found][:size])
+    listed = [*unwritten, *found][:size]
+    if operations.uploader is not None:
+        for one in listed:
+            saved = one.HasField("snapshot") and one.operation.kind == pb.OPERATION_KIND_SAVE
+            if saved and operations.uploader.knows(one.snapshot.snapshot_id):
+                one.snapshot.upload.CopyFrom(operations.uploader.message(one.snapshot.snapshot_id))
+    return pb.ListOperationsResponse(operations=listed)
 
 
 def _as_it_is(operations: Operations, status: pb.OperationStatus) -> pb.OperationStatus:

@@ -40,6 +40,7 @@ from coordinator.retention import Retention
 from coordinator.settings import Settings
 from coordinator.settling import Settling
 from coordinator.snapshots import SnapshotStore
+from coordinator.uploading import Uploader
 from coordinator.wire import failpoints, logs
 from coordinator.wire.errors import Problem, Reason, Refused, SafepointError, refuse
 from coordinator.wire.ids import OperationId, SnapshotId
@@ -76,6 +77,7 @@ class Operations:
         self.participants: Participants = discovery.participants
         self.active: Drive | None = None
         self.latest_snapshot_id = ""
+        self.uploader: Uploader | None = None  # where snapshots are copied to an object store
         self.storage_lock = asyncio.Lock()  # prune never meets the beginning of an operation
         self._publisher = Publisher(store, journal.epoch)
         self._writer = ThreadPoolExecutor(1, "journal")  # one thread: records keep their order
@@ -270,6 +272,11 @@ class Operations:
                 return ended_before
         return None
 
+    def active_id(self) -> str:
+        """The operation that runs, empty for none. From any thread."""
+        active = self.active
+        return active.operation.operation_id if active is not None else ""
+
     @property
     def quiet(self) -> bool:
         """Whether no operation runs and nobody is still to be told that it may open."""
@@ -379,6 +386,8 @@ class Operations:
         published = drive.finish is not None and drive.finish.published
         if published:
             self.latest_snapshot_id = drive.operation.snapshot_id
+            if self.uploader is not None:
+                self.uploader.published()
             if self.settings.keep_last:
                 self.spawn(self._prune())
         elif drive.operation.kind is OperationKind.SAVE and drive.reserved:
@@ -433,9 +442,11 @@ class Operations:
     ) -> pruning.Pruned:
         """As `pruning.prune`; the caller holds the lock. Raises STALE_EPOCH as well, once we are replaced."""
         await self._in_thread(self.journal.require_epoch)
+        uploader, most = self.uploader, self.settings.keep_unsent
         return await asyncio.to_thread(
             pruning.prune, self.store, retention, self.in_use(), dry_run=dry_run, spare=spare,
             saved_last=self.latest_snapshot_id, still_ours=self.journal.require_epoch,
+            also=lambda names: uploader.kept(names, most) if uploader is not None else {},
         )  # fmt: skip
 
     async def sweep(self) -> None:

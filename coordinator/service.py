@@ -250,8 +250,12 @@ class CoordinatorService(coordinator_service_pb2_grpc.CoordinatorServicer):
             start = names.index(request.page_token) + 1
         page = found[start : start + size]
         more = start + size < len(found)
+        infos = [snapshot_info(manifest, pinned.get(manifest.snapshot_id, "")) for manifest in page]
+        if self._operations.uploader is not None:
+            for info in infos:
+                info.upload.CopyFrom(self._operations.uploader.message(info.snapshot_id))
         return pb.ListSnapshotsResponse(
-            snapshots=[snapshot_info(manifest, pinned.get(manifest.snapshot_id, "")) for manifest in page],
+            snapshots=infos,
             next_page_token=page[-1].snapshot_id if page and more else "",
             invalid=dict(list(listing.invalid.items())[:MAX_INVALID]),
         )

@@ -52,6 +52,7 @@ async def coordinator_status(
         participants=healths,
         latest_snapshot_id=operations.latest_snapshot_id,
         snapshot_root=operations.settings.root,
+        upload=operations.uploader.status() if operations.uploader is not None else None,
     )
 
 
