@@ -12,15 +12,17 @@ import pytest
 from safepoint.v1 import coordinator_service_pb2 as pb
 
 from coordinator import archive, pruning
-from coordinator.objects import LocalObjects, Objects, objects_at
+from coordinator.objects import LocalObjects, Objects, objects_at, without_secrets
 from coordinator.publication import Publisher
 from coordinator.retention import Retention
 from coordinator.settings import Settings
 from coordinator.snapshots import SnapshotStore
 from coordinator.uploading import Uploaded, Uploader, epoch_in_store
+from coordinator.wire.chunks import Chunks
 from coordinator.wire.errors import Reason, refuse
 from tests.coordinator.conftest import Bench, until
 from tests.coordinator.test_snapshots import make, refused
+from tests.coordinator.test_sweeping import save
 
 FAST = 0.0001  # of the waits of the table
 
@@ -299,6 +301,39 @@ async def test_a_store_that_does_not_answer_keeps_no_coordinator_from_starting(s
 
     store.names = fail
     assert await epoch_in_store(store) == 0
+
+
+def test_of_chunks_only_what_the_store_lacks_is_sent_and_a_damaged_one_is_named(
+    root: SnapshotStore, store: Store, begin: Callable[..., Uploader]
+) -> None:
+    save(root, "a", [b"one", b"two"])
+    uploader = begin(store)
+    wait(lambda: idle(uploader))
+    assert sum(key.startswith(".chunks/") for key in store.written) == 2
+    store.written.clear()
+    save(root, "b", [b"one", b"three"])
+    uploader.published()
+    wait(lambda: idle(uploader))
+    assert sum(key.startswith(".chunks/") for key in store.written) == 1
+    assert archive.verify(store, "b").manifest == root.load("b")
+    save(root, "c", [b"one", b"four"])
+    four = next(f for f in Chunks(root.root).all() if Chunks(root.root).path(f.sha256).read_bytes() == b"four")
+    Chunks(root.root).path(four.sha256).write_bytes(b"fuor")
+    uploader.published()
+    wait(lambda: states(uploader, "c") == ["failed"])
+    assert four.sha256 in uploader.message("c").problem.message
+    assert [one.snapshot_id for one in archive.copies(store)] == ["b", "a"]
+
+
+def test_what_a_store_repeats_of_the_environment_is_not_repeated() -> None:
+    environ = {
+        "AWS_SECRET_ACCESS_KEY": "wJalrXUtnFEMI",
+        "AWS_SESSION_TOKEN": "FwoGZXIvYXdz",
+        "HOME": "/root/home",
+        "X_TOKEN": "a",
+    }
+    said = without_secrets("key wJalrXUtnFEMI with FwoGZXIvYXdz of /root/home at a", environ)
+    assert said == "key *** with *** of /root/home at a"
 
 
 # ---- a whole coordinator --------------------------------------------------------------------------------------------
