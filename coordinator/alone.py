@@ -1,8 +1,8 @@
 """Whether a coordinator uses a root, for commands that write one themselves.
 
 The rule: without a coordinator nothing is deleted, pinned or added while one may be using the root. One that is stopped, or
-that we cannot reach, may: only an address at which nobody listens says that it is gone. An address that cannot be read says
-nothing.
+that we cannot reach, may: only an address at which nobody listens says that it is gone, unless the system knows better
+(`presence`). An address that cannot be read says nothing.
 """
 
 from __future__ import annotations
@@ -11,6 +11,8 @@ import socket
 from pathlib import Path
 from typing import Final
 
+from coordinator.presence import somebody
+from coordinator.wire.beneath import Directory
 from coordinator.wire.errors import Reason, SafepointError, Unanswered, refuse
 
 ASK_WITHIN_S: Final = 2.0
@@ -25,6 +27,7 @@ def require_alone(root: Path, token_file: str = "", next_step: str = ASK_IT) -> 
     try:
         record.lstat()
     except (FileNotFoundError, NotADirectoryError):
+        _require_unseen(root, "has not written its address, or somebody has removed it")
         return
     except OSError:
         pass  # it may be there
@@ -37,6 +40,7 @@ def require_alone(root: Path, token_file: str = "", next_step: str = ASK_IT) -> 
             next_step=f"One that runs writes it anew within seconds: repeat. If none does, remove {record}.",
         ) from silence
     if not _listens(address):
+        _require_unseen(root, f"does not listen at {address}, which {record} names")
         return
     from coordinator.client import Budgets, Client
 
@@ -53,6 +57,20 @@ def require_alone(root: Path, token_file: str = "", next_step: str = ASK_IT) -> 
         except SafepointError:
             pass  # it lives, and does not like our token
     raise refuse(Reason.SNAPSHOT_IN_USE, f"A coordinator runs on {root}.", next_step=next_step)
+
+
+def _require_unseen(root: Path, how: str) -> None:
+    try:
+        with Directory.open(root / "coordinator") as directory:
+            if not somebody(directory):
+                return
+    except (FileNotFoundError, SafepointError):
+        return  # none has ever been there, or the address has said all that we can know
+    raise refuse(
+        Reason.SNAPSHOT_IN_USE,
+        f"A coordinator runs on {root}, and {how}.",
+        next_step="It writes its address anew within seconds: repeat. Or end it: `fuser -v` of that directory says which it is.",
+    )
 
 
 def _listens(address: str) -> bool:

@@ -38,6 +38,7 @@ from coordinator.wire.ids import SnapshotId, is_wire_id
 from coordinator.wire.manifest_file import (
     LEDGER_NAME,
     MANIFEST_NAME,
+    MAX_EPOCH,
     MAX_MANIFEST_BYTES,
     PARTICIPANT_KIND,
     SNAPSHOT_KIND,
@@ -162,7 +163,8 @@ def newest_epoch(objects: Objects) -> int:
     A coordinator that begins on an empty disk must have a higher one: what it saves would else count as older than what a
     coordinator before it has left in the store.
     """
-    return max((int(name) for name in objects.names(_EPOCHS) if name.isdecimal() and len(name) <= 18), default=0)
+    found = (int(name) for name in objects.names(_EPOCHS) if name.isdecimal() and len(name) <= 18)
+    return max((epoch for epoch in found if epoch <= MAX_EPOCH), default=0)  # no copy has a higher one
 
 
 def _mark_epoch(objects: Objects, epoch: int) -> None:

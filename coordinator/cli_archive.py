@@ -13,7 +13,7 @@ import typer
 
 from coordinator.alone import require_alone
 from coordinator.cli_options import AsJson, Root, TokenFile, folder, say_root
-from coordinator.cli_output import emit, reporting, say
+from coordinator.cli_output import emit, note, reporting, say
 from coordinator.cli_snapshots import SnapshotName, newest, newest_copy, open_store
 from coordinator.wire.errors import Reason, refuse
 
@@ -22,21 +22,37 @@ Url = Annotated[
 ]
 
 
-def push(snapshot: SnapshotName, url: Url, root: Root = "", as_json: AsJson = False) -> None:
+Silence = Annotated[
+    float | None,
+    typer.Option(
+        "--timeout",
+        min=0.1,
+        metavar="S",
+        help="Give up when the store has not taken one object for so long. [default: 300]",
+    ),
+]
+
+
+def push(snapshot: SnapshotName, url: Url, root: Root = "", timeout: Silence = None, as_json: AsJson = False) -> None:
     """Copy a snapshot to an object store. Every byte is verified first, and nothing there is ever replaced.
 
-    A push that was cut short leaves no copy; repeat it. Rollouts may run meanwhile.
+    A push that was cut short leaves no copy; repeat it. Rollouts may run meanwhile. One that takes long says how far it is.
 
     Example: safepoint snapshots push latest s3://bucket/run-7 --root /data/safepoint
     """
     from coordinator import archive
     from coordinator.client_results import size_text
+    from coordinator.copying import TIMEOUT_S, Watched, watch
     from coordinator.objects import objects_at
 
     with reporting(as_json):
         store = open_store(_given(root), as_json)
         name = newest(store) if snapshot == "latest" else snapshot
-        done = archive.push(store, name, objects_at(url))
+        objects = Watched(objects_at(url))
+        within_s = TIMEOUT_S if timeout is None else timeout
+        done = watch(
+            lambda: archive.push(store, name, objects), objects, lambda text: note(f"push of {name}: {text}"), within_s
+        )
         if as_json:
             emit(
                 {
@@ -61,6 +77,7 @@ def pull(
     """
     from coordinator import archive
     from coordinator.client_results import size_text
+    from coordinator.copying import Watched, watch
     from coordinator.objects import objects_at
 
     with reporting(as_json):
@@ -72,7 +89,10 @@ def pull(
         alone()
         objects = objects_at(url)
         name = newest_copy(objects) if snapshot == "latest" else snapshot
-        done = archive.pull(objects, name, into, alone)
+        watched = Watched(objects)
+        done = watch(
+            lambda: archive.pull(watched, name, into, alone), watched, lambda text: note(f"pull of {name}: {text}")
+        )
         if as_json:
             emit({"snapshot_id": name, "url": url, "files": done.files, "size_bytes": done.size_bytes})
         else:

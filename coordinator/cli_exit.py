@@ -93,6 +93,7 @@ _CODES: Final[Mapping[ExitCode, tuple[Reason, ...]]] = {
     ExitCode.VOID: (
         Reason.LEASE_LAPSED,
         Reason.INCARNATION_CHANGED,
+        Reason.COORDINATOR_RESTARTED,
         Reason.ACTIVITY_AFTER_PREPARED,
         Reason.WORKERS_MISSING,
     ),

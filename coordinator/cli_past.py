@@ -58,28 +58,37 @@ def why(
 
     Example: safepoint why --stacks
     """
+    from coordinator.cli_live import kept_out_lines
+
     with reporting(as_json):
         health: list[pb.ParticipantHealth] = []
         blocking: list[str] = []
+        refused: list[str] = []
+        tried: list[pb.Finding] = []
         running: pb.GetCoordinatorStatusResponse | None = None
         here = history_here(target, root)
         try:
             with make_client(target, root, token_file, _patience(here, wait), as_json) as client:
                 answer = explained(client, operation_id, timeout)
-                running = _running(client, operation_id and answer.operation.operation_id, timeout)
+                status = _status(client, timeout)
+                refused, tried = kept_out_lines(status), list(status.kept_out)
+                running = status if _runs(status, operation_id and answer.operation.operation_id) else None
                 # Where the tasks stand now says most of what runs now.
                 blocking = list(running.operation.pending_participants)[:_MAX_STACKS_OF] if running else []
                 blocking = blocking or blamed(answer)
                 if stacks and blocking:
-                    status = client.status(stacks_of=blocking, timeout=timeout)
-                    health = [h for h in status.participants if h.info.capabilities.participant_id in blocking]
+                    stacked = client.status(stacks_of=blocking, timeout=timeout)
+                    health = [h for h in stacked.participants if h.info.capabilities.participant_id in blocking]
             source = "coordinator"
         except SafepointError as error:
             found = _from_root(error, here, operation_id)
             answer, source = found, "root"
         if as_json:
             extra = {"stacks": {h.info.capabilities.participant_id: plain(h)["stacks"] for h in health}}
-            now = {"running": plain(running.operation) if running is not None else None}
+            now = {
+                "running": plain(running.operation) if running is not None else None,
+                "kept_out": [plain(one) for one in tried],
+            }
             emit(plain(answer) | {"source": source} | now | (extra if stacks else {}))
             return
         told = stacks_text(health, blocking) if source == "coordinator" else "No coordinator, no stacks."
@@ -89,7 +98,7 @@ def why(
         else:
             same = running.operation.operation_id == answer.operation.operation_id
             parts = [running_text(running), told if stacks else "", past if same else f"before it: {past}"]
-        say(quoted_once("\n".join(filter(None, parts))))
+        say(quoted_once("\n".join(filter(None, [*parts, *refused]))))
 
 
 def history(
@@ -297,15 +306,19 @@ def explained(client: Client, name: str, timeout_s: float | None) -> pb.ExplainR
         return client.explain(newest, timeout=timeout_s)
 
 
-def _running(client: Client, operation_id: str, timeout_s: float | None) -> pb.GetCoordinatorStatusResponse | None:
-    """How everybody is while that operation runs (empty: any); None when it does not."""
-    from safepoint.v1 import coordinator_service_pb2
-
+def _status(client: Client, timeout_s: float | None) -> pb.GetCoordinatorStatusResponse:
+    """How everybody is now."""
     from coordinator.cli_live import ASKED
 
-    status = client.status(participants=True, max_rollouts=ASKED, timeout=timeout_s)
+    return client.status(participants=True, max_rollouts=ASKED, timeout=timeout_s)
+
+
+def _runs(status: pb.GetCoordinatorStatusResponse, operation_id: str) -> bool:
+    """Whether that operation runs (empty: any)."""
+    from safepoint.v1 import coordinator_service_pb2
+
     runs = status.operation.outcome == coordinator_service_pb2.OPERATION_OUTCOME_RUNNING
-    return status if runs and operation_id in ("", status.operation.operation_id) else None
+    return runs and operation_id in ("", status.operation.operation_id)
 
 
 def _patience(here: History | None, wait_s: float) -> float:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-import os
 import time
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
@@ -61,7 +60,8 @@ class _File:
 
 
 class HistoryWriter:
-    """Takes in events on the coordinator's event loop. `directory` opens <root>/coordinator; it is called in the thread."""
+    """Takes in events on the coordinator's event loop. `directory` gives <root>/coordinator, in the thread: by a
+    handle and not by its path, where another coordinator's root may be by now."""
 
     def __init__(
         self, directory: Callable[[], Directory], job_id: str, keep: int, wall_clock: Callable[[], float] = time.time
@@ -188,8 +188,7 @@ class HistoryWriter:
         """Raises nothing: what cannot be written is dropped."""
         try:
             directory = self._open()
-            free = os.statvfs(directory.path)
-            if free.f_bavail * free.f_frsize < LEAST_FREE_BYTES:
+            if directory.free_bytes() < LEAST_FREE_BYTES:
                 raise OSError("less than 1 MiB is free")
             joined: dict[str, list[bytes]] = {}
             for file, data in batch:

@@ -4,12 +4,13 @@ The rule: the epoch is raised durably before any participant hears of us, and a 
 it covers are made. Whoever reads it after a crash finds every operation that anybody may have heard of.
 
     <root>/coordinator/epoch-<n>          made with O_EXCL; the highest n is the coordinator that may act, and touches it
-    <root>/coordinator/journal-<n>.log    one entry a line: CRC-32 in hex, a space, one JSON object
+    <root>/coordinator/journal-<n>.log    one entry a line: `journal_file`
     <root>/coordinator/reserve            space that is given back when the disk is full, so that what has begun can end
 
 A start reads the newest journal, and writes a new one that holds what still matters: entries of operations that have
-not ended, and the last `KEPT_OUTCOMES` outcomes. A last line that is torn was never acknowledged and is dropped; any
-other bad line is damage, and we refuse to act without our log (participants then open by their lease).
+not ended, and the last `KEPT_OUTCOMES` outcomes. A root has a journal before it has an epoch, and is never without one:
+where a coordinator has been and none is there, or it is damaged, we refuse to act without our log (participants then open
+by their lease), until a person says that it is lost.
 
 Everything here blocks: callers on an event loop use a thread. One writer; not safe for several threads at once.
 """
@@ -21,108 +22,127 @@ import logging
 import os
 import re
 import secrets
-import zlib
-from collections import OrderedDict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Final, TypeVar, cast
+from typing import Final, TypeVar, cast
 
+from coordinator.journal_file import (
+    ACCEPT,
+    MAX_ENTRY_BYTES,
+    MEMBERS,
+    Contents,
+    Entry,
+    epoch_of,
+    line,
+    lost,
+    read,
+    whole,
+)
+from coordinator.presence import enter
 from coordinator.wire import failpoints
 from coordinator.wire.beneath import Directory, storage_error
 from coordinator.wire.errors import Problem, Reason, Refused, SafepointError, refuse
-from coordinator.wire.ids import OperationId
 
 log = logging.getLogger(__name__)
 ResultT = TypeVar("ResultT")
 
-KEPT_OUTCOMES: Final = 1000
-MEMBERS: Final = "members"  # an entry of no operation: by name, who takes part, None for one that is gone for good
-KEPT_DISMISSED: Final = 1000  # names of those, so that it can be said of them again
 ROTATE_BYTES: Final = 16 << 20
-MAX_ENTRY_BYTES: Final = 32 << 20  # a topology of some 10,000 participants
 _EPOCH: Final = re.compile(r"epoch-([1-9][0-9]{0,17})")
 _JOURNAL: Final = re.compile(r"journal-([1-9][0-9]{0,17})\.log")
 _LAST_NUMBER: Final = 10**18 - 1  # the highest that those names have; none follows it
 _KEPT_EPOCH_FILES: Final = 8
+# What only a coordinator that has its journal leaves.
+ADDRESS_NAME: Final = "address.json"
+HISTORY: Final = "history"
+_MAX_ADDRESS: Final = 1 << 16
 _RESERVE: Final = "reserve"
 RESERVE_BYTES: Final = 256 << 10  # for the records of an end, and the mark on a snapshot that is given up
 # What may not spend the reserve: with it gone a full disk could not end what they begin.
 _BEGINNINGS: Final = frozenset({"begun", MEMBERS})
 
 
-@dataclass(frozen=True, slots=True)
-class Entry:
-    """One line. `kind` is "request", the kind of a record of the core, "outcome" or "members"; `data` is plain JSON."""
-
-    operation_id: OperationId
-    kind: str
-    data: Mapping[str, Any]
-
-
-@dataclass(slots=True)
-class Contents:
-    """What a journal held: entries of operations without outcome by operation, outcomes, oldest first, who takes part, and
-    who is gone for good, oldest first."""
-
-    open: OrderedDict[OperationId, list[Entry]] = field(default_factory=OrderedDict[OperationId, list[Entry]])
-    outcomes: OrderedDict[OperationId, Mapping[str, Any]] = field(
-        default_factory=OrderedDict[OperationId, Mapping[str, Any]]
-    )
-    members: dict[str, Mapping[str, Any]] = field(default_factory=dict[str, Mapping[str, Any]])
-    dismissed: OrderedDict[str, None] = field(default_factory=OrderedDict[str, None])
-
-    def add(self, entry: Entry) -> None:
-        """Take one entry in, forgetting the oldest outcome when there are too many."""
-        if entry.kind == "outcome":
-            self.open.pop(entry.operation_id, None)
-            self.outcomes[entry.operation_id] = entry.data
-            self.outcomes.move_to_end(entry.operation_id)
-            if len(self.outcomes) > KEPT_OUTCOMES:
-                self.outcomes.popitem(last=False)
-        elif entry.kind == MEMBERS:
-            for name, data in entry.data["members"].items():
-                if data is None:
-                    self.members.pop(name, None)
-                    self.dismissed[name] = None
-                else:
-                    self.members[name] = data
-                    self.dismissed.pop(name, None)
-            while len(self.dismissed) > KEPT_DISMISSED:
-                self.dismissed.popitem(last=False)
-        else:
-            self.open.setdefault(entry.operation_id, []).append(entry)
-
-
 class Journal:
     """The log of one coordinator. `epoch` is ours; `contents` is what is known, kept up to date."""
 
-    def __init__(self, directory: Directory, above: int = 0) -> None:
+    def __init__(self, directory: Directory, above: Mapping[str, int] | None = None) -> None:
         """Raise the epoch and read what is there. `directory` is <root>/coordinator; it is closed with the journal.
 
-        The epoch is higher than `above`, too: that of a snapshot which another root, or a lost directory, has numbered.
+        The epoch is higher than those of `above`, too: what says so (for people), and the epoch that it has. A snapshot may be
+        of another root, and files of ours may be lost.
 
-        Raises STORAGE_FULL, STORAGE_FAILED, and SNAPSHOT_CORRUPT for a damaged journal, or a name in whose place no
-        higher one can come; then nobody has heard of us.
+        Raises STORAGE_FULL, STORAGE_FAILED (also for a journal that is lost), and SNAPSHOT_CORRUPT for a damaged one, or a name
+        in whose place no higher one can come; then nobody has heard of us.
         """
         self._directory = directory
         self._file = -1
         self._size = 0
         self._number = 0  # of the file in use
         self._broken = ""
+        self.epoch = 0
+        self.contents = Contents()
+        try:
+            self._start(above or {})
+        except BaseException:
+            self.close()  # nobody must see us there any more
+            raise
+
+    def _start(self, above: Mapping[str, int]) -> None:
+        directory = self._directory
+        enter(directory)
         self.alive_before = _last_touched(directory)  # when a coordinator was here before us; zero: nobody knows
-        newest = max(_numbers(directory, _JOURNAL), default=0)
+        accepted = directory.has(ACCEPT)
+        if not accepted:
+            self._begin_root()
+        newest, made_by = self._at_newest(epoch_of)
         if newest >= _LAST_NUMBER:
-            raise _used_up(str(directory.path / f"journal-{newest}.log"))
-        self.epoch = self.with_reserve(lambda: _raise_epoch(directory, above))
-        newest = max(_numbers(directory, _JOURNAL), default=0)
-        self.contents = _read(directory, f"journal-{newest}.log") if newest else Contents()
+            raise _used_up(str(self._of(newest)))
+        said = {str(self._of(newest)): made_by or 0, str(directory.path / ADDRESS_NAME): _announced(directory)}
+        self.epoch = self.with_reserve(lambda: _raise_epoch(directory, {**above, **said}))
+        if accepted:
+            newest = self._put_aside()
+        else:
+            newest, contents = self._at_newest(read)  # anew: the one before us may have gone on
+            if contents is None:
+                raise lost(directory.path, f"epoch-{self.epoch}")
+            self.contents = contents
         self.with_reserve(lambda: self._start_file(newest + 1))
+        directory.remove_file(ACCEPT)
         try:
             self._keep_reserve()
         except SafepointError as error:
             log.warning("no save can begin: %s", error)
+
+    def _begin_root(self) -> None:
+        """Make the first journal where no coordinator has been. Raises STORAGE_FAILED where one has, and there is none."""
+        there = self._directory.names()  # once: another start may make names meanwhile, the journal first
+        if _among(there, _JOURNAL):
+            return
+        signs = [*(f"epoch-{number}" for number in _among(there, _EPOCH)), ADDRESS_NAME, _RESERVE, HISTORY]
+        for sign in signs:
+            if sign in there and not (sign == ADDRESS_NAME and self._directory.is_directory(sign)):
+                raise lost(self._directory.path, sign)
+        with suppress(FileExistsError):  # another start was faster
+            self._directory.write_new(_name(1), whole(0, ()))
+
+    def _at_newest(self, look: Callable[[Directory, str], ResultT]) -> tuple[int, ResultT | None]:
+        """The number of the newest journal and what it says; zero and None without one."""
+        while newest := max(_numbers(self._directory, _JOURNAL), default=0):
+            with suppress(FileNotFoundError):  # another start has written the next one
+                return newest, look(self._directory, _name(newest))
+        return 0, None
+
+    def _put_aside(self) -> int:
+        """Keep what is there for people, since one of them has said that it is lost to us. The number of the last one."""
+        log.warning("%s is there: this coordinator begins with an empty journal", self._directory.path / ACCEPT)
+        numbers = _numbers(self._directory, _JOURNAL)
+        for number in numbers:
+            with suppress(FileNotFoundError):  # another start has
+                self._directory.rename_child(_name(number), f"lost-{_name(number)}")
+        return max(numbers, default=0)
+
+    def _of(self, number: int) -> Path:
+        return self._directory.path / _name(number)
 
     def append(self, entry: Entry) -> None:
         """Make an entry durable. Raises STORAGE_FULL or STORAGE_FAILED; then it is not there, not even after a crash.
@@ -132,38 +152,34 @@ class Journal:
         """
         if self._broken:
             raise refuse(Reason.STORAGE_FAILED, f"The journal has failed: {self._broken}. Restart the coordinator.")
-        line = _line(entry)
-        if len(line) > MAX_ENTRY_BYTES:
+        text = line(entry)
+        if len(text) > MAX_ENTRY_BYTES:
             raise refuse(Reason.LIMIT_EXCEEDED, f"A journal entry is larger than {MAX_ENTRY_BYTES} bytes.")
         if entry.kind in _BEGINNINGS:
             if entry.kind == "begun":
                 self._keep_reserve()
-            self._write(entry, line)
+            self._write(entry, text)
         else:
-            self.with_reserve(lambda: self._write(entry, line))
+            self.with_reserve(lambda: self._write(entry, text))
         self.contents.add(entry)
         if self._size > ROTATE_BYTES and not self.contents.open:
             self._rotate()
 
-    def _write(self, entry: Entry, line: bytes) -> None:
+    def _write(self, entry: Entry, text: bytes) -> None:
         try:
             failpoints.reach("journal.before_append", entry.kind)
-            _write_all(self._file, line)
+            _write_all(self._file, text)
         except OSError as error:
             self._cut_back(error)
-            raise storage_error(error, f"writing the journal {self._path}") from error
+            raise storage_error(error, f"writing the journal {self.path}") from error
         try:
             failpoints.reach("journal.before_fsync", entry.kind)
             os.fsync(self._file)
         except OSError as error:
             self._broken = error.strerror or "fsync"
-            raise storage_error(error, f"fsync of the journal {self._path}") from error
+            raise storage_error(error, f"fsync of the journal {self.path}") from error
         failpoints.reach("journal.after_append", entry.kind)
-        self._size += len(line)
-
-    @property
-    def _path(self) -> Path:
-        return self._directory.path / f"journal-{self._number}.log"
+        self._size += len(text)
 
     def spend_reserve(self) -> bool:
         """Give back the space that was kept for this. False when there was none, or the disk does not let go of it."""
@@ -202,10 +218,14 @@ class Journal:
                     "that what has begun can end when the disk is full.",
                 ) from error
 
+    def folder(self) -> Directory:
+        """<root>/coordinator as we have opened it, for the caller to close. Raises STORAGE_FAILED."""
+        return self._directory.again()
+
     @property
     def path(self) -> Path:
         """Of the file in use."""
-        return self._directory.path / f"journal-{self._number}.log"
+        return self._of(self._number)
 
     @property
     def broken(self) -> str:
@@ -274,19 +294,14 @@ class Journal:
                 return  # only an old file is left; or the new one is of a coordinator that has replaced us
             try:
                 # It may be there all the same, and a start reads the newest: what is appended from now on would be lost.
-                self._directory.remove_file(f"journal-{number}.log")
+                self._directory.remove_file(_name(number))
                 self._directory.sync()
             except (OSError, SafepointError) as cause:
                 self._broken = f"a half-made rotation stays: {cause}"
 
     def _start_file(self, number: int) -> None:
-        members = {**dict.fromkeys(self.contents.dismissed), **self.contents.members}
-        data = b"".join(
-            [_line(entry) for entries in self.contents.open.values() for entry in entries]
-            + [_line(Entry(name, "outcome", outcome)) for name, outcome in self.contents.outcomes.items()]
-            + ([_line(Entry(OperationId(""), MEMBERS, {"members": members}))] if members else [])
-        )
-        name = f"journal-{number}.log"
+        data = whole(self.epoch, self.contents.entries())
+        name = _name(number)
         failpoints.reach("journal.before_file")
         try:
             self._directory.write_new(name, data)
@@ -299,16 +314,16 @@ class Journal:
         failpoints.reach("journal.after_file")
         for old in _numbers(self._directory, _JOURNAL):
             if old < number:
-                self._directory.remove_file(f"journal-{old}.log")
+                self._directory.remove_file(_name(old))
 
 
-def _raise_epoch(directory: Directory, above: int) -> int:
+def _raise_epoch(directory: Directory, above: Mapping[str, int]) -> int:
     while True:
         known = sorted(_numbers(directory, _EPOCH))
-        epoch = max([*known, above]) + 1
+        floors = {**above, **{str(directory.path / f"epoch-{number}"): number for number in known}}
+        epoch = max(floors.values(), default=0) + 1
         if epoch > _LAST_NUMBER:
-            by_file = bool(known) and known[-1] >= _LAST_NUMBER
-            raise _used_up(str(directory.path / f"epoch-{known[-1]}") if by_file else f"a snapshot of epoch {above}")
+            raise _used_up(max(floors, key=lambda what: floors[what]))
         failpoints.reach("journal.before_epoch")
         try:
             directory.write_new(f"epoch-{epoch}", b"")
@@ -318,6 +333,16 @@ def _raise_epoch(directory: Directory, above: int) -> int:
             directory.remove_file(f"epoch-{old}")
         failpoints.reach("journal.after_epoch")
         return epoch
+
+
+def _announced(directory: Directory) -> int:
+    """The epoch of the coordinator that wrote its address; zero when that cannot be read, or is none."""
+    try:
+        loaded: object = json.loads(directory.read(ADDRESS_NAME, _MAX_ADDRESS))
+    except (FileNotFoundError, SafepointError, ValueError, RecursionError):
+        return 0
+    epoch = cast("dict[str, object]", loaded).get("epoch") if isinstance(loaded, dict) else 0
+    return epoch if isinstance(epoch, int) and 0 < epoch < _LAST_NUMBER else 0
 
 
 def _used_up(what: str) -> SafepointError:
@@ -337,66 +362,15 @@ def _last_touched(directory: Directory) -> float:
 
 
 def _numbers(directory: Directory, pattern: re.Pattern[str]) -> list[int]:
-    return [int(match[1]) for name in directory.names() if (match := pattern.fullmatch(name))]
+    return _among(directory.names(), pattern)
 
 
-def _line(entry: Entry) -> bytes:
-    body = json.dumps(
-        {"operation_id": entry.operation_id, "kind": entry.kind, "data": entry.data}, separators=(",", ":")
-    )
-    raw = body.encode()
-    return b"%08x %s\n" % (zlib.crc32(raw), raw)
+def _among(names: Iterable[str], pattern: re.Pattern[str]) -> list[int]:
+    return [int(match[1]) for name in names if (match := pattern.fullmatch(name))]
 
 
-def _read(directory: Directory, name: str) -> Contents:
-    contents = Contents()
-    torn_at = 0
-    for number, line in enumerate(directory.lines(name, MAX_ENTRY_BYTES), start=1):
-        if torn_at:
-            raise _damaged(directory, name, torn_at)
-        entry = _entry(line)
-        if entry is None:
-            torn_at = number
-        else:
-            contents.add(entry)
-    return contents
-
-
-def _entry(line: bytes) -> Entry | None:
-    checksum, _, raw = line.partition(b" ")
-    try:
-        if len(checksum) != 8 or int(checksum, 16) != zlib.crc32(raw):
-            return None
-        loaded = cast("dict[str, Any]", json.loads(raw))
-        if not isinstance(loaded["data"], dict):
-            return None
-        if loaded["kind"] == MEMBERS and not _names_members(loaded["data"]):
-            return None
-        return Entry(
-            OperationId(str(loaded["operation_id"])), str(loaded["kind"]), cast("dict[str, Any]", loaded["data"])
-        )
-    except (ValueError, KeyError, TypeError, RecursionError):
-        return None
-
-
-def _names_members(data: Any) -> bool:
-    members: Any = data["members"]
-    return isinstance(members, dict) and all(
-        value is None or isinstance(value, dict) for value in cast("dict[str, Any]", members).values()
-    )
-
-
-def _damaged(directory: Directory, name: str, line: int) -> SafepointError:
-    return damaged(directory.path / name, f"is damaged at line {line}")
-
-
-def damaged(path: Path, how: str) -> SafepointError:
-    """The refusal of a journal at that path that cannot be acted upon."""
-    return refuse(
-        Reason.SNAPSHOT_CORRUPT,
-        f"The journal {path} {how}. The coordinator does not act without it.",
-        next_step=f"Participants open by their lease. Then move {path} away and start again; snapshots are untouched.",
-    )
+def _name(number: int) -> str:
+    return f"journal-{number}.log"
 
 
 def _write_all(file: int, data: bytes) -> None:

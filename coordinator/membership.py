@@ -16,7 +16,8 @@ import time
 from collections.abc import Awaitable, Callable, Iterable, Mapping
 from typing import Any, Final
 
-from coordinator.journal import MEMBERS, Entry, Journal
+from coordinator.journal import Journal
+from coordinator.journal_file import MEMBERS, Entry
 from coordinator.protocol.records import participant_from_json, participant_to_json
 from coordinator.protocol.topology import Participant
 from coordinator.registry import Registry

@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import OrderedDict
-from collections.abc import Awaitable, Callable, Collection, Coroutine, Iterable
+from collections.abc import Awaitable, Callable, Collection, Coroutine, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any, Final, Protocol
@@ -22,7 +22,9 @@ from coordinator import convert, ledger_lines, outcomes, pruning
 from coordinator.answers import ABORT, START, check_digest
 from coordinator.driver import Drive, Identity
 from coordinator.feed import Feed
-from coordinator.journal import Entry, Journal
+from coordinator.journal import Journal
+from coordinator.journal_file import Entry
+from coordinator.kept_out import blaming
 from coordinator.membership import Membership
 from coordinator.outcomes import Ended
 from coordinator.participants import Participants
@@ -44,6 +46,7 @@ from coordinator.uploading import Uploader
 from coordinator.wire import failpoints, logs
 from coordinator.wire.errors import Problem, Reason, Refused, SafepointError, refuse
 from coordinator.wire.ids import OperationId, SnapshotId
+from coordinator.wire.refusals import KeptOut
 from coordinator.wire.terms import OperationKind, Phase, Role, RolloutState
 
 log = logging.getLogger(__name__)
@@ -87,6 +90,7 @@ class Operations:
         self._work: set[asyncio.Task[None]] = set()
         self._closing = False
         self.chronicles: list[Chronicle] = []  # who writes down what each operation did
+        self.kept_out: Callable[[], Sequence[KeptOut]] = tuple  # shims that were refused at the door a moment ago
         self._loop = asyncio.get_running_loop()
         self.membership = Membership(journal, discovery.registry, self._append)
         discovery.registry.follow(self._lost, self._joined, self._explained)
@@ -184,7 +188,8 @@ class Operations:
         except asyncio.CancelledError:
             drive.fail_early(_aborted_early(drive))
         except SafepointError as error:
-            drive.fail_early(replace(error.problem, phase=error.problem.phase or Phase.DISCOVER))
+            problem = blaming(error.problem, self.kept_out())
+            drive.fail_early(replace(problem, phase=problem.phase or Phase.DISCOVER))
         except Exception as error:
             log.exception("checking %s failed", drive.operation.operation_id)
             drive.fail_early(Problem(Reason.INTERNAL, f"The coordinator failed: {type(error).__name__}."))

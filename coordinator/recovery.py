@@ -20,8 +20,9 @@ from typing import Any, Final, cast
 from google.protobuf import json_format
 from safepoint.v1 import coordinator_service_pb2
 
+from coordinator import outcomes
 from coordinator.driver import Drive, Identity
-from coordinator.journal import Entry, damaged
+from coordinator.journal_file import Entry, damaged
 from coordinator.operations import Operations
 from coordinator.protocol import events as core
 from coordinator.protocol.operation import Operation
@@ -34,6 +35,10 @@ from coordinator.wire.terms import OperationKind
 log = logging.getLogger(__name__)
 
 _KINDS: Final = frozenset(kind.value for kind in core.RecordKind)
+_NONSENSE: Final = (
+    LookupError, TypeError, ValueError, AttributeError, OverflowError, RecursionError, SystemError,
+    json_format.Error,
+)  # fmt: skip
 
 
 def require_log(root: str, epoch: int) -> None:
@@ -64,6 +69,7 @@ def require_log(root: str, epoch: int) -> None:
 async def recover(operations: Operations) -> None:
     """Settle what the journal holds: start driving it. Returns before it is settled. The last one owns the fence."""
     await _tidy(operations)
+    _check_outcomes(operations)
     unfinished = list(operations.journal.contents.open)
     found = [_found(operations, operation_id) for operation_id in unfinished]  # nobody is told before all can be read
     for operation_id, one in zip(unfinished, found, strict=True):
@@ -98,6 +104,20 @@ async def _tidy(operations: Operations) -> None:
         log.warning("a name that was reserved may stay taken: %s", error)
 
 
+def _check_outcomes(operations: Operations) -> None:
+    """All at once, before anybody is answered from one. Raises SNAPSHOT_CORRUPT for an entry that is whole, and none of ours."""
+    journal = operations.journal
+    for operation_id, data in journal.contents.outcomes.items():
+        try:
+            outcomes.from_json(operation_id, data).status()
+        except _NONSENSE as error:
+            raise damaged(journal.path, _nonsense(operation_id, error)) from error
+
+
+def _nonsense(operation_id: OperationId, error: Exception) -> str:
+    return f"says of {operation_id} what no coordinator writes ({type(error).__name__}: {error})"
+
+
 @dataclass(frozen=True, slots=True)
 class _Found:
     """An operation that was not ended, as the journal has it."""
@@ -127,9 +147,8 @@ def _found(operations: Operations, operation_id: OperationId) -> _Found | None:
                     entry.data["result"], coordinator_service_pb2.OperationEvent(), ignore_unknown_fields=True
                 )
         identity = Identity(str(begun.data.get("digest", "")), dict(begun.data.get("metadata") or {}))
-    except (LookupError, TypeError, ValueError, AttributeError, RecursionError, json_format.Error) as error:
-        how = f"says of {operation_id} what no coordinator writes ({type(error).__name__}: {error})"
-        raise damaged(journal.path, how) from error
+    except _NONSENSE as error:
+        raise damaged(journal.path, _nonsense(operation_id, error)) from error
     return _Found(records, operation, identity, restored)
 
 

@@ -27,7 +27,7 @@ from safepoint.v1 import coordinator_service_pb2, coordinator_service_pb2_grpc
 
 from coordinator.feed import Feed
 from coordinator.history_writing import HistoryWriter
-from coordinator.journal import Journal
+from coordinator.journal import ADDRESS_NAME, Journal
 from coordinator.metrics import Metrics, MetricsServer, metrics_address
 from coordinator.objects import objects_at
 from coordinator.operations import Chronicle, Operations
@@ -64,7 +64,6 @@ _health: Any = importlib.import_module("grpc_health.v1.health")
 _health_pb2: Any = importlib.import_module("grpc_health.v1.health_pb2")
 _health_grpc: Any = importlib.import_module("grpc_health.v1.health_pb2_grpc")
 
-ADDRESS_NAME: Final = "address.json"
 SERVICE_NAME: Final = coordinator_service_pb2.DESCRIPTOR.services_by_name["Coordinator"].full_name
 STOP_GRACE_S: Final = 1.0
 ABORT_WITHIN_S: Final = 3.0
@@ -184,7 +183,7 @@ class Coordinator:
         Nor would anybody when what is there cannot be read, so that is replaced as well.
         """
         line = self.announcement().encode() + b"\n"
-        with self.operations.store.directory(_DIRECTORY) as directory:
+        with self.operations.journal.folder() as directory:  # not by its path: another root may be there by now
             try:
                 written = directory.read(ADDRESS_NAME, _MAX_ADDRESS)
             except (FileNotFoundError, SafepointError):
@@ -259,9 +258,12 @@ async def serve(
     listening = listen(server, settings.bind, security, settings.advertise)
     try:
         # What we save is to count as newer than what is there, in the root and in the store.
-        above = await epoch_in_store(objects) if objects is not None else 0
+        stored = await epoch_in_store(objects) if objects is not None else 0
         journal = await asyncio.to_thread(
-            lambda: Journal(store.directory(_DIRECTORY), max(above, store.newest_epoch()))
+            lambda: Journal(
+                store.directory(_DIRECTORY),
+                {"the newest snapshot": store.newest_epoch(), "the newest snapshot in the object store": stored},
+            )
         )
     except BaseException:
         listening.close()
@@ -271,11 +273,12 @@ async def serve(
         registry, Participants(journal.epoch, security, dial), settings.participants, settings.policy_endpoints
     )
     operations = Operations(settings, store, journal, discovery, Feed())
+    operations.kept_out = door.refusals.kept_out
     history: HistoryWriter | None = None
     if tracer is not None:
         operations.keep(_traces(operations, tracer))
     if settings.history_keep:
-        history = HistoryWriter(lambda: store.directory(_DIRECTORY), settings.job_id, settings.history_keep)
+        history = HistoryWriter(journal.folder, settings.job_id, settings.history_keep)
         operations.keep(history)
     if objects is not None:
         operations.uploader = Uploader(
@@ -283,7 +286,7 @@ async def serve(
         )  # fmt: skip
 
     registration = Registration(registry, journal.epoch, settings.job_id, settings.heartbeat_s)
-    service = CoordinatorService(operations, registration, door.refusals)
+    service = CoordinatorService(operations, registration)
     coordinator_service_pb2_grpc.add_CoordinatorServicer_to_server(service, server)
     healthy = _health.aio.HealthServicer()
     _health_grpc.add_HealthServicer_to_server(healthy, server)

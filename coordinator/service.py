@@ -21,7 +21,7 @@ from grpc import aio
 from safepoint.v1 import coordinator_service_pb2 as pb
 from safepoint.v1 import coordinator_service_pb2_grpc, manifest_pb2
 
-from coordinator import convert, ledger_lines, pruning
+from coordinator import convert, kept_out, ledger_lines, pruning
 from coordinator.answers import COMMIT, PUBLISH, RESUME, START
 from coordinator.driver import Drive, Identity
 from coordinator.explaining import explain, list_operations
@@ -39,7 +39,6 @@ from coordinator.status import ANSWER_WITHIN_S, MAX_STACKS_OF, coordinator_statu
 from coordinator.wire.errors import CATALOG, Problem, Reason, SafepointError, refuse
 from coordinator.wire.guard import caller
 from coordinator.wire.ids import IncarnationId, OperationId, ParticipantId, SnapshotId, is_rollout_id, is_wire_id
-from coordinator.wire.refusals import KeptOut, Refusals
 from coordinator.wire.rpc import time_budget
 from coordinator.wire.terms import OperationKind
 from coordinator.wire.trace import incoming
@@ -59,9 +58,8 @@ MAX_INVALID: Final = 1000  # names in one ListSnapshotsResponse, which must stay
 class CoordinatorService(coordinator_service_pb2_grpc.CoordinatorServicer):
     """See `proto/safepoint/v1/coordinator_service.proto`: every method holds what is written there."""
 
-    def __init__(self, operations: Operations, registration: Registration, refusals: Refusals) -> None:
+    def __init__(self, operations: Operations, registration: Registration) -> None:
         self._operations = operations
-        self._refusals = refusals
         self._registration = registration
 
     # ---- who takes part ---------------------------------------------------------------------------------------------
@@ -91,7 +89,7 @@ class CoordinatorService(coordinator_service_pb2_grpc.CoordinatorServicer):
         topology = discovery.topology()
         findings = [_finding_from_problem(problem) for problem in problems]
         findings += [_finding(found) for found in validate(topology)]
-        findings += map(_finding_from_refusal, self._refusals.kept_out())
+        findings += map(kept_out.finding, self._operations.kept_out())
         return pb.GetTopologyResponse(
             participants=[convert.participant_info(p) for p in topology.participants],
             fingerprint=fingerprint(topology.participants),
@@ -420,18 +418,6 @@ def _finding(found: Finding) -> pb.Finding:
         participant_id=found.participant_id,
         message=found.message,
         next_step=found.next_step,
-    )
-
-
-def _finding_from_refusal(kept_out: KeptOut) -> pb.Finding:
-    """Blocks nothing: a stranger at the door must not keep those inside from saving."""
-    problem = kept_out.problem
-    return pb.Finding(
-        blocking=False,
-        reason=convert.wire(problem.reason),
-        message=f"A shim on {kept_out.host} was refused {kept_out.ago_s:.0f} s ago, and takes no part: {problem.message}",
-        next_step=problem.next_step
-        or "Give its server the SAFEPOINT_TOKEN_FILE of the coordinator, and start it again.",
     )
 
 

@@ -12,7 +12,7 @@ from typing import Any, Final
 
 from safepoint.v1 import coordinator_service_pb2
 
-from coordinator import convert, outcomes
+from coordinator import convert, kept_out, outcomes
 from coordinator.operations import Operations
 from coordinator.protocol.operation import Outcome
 from coordinator.protocol.topology import Participant
@@ -52,6 +52,7 @@ async def coordinator_status(
         participants=healths,
         latest_snapshot_id=operations.latest_snapshot_id,
         snapshot_root=operations.settings.root,
+        kept_out=map(kept_out.finding, operations.kept_out()),
         upload=operations.uploader.status() if operations.uploader is not None else None,
     )
 

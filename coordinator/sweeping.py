@@ -62,7 +62,7 @@ def sweep(
         log.warning("chunks that nothing may need are kept, since a part cannot be read: %s", error)
         return Swept(unread=error.problem.message)
     count = size = 0
-    for sha256 in old.keys() - needed:
+    for sha256 in sorted(old.keys() - needed):
         if not dry_run:
             if not count:
                 still_ours()

@@ -127,7 +127,8 @@ def run_shim(arguments: argparse.Namespace) -> int:
             adapter = VllmAdapter(
                 VllmOptions(
                     arguments.name, listen, upstream, life, rejects=arguments.when_closed == "reject",
-                    weights=arguments.weights, weight_digest=arguments.weight_digest,
+                    weights=arguments.weights, weight_digest=arguments.weight_digest, root=options.root,
+                    policy=arguments.policy,
                 )
             )  # fmt: skip
         elif arguments.life:
@@ -165,6 +166,9 @@ def _add_engine_arguments(parser: argparse.ArgumentParser) -> None:
                         help="of a vLLM: new requests wait, or get a retryable 503")  # fmt: skip
     parser.add_argument("--weights", default="refuse", choices=["refuse", "mark"],
                         help="of a vLLM: a restore onto other weights is refused, or its answers have segments of both")  # fmt: skip
+    parser.add_argument("--policy", default="", metavar="NAME",
+                        help="of a vLLM: which of several policies of one model it serves; engines of one policy continue each "
+                        "other's restored requests")  # fmt: skip
     parser.add_argument("--weight-digest", action="store_true",
                         help="of a vLLM: checksums of the weights in each snapshot (reads all of them)")  # fmt: skip
 
@@ -172,6 +176,7 @@ def _add_engine_arguments(parser: argparse.ArgumentParser) -> None:
 def _run_serve_engine(arguments: argparse.Namespace, command: Sequence[str]) -> int:
     shim: list[str] = ["--when-closed", arguments.when_closed, "--weights", arguments.weights]
     shim += ["--weight-digest"] if arguments.weight_digest else []
+    shim += ["--policy", arguments.policy] if arguments.policy else []
     shim += ["--verbose"] if arguments.verbose else []
     runs = Path(arguments.run_dir).resolve() if arguments.run_dir else default_run_dir()
     for option in ("coordinator", "root", "job", "bind", "token_file", "tls_dir"):

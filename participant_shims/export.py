@@ -103,10 +103,11 @@ class Exports:
                 if is_rope(file.path):
                     found.update(read_rope(ours, file.path).chunks)
         shared = Chunks(self.root) if self.root is not None else None
-        for chunk in found:
+        listed = sorted(found, key=lambda chunk: chunk.sha256)
+        for chunk in listed:
             if shared is None or not shared.touch(chunk):
                 raise refuse(Reason.STORAGE_FAILED, f"The chunk {chunk.sha256} has been deleted while it was in use.")
-        return sorted(found, key=lambda chunk: chunk.sha256)
+        return listed
 
     def finish(self, snapshot_id: str, files: Iterable[WrittenFile], manifest: manifest_pb2.ParticipantManifest) -> str:
         """Make all files durable, then write the manifest. The SHA-256 hex of the stored manifest.json.

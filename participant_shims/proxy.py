@@ -4,7 +4,8 @@ The rule: it never rejects, never invents a response and never sends anything tw
 with its body off the wire; one whose client leaves meanwhile is never sent. A response that is ready is held until the
 doors open, a stream before its next piece. An upstream connection that is lost is passed on as a lost connection: the
 callers know how to treat that, and a status of ours they would take for the server's. The one exception is the gate's
-own: a call of an attempt that a restore has replaced is answered 409.
+own: a call of an attempt that a restore has replaced is answered 409. Whoever closes a connection after an answer has
+said so in that answer: a client that keeps connections would write its next request into one that is just going.
 
 GET, HEAD, OPTIONS and upgraded connections pass untouched.
 """
@@ -12,6 +13,7 @@ GET, HEAD, OPTIONS and upgraded connections pass untouched.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import logging
 from collections.abc import Callable
@@ -37,6 +39,7 @@ UNGATED: Final = frozenset({b"GET", b"HEAD", b"OPTIONS"})
 MAX_PARKED_BODY: Final = 16 << 20  # what a parked request may keep in memory; the rest waits in its socket
 # A server that closes idle connections may be doing so just now; a connection is used again only while it is warm.
 WARM_S: Final = 2.0
+LINGER_S: Final = 2.0  # how long a client that was answered early may go on sending before its connection is cut
 LOST: Final = (ConnectionError, BrokenMessage, asyncio.IncompleteReadError, OSError)
 
 
@@ -116,14 +119,18 @@ class Upstream:
     def __init__(self, link: Link, messages: Messages) -> None:
         self.link = link
         self.messages = messages
+        self.fresh = True  # nobody was answered on it yet, so that its other end does not take it for an idle one
+        self._over = False
         self._used_at = link.loop.time()
 
     @property
     def warm(self) -> bool:
-        return not self.link.gone.is_set() and self.link.loop.time() - self._used_at < WARM_S
+        """Whether it may be used once more."""
+        return not self._over and not self.link.gone.is_set() and self.link.loop.time() - self._used_at < WARM_S
 
-    def used(self) -> None:
-        """It was of use just now."""
+    def used(self, *, again: bool = True) -> None:
+        """An answer has come on it to its end; not `again`: its other end closes it now."""
+        self.fresh, self._over = False, not again
         self._used_at = self.link.loop.time()
 
 
@@ -177,8 +184,12 @@ class Proxy:
                     return
                 if not isinstance(event, Head):
                     raise BrokenMessage("a body without a head")
-                upstream = await self._exchange(client, requests, event, upstream)
-                if upstream is None:
+                before, after = upstream, await self._exchange(client, requests, event, upstream)
+                upstream = after
+                if before is not None and before is not after:
+                    before.link.drop(now=True)
+                if after is None:
+                    await self._linger(client)
                     lost = False
                     return
         except LOST as error:
@@ -193,9 +204,9 @@ class Proxy:
     async def _exchange(
         self, client: Link, requests: Messages, head: Head, upstream: Upstream | None
     ) -> Upstream | None:
-        """One request and its response. The connection for the next one; None when there is no next one.
+        """One request and its response. Our connection for the next one, warm or not; None when the client's ends.
 
-        Raises what is in LOST when either side is lost: both are dropped then.
+        What it dials and does not return it drops. Raises what is in LOST when either side is lost: both are dropped then.
         """
         call = from_headers(head.lower())
         if call is not None and self._is_stale(call):
@@ -208,6 +219,7 @@ class Proxy:
                 call.rollout_id if call else ANONYMOUS, call.attempt if call else 0, waiting_on=what
             )
         fresh: Upstream | None = None
+        again: Upstream | None = None
         try:
             parked: list[Body | End] = []
             if entry is not None and not await self._pass_doors(client, requests, entry, parked):
@@ -221,12 +233,11 @@ class Proxy:
             if head.upgrade:
                 await self._tunnel(client, requests, head, upstream)
                 return None
-            return await self._relay(client, requests, head, upstream, entry, parked)
-        except BaseException:
-            if fresh is not None:
-                fresh.link.drop(now=True)
-            raise
+            again = await self._relay(client, requests, head, upstream, entry, parked)
+            return again
         finally:
+            if fresh is not None and fresh is not again:
+                fresh.link.drop(now=True)
             if entry is not None:
                 self._doors.leave(entry)
 
@@ -273,18 +284,17 @@ class Proxy:
     ) -> Upstream | None:  # fmt: skip
         sending = asyncio.create_task(self._send_request(requests, head, upstream.link, parked))
         leaving = asyncio.create_task(client.gone.wait())
-        answering = asyncio.create_task(self._send_response(client, upstream, head, entry))
+        answering = asyncio.create_task(self._send_response(client, upstream, head, entry, sending))
         tasks: set[asyncio.Task[Any]] = {sending, leaving, answering}
         try:
             await asyncio.wait({leaving, answering}, return_when=asyncio.FIRST_COMPLETED)
             if not answering.done():
                 raise ConnectionResetError("the client left before its response")
-            keep = answering.result()
-            if not sending.done():  # answered before all of the body was wanted: this connection can't be used again
+            if not answering.result():
                 return None
             sending.result()
             upstream.used()
-            return upstream if keep and head.keep_alive else None
+            return upstream if head.keep_alive else None
         finally:
             for task in tasks:
                 task.cancel()
@@ -304,17 +314,26 @@ class Proxy:
             else:
                 raise BrokenMessage("the request ended inside its body")
 
-    async def _send_response(self, client: Link, upstream: Upstream, request: Head, entry: Entry | None) -> bool:
-        """Pass the response on. Whether the connection can be used again."""
+    async def _send_response(
+        self, client: Link, upstream: Upstream, request: Head, entry: Entry | None,
+        sending: asyncio.Task[None] | None = None,
+    ) -> bool:  # fmt: skip
+        """Pass the response on. Whether both connections can be used again; the client was told when its can't.
+
+        It can't when the server answers before `sending` is done: the rest of the request may never come.
+        """
         messages = upstream.messages
         while True:
             head = await messages.next()
             if not isinstance(head, Head):
                 raise ConnectionResetError("the server closed the connection before its response")
             await self._hold(entry)
-            await client.send(head.encode())
             if not 100 <= head.status < 200:
+                if sending is not None and not sending.done():
+                    head.say_close()
+                await client.send(head.encode())
                 break
+            await client.send(head.encode())
             await messages.next()  # the end of an interim response
         until_close = head.ends_with_connection(request.method)
         if not head.response_has_body(request.method):
@@ -332,6 +351,18 @@ class Proxy:
                 return False
             else:
                 raise ConnectionResetError("the server closed the connection inside its response")
+
+    async def _linger(self, client: Link) -> None:
+        """End our side. The client may still be sending: a socket that is closed with unread bytes is reset, and takes the
+        answer with it."""
+        assert client.writer is not None
+        if client.gone.is_set() or not client.writer.can_write_eof():
+            return
+        client.writer.write_eof()
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(LINGER_S):
+                while await client.reader.read(READ_BYTES):
+                    pass
 
     async def _hold(self, entry: Entry | None) -> None:
         if entry is not None:

@@ -69,6 +69,12 @@ class Head:
         """Whether only the end of the connection ends the body of this response."""
         return self.response_has_body(method) and not self.chunked and not self.value(b"content-length")
 
+    def say_close(self) -> None:
+        """Tell the receiver that its connection ends with this message."""
+        self.headers = [header for header in self.headers if header[0].lower() != b"connection"]
+        self.headers.append((b"connection", b"close"))
+        self.keep_alive = False
+
     def encode(self) -> bytes:
         """The bytes of the head."""
         if self.status:

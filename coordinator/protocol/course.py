@@ -128,7 +128,10 @@ class Course:
         if self.stage == Stage.PUBLISHED:
             return [warned(f"{text}: everybody resumes, the snapshot is published."), *self.open(Phase.RESUME, now)]
         step = "Call the next phase, or repeat the last one, within the lease; or ask for a longer lease."
-        return self.fail(self.mine(Problem(Reason.LEASE_LAPSED, f"{text} while everybody was paused.", step)), now)
+        waited = (
+            f"{text} while everybody was paused, for {now - self._stood_since:.1f} s by then: its lease has lapsed."
+        )
+        return self.fail(self.mine(Problem(Reason.LEASE_LAPSED, waited, step)), now)
 
     # ---- phases ------------------------------------------------------------------------------------------------------
 

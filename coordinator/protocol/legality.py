@@ -5,6 +5,7 @@ PURE. The one rule: an illegal call changes nothing and says what to call instea
 
 from __future__ import annotations
 
+from dataclasses import replace
 from enum import StrEnum
 
 from coordinator.protocol.events import AbortRequested, CommitRequested, Request, ResumeRequested
@@ -33,8 +34,10 @@ class Standing(StrEnum):
     REPEATED = "repeated"
 
 
-def judge(request: Request, stage: Stage, outcome: Outcome, phase: Phase, operation: Operation) -> Standing | Problem:
-    """Whether `request` is due, a repeat, or illegal: then the Problem to answer with."""
+def judge(
+    request: Request, stage: Stage, outcome: Outcome, phase: Phase, operation: Operation, cause: Problem | None = None
+) -> Standing | Problem:
+    """Whether `request` is due, a repeat, or illegal: then the Problem to answer with. `cause`: why it does not end well."""
     if isinstance(request, AbortRequested):
         if stage == Stage.PUBLISHED:
             return _illegal("Abort", stage, phase, operation, "Use Resume: the snapshot is published.")
@@ -54,10 +57,19 @@ def judge(request: Request, stage: Stage, outcome: Outcome, phase: Phase, operat
     if stage == due_at:
         return Standing.DUE
     if stage == Stage.ABORTING or outcome == Outcome.ABORTED:
-        return _illegal(name, stage, phase, operation, "Start a new operation: this one has failed.")
+        return _too_late(name, stage, phase, operation, cause)
     if _SAVE_ORDER.index(stage) > _SAVE_ORDER.index(due_at):
         return Standing.REPEATED
     return _illegal(name, stage, phase, operation, f"Wait until it is {due_at.value}.")
+
+
+def _too_late(call: str, stage: Stage, phase: Phase, operation: Operation, cause: Problem | None) -> Problem:
+    """As it will be answered once it has ended: by its cause."""
+    step = "Start a new operation: this one has failed."
+    if cause is None:
+        return _illegal(call, stage, phase, operation, step)
+    text = f"{call} comes too late, the {operation.kind.name.lower()} is {stage.value}: {cause.message}"
+    return replace(cause, message=text, next_step=f"{step} {cause.advice}")
 
 
 def _illegal(call: str, stage: Stage, phase: Phase, operation: Operation, next_step: str) -> Problem:

@@ -330,7 +330,7 @@ class Transaction:
         text = f"The coordinator stopped during the {found.operation.kind.name.lower()} (last record: {found.last})."
         opens = found.operation.kind == OperationKind.SAVE or found.last == RecordKind.ABORTING
         # ABORTED says that nobody is paused; whoever is half restored is, until Abort.
-        reason = Reason.ABORTED if opens else Reason.INCARNATION_CHANGED
+        reason = Reason.ABORTED if opens else Reason.COORDINATOR_RESTARTED
         cause = found.primary or course.mine(Problem(reason, text))
         if opens:
             return course.abort(cause, now)
@@ -344,7 +344,7 @@ class Transaction:
 
     def _request(self, course: Course, event: Request) -> list[Effect]:
         now = event.now
-        standing = judge(event, course.stage, self.outcome, course.phase, course.operation)
+        standing = judge(event, course.stage, self.outcome, course.phase, course.operation, course.primary)
         if isinstance(standing, Problem):
             return [Reject(standing)]
         course.heard(now)

@@ -112,6 +112,25 @@ class Directory:
         if fd >= 0:
             os.close(fd)
 
+    def again(self) -> Directory:
+        """Another handle of the same directory, wherever its path leads by now. Raises STORAGE_FAILED."""
+        try:
+            return Directory(os.open(".", _DIRECTORY, dir_fd=self._fd), self.path)
+        except OSError as error:
+            raise storage_error(error, f"opening {self.path}") from error
+
+    def fileno(self) -> int:
+        """The handle, for what only the system can do with it."""
+        return self._fd
+
+    def free_bytes(self) -> int:
+        """What is free on its file system for us. Raises STORAGE_FAILED."""
+        try:
+            found = os.fstatvfs(self._fd)
+        except OSError as error:
+            raise storage_error(error, f"looking at {self.path}") from error
+        return found.f_bavail * found.f_frsize
+
     def in_place(self) -> bool:
         """Whether its path still leads to it, and not to a directory that came later. Raises STORAGE_FAILED for no path."""
         try:
@@ -142,11 +161,19 @@ class Directory:
         return self.child(name)
 
     def ensure_child(self, name: str) -> Directory:
-        """A directory below this one, made when it is not there."""
+        """A directory below this one, made when it is not there; durable either way.
+
+        One that is there may be of somebody who failed, or died, before its name was durable.
+        """
         try:
             return self.make_child(name)
         except FileExistsError:
-            return self.child(name)
+            pass
+        try:
+            self.sync()
+        except OSError as error:
+            raise storage_error(error, f"making {self.path / name}") from error
+        return self.child(name)
 
     def names(self) -> list[str]:
         """What is in it, sorted; names only, nothing is opened."""

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Final
 
 from coordinator.wire.beneath import Directory, FileDigest, storage_error
-from coordinator.wire.errors import Reason, SafepointError, refuse
+from coordinator.wire.errors import Reason, refuse
 
 CHUNKS: Final = "chunks"
 SEAL_AT: Final = 8 << 20  # bytes; one larger record is a chunk of its own
@@ -47,10 +47,14 @@ class Found:
 
 
 class Chunks:
-    """The chunks below a snapshot root, which is configured and trusted. Makes what is missing when it writes."""
+    """The chunks below a snapshot root, which is configured and trusted. Makes what is missing when it writes.
+
+    That the name of a folder is durable is seen to once, not for each chunk: none of us removes one.
+    """
 
     def __init__(self, root: Path) -> None:
         self.root = root
+        self._durable: set[str] = set()
 
     def write(self, data: bytes) -> Chunk:
         """Make the chunk of these bytes, durably. One that is there and damaged is put right, since its name says what it was.
@@ -159,18 +163,19 @@ class Chunks:
     def _folder(self, sha256: str, *, make: bool = False) -> Directory:
         if not _NAME.fullmatch(sha256):
             raise refuse(Reason.SNAPSHOT_UNSAFE, f"{sha256[:80]!r} is no name of a chunk.")
+        prefix = sha256[:2]
         with Directory.open(self.root) as top:
-            if not make:
-                with top.child(CHUNKS) as chunks:
-                    return chunks.child(sha256[:2])
-            with top.ensure_child(CHUNKS) as chunks:
-                self._sync(top)  # that a directory is there does not say that its name is durable
-                folder = chunks.ensure_child(sha256[:2])
+            if not make or prefix in self._durable:
                 try:
-                    self._sync(chunks)
-                except SafepointError:
-                    folder.close()
-                    raise
+                    with top.child(CHUNKS) as chunks:
+                        return chunks.child(prefix)
+                except FileNotFoundError:
+                    if not make:
+                        raise
+            with top.ensure_child(CHUNKS) as chunks:
+                there = chunks.names()
+                folder = chunks.ensure_child(prefix)  # and with its name those of all that were there
+                self._durable.update(there, (prefix,))
                 return folder
 
     def _sync(self, directory: Directory) -> None:

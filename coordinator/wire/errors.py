@@ -44,6 +44,7 @@ class Reason(IntEnum):
     DECLINED = 40
     LEDGER_UNBALANCED = 41
     PHASE_INCOMPLETE = 42
+    COORDINATOR_RESTARTED = 43
     UNKNOWN_PARTICIPANT = 60
     DUPLICATE_PARTICIPANT = 61
     ROLE_INVALID = 62
@@ -107,6 +108,7 @@ CATALOG: Final[Mapping[Reason, CatalogEntry]] = MappingProxyType({
     Reason.DECLINED:                _entry("ABORTED", False, "Mend what the participant says, then start a new operation."),
     Reason.LEDGER_UNBALANCED:       _entry("ABORTED", True, "Abort and report: a rollout is in no state, or in two."),
     Reason.PHASE_INCOMPLETE:        _entry("DEADLINE_EXCEEDED", True, "Give the operation more time: the message says how far it was."),
+    Reason.COORDINATOR_RESTARTED:   _entry("FAILED_PRECONDITION", True, "Abort the operation and start a new one: its coordinator was started again in between."),
     Reason.UNKNOWN_PARTICIPANT:     _entry("NOT_FOUND", False, "Look at `safepoint topology` for the participants there are."),
     Reason.DUPLICATE_PARTICIPANT:   _entry("ALREADY_EXISTS", False, "Stop the other shim of that name, or give this one another."),
     Reason.ROLE_INVALID:            _entry("INVALID_ARGUMENT", False, "Declare a role that the server's kind can have."),

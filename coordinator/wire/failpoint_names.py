@@ -157,6 +157,8 @@ _ALL: Final = (
         ("engine.before_requests", "the requests in flight are written into the snapshot"),
         ("engine.before_requests_fsync", "that file is made durable"),
         ("engine.before_restored", "restored requests are noted for the next shim"),
+        ("engine.before_publish", "restored requests are put where other engines find them"),
+        ("engine.before_claim", "an engine takes a restored request for itself"),
         ("engine.before_over", "that one of them has been answered is noted"),
     ], disk=True),
     # ---- below all of them: the detail is the name of the file

@@ -31,18 +31,22 @@ LOGGED: Final = frozenset(
 )
 
 
-# With these a shim is kept out for who it is; the finding about it has the same reason, and blocks nothing.
-KEPT_OUT: Final = frozenset({Reason.UNAUTHENTICATED, Reason.PERMISSION_DENIED})
+# With these a shim is kept out for who or what it is, such as one of another version; the finding about it has the same reason, and blocks nothing.
+KEPT_OUT: Final = frozenset({
+    Reason.UNAUTHENTICATED, Reason.PERMISSION_DENIED, Reason.INVALID_ARGUMENT, Reason.MALFORMED_ID, Reason.ROLE_INVALID,
+    Reason.UNSUPPORTED, Reason.PROTOCOL_VIOLATION,
+})  # fmt: skip
 _FOR_SHIMS: Final = frozenset({Access.SHIM})
 
 
 @dataclass(frozen=True, slots=True)
 class KeptOut:
-    """A shim that was refused for who it is. `ago_s`: seconds since its last try."""
+    """A shim that was refused for who or what it is. `ago_s`: seconds since its last try; `tries`: without a long break."""
 
     host: str
     ago_s: float
     problem: Problem
+    tries: int = 1
 
 
 class Refusals:
@@ -52,20 +56,20 @@ class Refusals:
         self._clock = clock
         self._told: OrderedDict[tuple[str, str, Reason], tuple[float, int]] = OrderedDict()  # when, and how many since
         self._window, self._lines, self._unshown = float("-inf"), 0, 0
-        self._kept_out: OrderedDict[tuple[str, Reason], tuple[float, Problem]] = OrderedDict()
+        self._kept_out: OrderedDict[tuple[str, Reason], tuple[float, Problem, int]] = OrderedDict()
 
     def note(self, peer: str, method: str, problem: Problem) -> None:
         """One call was refused. `peer`: as gRPC names it, `ipv4:10.0.0.3:4711`; `method`: its whole name."""
-        if problem.reason not in LOGGED:
-            return
         # A name that is not in the table is the caller's own text.
         host, name = _host(peer), method.rpartition("/")[2] if method in METHODS else "an unknown method"
         key, now = (host, name, problem.reason), self._clock()
         if problem.reason in KEPT_OUT and method in METHODS and METHODS[method].access == _FOR_SHIMS:
-            self._kept_out.pop((host, problem.reason), None)
-            self._kept_out[host, problem.reason] = now, problem
+            before, _, tries = self._kept_out.pop((host, problem.reason), (now, problem, 0))
+            self._kept_out[host, problem.reason] = now, problem, 1 if now - before > RECENT_S else tries + 1
             while len(self._kept_out) > LINES:
                 self._kept_out.popitem(last=False)
+        if problem.reason not in LOGGED:
+            return
         at, more = self._told.pop(key, (float("-inf"), 0))
         if now - at < EVERY_S:
             self._told[key] = at, more + 1
@@ -90,8 +94,8 @@ class Refusals:
         """The shims that were refused within the last RECENT_S for who they are, one for each host and reason."""
         now = self._clock()
         return [
-            KeptOut(host, now - at, problem)
-            for (host, _), (at, problem) in self._kept_out.items()
+            KeptOut(host, now - at, problem, tries)
+            for (host, _), (at, problem, tries) in self._kept_out.items()
             if now - at <= RECENT_S
         ]
 

@@ -48,6 +48,7 @@ from participant_shims.engine.proxy import EngineProxy
 from participant_shims.engine.record import Record
 from participant_shims.engine.requests_file import REQUESTS, Origin, read_requests
 from participant_shims.engine.restored_note import RestoredNote
+from participant_shims.engine.sharing import Sharing, group_of
 from participant_shims.identity import CallIdentity
 from participant_shims.running import Pulse
 
@@ -60,6 +61,8 @@ READS: Final = 4  # turns of the event loop from the arrival of a byte to its re
 ABORT_WITHIN_S: Final = 5.0
 DIGEST_S: Final = 120.0
 LOOK_AGAIN_S: Final = 1.0
+LOOK_S: Final = 0.05
+SPEAKS_S: Final = 30.0  # how long running streams may be silent after an opening; inside a long prefill they are
 MAX_REPLACED: Final = 200_000  # rollouts whose older attempts are refused; a trainer retires them long before
 SHOWN: Final = 20
 
@@ -71,7 +74,8 @@ class VllmOptions:
     `rejects`: new requests get a retryable 503 while closed, instead of being parked. `weights`: what a restore does when
     the engine has other weights than those that the snapshot's tokens are of: "refuse", or "mark" (go on, and keep the
     versions apart as segments). `weight_digest`: put the engine's checksums into the snapshot and compare them, too;
-    reads all weights at each save.
+    reads all weights at each save. `root`: the snapshot root, where engines of one `policy` continue each other's restored
+    requests; those of one model are of one policy unless their names differ.
     """
 
     participant_id: str
@@ -81,6 +85,8 @@ class VllmOptions:
     rejects: bool = False
     weights: str = "refuse"
     weight_digest: bool = False
+    root: Path | None = None
+    policy: str = ""
     drain_limit_s: float = 30.0
 
 
@@ -92,7 +98,9 @@ class VllmAdapter:
         self._pulse = Pulse()
         self._changed: Callable[[], None] = lambda: None
         self.doors = Doors(on_change=self._moved, on_lapse=self._lapsed)
-        self.pool = Pool()
+        self.sharing = Sharing(options.root, options.participant_id)
+        self.pool = Pool(self.sharing)
+        self._settling: asyncio.Task[None] | None = None
         self.front: Front = (
             make_front(self.doors, self.pool, self._is_stale)
             if make_front is not None
@@ -159,6 +167,7 @@ class VllmAdapter:
                 log.error("vLLM at %s may still be paused: %s", self.target, error)
         for task in [*self._tasks, *([self._looking] if self._looking else [])]:
             task.cancel()
+        self.sharing.close()
         await self.front.stop()
 
     async def describe(self) -> Description:
@@ -339,6 +348,7 @@ class VllmAdapter:
         digest = await self.front.weight_digest(DIGEST_S) if self._options.weight_digest else ""
         origin = Origin(engine.model, engine.version, await self.front.weight_version(), digest)
         # Restored ones that nobody has asked for yet are as much in flight as before.
+        await self.pool.settle()
         records = [*self.front.in_flight.values(), *self.pool.records()]
         async for step in write_cut(directory, origin, records, self._options.participant_id):
             yield step
@@ -346,17 +356,24 @@ class VllmAdapter:
     async def load(self, directory: Path, files: Sequence[WrittenFile]) -> AsyncIterator[Progress | Loaded]:
         records: list[Record] = []
         origin = Origin("", "", "")
+        shared: tuple[str, str] | None = None
         if any(f.path == REQUESTS for f in files):
             origin, records = await asyncio.to_thread(read_requests, directory)
             digest = await self.front.weight_digest(DIGEST_S) if self._options.weight_digest else ""
             now = Origin(origin.model, "", await self.front.weight_version(), digest)
             self.front.weights_are(now.weight_version)
-            check_weights(origin, now, self.target, marks=self._options.weights == "mark")
+            marks = self._options.weights == "mark"
+            check_weights(origin, now, self.target, marks=marks)
+            model = self._engine.model if self._engine else ""
+            weights = [] if marks else [now.weight_version, now.weight_digest]
+            shared = self.doors.operation_id, group_of(self._options.policy, model, weights)
         if self._min_attempt_before is None:
             self._min_attempt_before = dict(self._min_attempt)
         self._take(records)
+        if shared is not None:
+            await asyncio.to_thread(self.sharing.publish, shared, records)
         engine_life = self._engine.life if self._engine else ""
-        await asyncio.to_thread(self._restored.write, self.doors.operation_id, engine_life, origin, records)
+        await asyncio.to_thread(self._restored.write, self.doors.operation_id, engine_life, origin, records, shared)
         size = sum(f.size_bytes for f in files)
         yield Progress(size, size, len(records), len(records))
         yield Loaded(sessions=len(records), totals=totals_of(records), generation=self.doors.generation)
@@ -370,6 +387,7 @@ class VllmAdapter:
             self._min_attempt, self._min_attempt_before = self._min_attempt_before, None
         else:  # the shim that loaded is gone: what it had replaced before is not known, and retired long since
             self._min_attempt.clear()
+        await asyncio.to_thread(self.sharing.withdraw)
         await asyncio.to_thread(self._restored.forget)
 
     async def loaded_by(self) -> str:
@@ -387,6 +405,9 @@ class VllmAdapter:
         if records and not len(self.pool):
             log.info("%d restored requests of the shim before this one wait for their callers", len(records))
             self._take(records)
+        where = await asyncio.to_thread(self._restored.shared, engine.life)
+        # While its restore is not resumed nobody looks for what others have: not all of it may be there.
+        self.sharing.join(where, records, opened=not await self.loaded_by())
 
     def _take(self, records: Sequence[Record]) -> None:
         self.pool.replace(records)
@@ -403,6 +424,7 @@ class VllmAdapter:
             if was_ours:
                 await self._resume()
         finally:
+            self.sharing.open()
             released = self.doors.open()
             self._frozen_at = None
             if released.closed_for_s is not None:
@@ -424,6 +446,8 @@ class VllmAdapter:
         shown, count = self.doors.rollouts(max_rollouts)
         remarks = [self._wedged] if self._wedged else []
         if len(self.pool):
+            if self._settling is None or self._settling.done():  # seen by the next status: this one waits for no disk
+                self._settling = self._spawn(self.pool.settle)
             remarks.append(f"{len(self.pool)} restored requests wait for their callers")
         if self.pool.tally != type(self.pool.tally)():
             remarks.append(f"restored requests: {self.pool.tally}")
@@ -469,15 +493,28 @@ class VllmAdapter:
     async def alive(self) -> str:
         """Whether the engine does something, which its /health does not tell: empty, or what is wrong.
 
-        Asks whether it is paused, which it must answer at once, and when it is not, for one token.
+        Asks whether it is paused, which it must answer at once. When it is not, the next byte of what runs shows it; one
+        token is asked for only when nothing comes, since it would wait for a slot behind what runs.
         """
         try:
             if await self.front.is_paused(PATIENT_S) or self._engine is None:
                 return ""
         except SafepointError as error:
             return error.problem.message
+        if await self._speaks():
+            return ""
         wrong = await self.front.canary(self._engine.model)
         return "" if self.doors.closed else wrong  # closed meanwhile: then no token was to come
+
+    async def _speaks(self) -> bool:
+        """Whether something comes out of what runs, within SPEAKS_S; at once when nothing runs."""
+        loop = asyncio.get_running_loop()
+        begun = loop.time()
+        while self.front.spoke_at <= begun:
+            if loop.time() - begun > SPEAKS_S or all(r.finished for r in self.front.in_flight.values()):
+                return False
+            await asyncio.sleep(LOOK_S)
+        return True
 
     async def _look_alive(self) -> None:
         self._wedged = await self.alive()
@@ -521,7 +558,7 @@ class VllmAdapter:
         self._pulse.beat()
         self._changed()
 
-    def _spawn(self, work: Callable[[], Coroutine[Any, Any, None]]) -> None:
+    def _spawn(self, work: Callable[[], Coroutine[Any, Any, None]]) -> asyncio.Task[None]:
         async def run() -> None:
             try:
                 await work()
@@ -531,6 +568,7 @@ class VllmAdapter:
         task = asyncio.create_task(run())
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
+        return task
 
 
 def _live(s: Standing) -> LiveRollout:

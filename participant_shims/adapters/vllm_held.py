@@ -27,7 +27,7 @@ __all__ = ["Ended", "HeldEngine"]
 
 class HeldEngine:
     """`llm`: an AsyncLLM. `life`: a directory of its own, the same after a restart; empty options: as the environment
-    variables of ARCHITECTURE.md say. `weights`: as of `safepoint shim`.
+    variables of ARCHITECTURE.md say. `weights`, `policy`: as of `safepoint shim`.
 
     Raises what a shim raises at its start: DUPLICATE_PARTICIPANT, UNAVAILABLE, UNSUPPORTED.
     """
@@ -35,10 +35,10 @@ class HeldEngine:
     def __init__(
         self, llm: Any, name: str, *, life: Path, root: str = "", coordinator: str = "", bind: str = "127.0.0.1:0",
         job_id: str = "default", token_file: str = "", weight_version: str = "", weights: str = "refuse",
-        kit: Kit | None = None,
+        policy: str = "", kit: Kit | None = None,
     ) -> None:  # fmt: skip
         self.llm = llm
-        options = VllmOptions(name, "", "", life, weights=weights)
+        options = VllmOptions(name, "", "", life, weights=weights, root=Path(root) if root else None, policy=policy)
         self.adapter = VllmAdapter(
             options,
             lambda doors, pool, is_stale: HeldFront(llm, doors, pool, is_stale, weight_version=weight_version, kit=kit),

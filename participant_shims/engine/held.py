@@ -81,7 +81,7 @@ class HeldFront:
         try:
             await self._doors.admitted(entry)
             record = self._new_record(prompt, sampling_params, request_id, caller)
-            restored = self._claim(record, caller)
+            restored = await self._claim(record, caller)
             if restored is not None:
                 record = restored
             self.in_flight[request_id] = record
@@ -228,13 +228,15 @@ class HeldFront:
         record.weights_are(self._weight_version)
         return record
 
-    def _claim(self, record: Record, caller: CallIdentity | None) -> Record | None:
+    async def _claim(self, record: Record, caller: CallIdentity | None) -> Record | None:
         """The restored record from which this request goes on."""
-        restored = self._pool.claim(record.ask, caller) if record.ask.body.get("prompt") is not None else None
+        if record.ask.body.get("prompt") is None:
+            return None
+        restored = await self._pool.take(record.ask, caller)
         if restored is None:
             return None
         tally = self._pool.tally
-        self._pool.on_over(restored.request_id)
+        self._pool.over(restored.request_id)
         if record.anew or (restored.anew and not restored.finished):
             tally.regenerated += 1
             tally.again += len(restored.token_ids)

@@ -1,7 +1,8 @@
 """Restored records that nobody has asked for yet, and what became of the others.
 
-The rule: a record answers once. Who asks with the record's own call id gets it before others, and so does each of several
-callers with the same question: which of them had which of equal questions makes no difference to what is learned.
+The rule: a record answers once, here or at another engine (`sharing`). Who asks with the record's own call id gets it
+before others, and so does each of several callers with the same question: which of them had which of equal questions makes
+no difference to what is learned.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from dataclasses import dataclass
 
 from participant_shims.engine.record import Record
 from participant_shims.engine.request import Ask
+from participant_shims.engine.sharing import Sharing
 from participant_shims.identity import CallIdentity
 
 
@@ -34,7 +36,9 @@ class Tally:
 class Pool:
     """Records by what was asked. One event loop."""
 
-    def __init__(self) -> None:
+    def __init__(self, sharing: Sharing | None = None) -> None:
+        self.sharing = sharing or Sharing(None, "")
+        self.sharing.on_lost = self._lost
         self._by_digest: dict[str, list[Record]] = {}
         self.tally = Tally()
         self.on_over: Callable[[str], None] = lambda request_id: None  # nobody will ask for that one again
@@ -57,8 +61,38 @@ class Pool:
         for record in records:
             self.put(record)
 
+    async def take(self, ask: Ask, caller: CallIdentity | None) -> Record | None:
+        """The record that answers this question, of this engine or of another one; nobody else gets it then."""
+        while (record := self.claim(ask, caller)) is not None:
+            try:
+                if await self.sharing.is_ours(record):
+                    return record
+            except BaseException:
+                self.put(record)  # its caller has left: it must not be lost with one connection
+                raise
+            self.on_over(record.request_id)
+        return await self.sharing.take(ask, caller)
+
+    def over(self, request_id: str) -> None:
+        """Its caller has had it all, or begins anew."""
+        self.on_over(request_id)
+        self.sharing.over(request_id)
+
+    async def settle(self) -> None:
+        """Forget those that have gone on at another engine."""
+        taken = {id(record) for record in await self.sharing.taken(self.records())}
+        if not taken:
+            return
+        records = self.records()
+        self._by_digest.clear()
+        for record in records:
+            if id(record) in taken:
+                self.on_over(record.request_id)
+            else:
+                self.put(record)
+
     def claim(self, ask: Ask, caller: CallIdentity | None) -> Record | None:
-        """The record that answers this question; it is gone from here then."""
+        """The record of this engine that answers this question; it is gone from here then."""
         waiting = self._by_digest.get(ask.digest) if self._by_digest else None
         if not waiting:
             return None
@@ -78,6 +112,9 @@ class Pool:
             del self._by_digest[ask.digest]
         return record
 
+    def _lost(self) -> None:
+        self.tally.regenerated += 1
+
     def retire(self, attempts: Sequence[tuple[str, int]]) -> int:
         """Forget what rollouts up to these attempts had; how many rollouts were known."""
         upto = dict(attempts)
@@ -86,7 +123,7 @@ class Pool:
         stay = {id(record) for record in left}
         for record in self.records():
             if id(record) not in stay:
-                self.on_over(record.request_id)
+                self.over(record.request_id)
         self._by_digest.clear()
         for record in left:
             self.put(record)

@@ -111,14 +111,17 @@ class EngineProxy(Proxy):
                         self._doors.leave(entry)
                         entry = self._doors.enter(inbound=False, waiting_on=f"POST {path}")
                         continue
-                    upstream = await self._dial()
+                    upstream = await self._dial()  # never one that was kept: the outcome would be unknown
+                    again = False
                     try:
                         await upstream.link.send(rewritten(head, head.url, raw).encode() + raw)
-                        await self._send_response(client, upstream, head, None)
+                        again = await self._send_response(client, upstream, head, None) and head.keep_alive
                     finally:
-                        upstream.link.drop(now=True)
+                        if not again:
+                            upstream.link.drop(now=True)
                 self.on_steered(path)
-                return None
+                upstream.used()
+                return upstream if again else None
         finally:
             self._doors.leave(entry)
 
@@ -136,6 +139,7 @@ class EngineProxy(Proxy):
         )
         record: Record | None = None
         at: Exchange | None = None
+        again: Upstream | None = None
         try:
             if self._rejects and entry.activity is Activity.PARKED:
                 await self._reject(client)
@@ -148,22 +152,21 @@ class EngineProxy(Proxy):
             raw = b"".join([piece async for piece in pieces(requests, parked)])
             if caller is not None:
                 self.on_call(caller)
-            if upstream is not None and not upstream.warm:
-                upstream.link.drop(now=True)
-                upstream = None
-            upstream = upstream or await self._dial()
             record = self._new_record(path, raw, caller)
+            if upstream is None or not upstream.warm:
+                upstream = await self._dial()
             self.in_flight[record.request_id] = record
             at = Exchange(client, head, raw, entry, record, upstream)
             with self._while_it_stays(client, record.request_id):
-                return await self.serving.serve(at)
+                again = await self.serving.serve(at)
+            return again
         except BaseException as error:
-            for line in {id(u): u for u in (upstream, at.upstream if at else None) if u is not None}.values():
-                line.link.drop(now=True)
             if record is not None:
                 self._keep_lost(client, self.in_flight.get(record.request_id, record), error)
             raise
         finally:
+            if at is not None and at.upstream is not again:
+                at.upstream.link.drop(now=True)
             self._doors.leave(entry)
             if record is not None:
                 self.in_flight.pop(record.request_id, None)

@@ -25,6 +25,7 @@ NAME: Final = "restored"
 LOADED_BY: Final = "loaded-by"
 OVER: Final = "over"
 ENGINE: Final = "engine"
+SHARED: Final = "shared"
 
 
 class RestoredNote:
@@ -38,8 +39,11 @@ class RestoredNote:
         """Whether a shim before us has left one."""
         return self._folder is not None and self._folder.exists()
 
-    def write(self, operation_id: str, engine_life: str, origin: Origin, records: Sequence[Record]) -> None:
-        """These and no others were loaded, for `operation_id`."""
+    def write(
+        self, operation_id: str, engine_life: str, origin: Origin, records: Sequence[Record],
+        shared: tuple[str, str] | None = None,
+    ) -> None:  # fmt: skip
+        """These and no others were loaded, for `operation_id`. `shared`: where other engines find them."""
         self._loaded_by = operation_id
         if self._folder is None:
             return
@@ -49,6 +53,7 @@ class RestoredNote:
             self._folder.mkdir(mode=0o700, parents=True)
             write_requests(self._folder, origin, [encode(record) for record in records])
             (self._folder / ENGINE).write_text(json.dumps(engine_life))
+            (self._folder / SHARED).write_text(json.dumps(shared))
             (self._folder / LOADED_BY).write_text(operation_id)
         except OSError as error:
             log.warning("restored requests can't be noted in %s: %s", self._folder, error.strerror)
@@ -78,6 +83,18 @@ class RestoredNote:
         except (OSError, ValueError, SafepointError) as error:
             log.warning("restored requests can't be read from %s: %s", self._folder, error)
             return []
+
+    def shared(self, engine_life: str) -> tuple[str, str] | None:
+        """Where other engines find what was loaded into this process of the engine, and we find theirs."""
+        if self._folder is None:
+            return None
+        try:
+            if not engine_life or json.loads((self._folder / ENGINE).read_text()) != engine_life:
+                return None
+            operation_id, group = json.loads((self._folder / SHARED).read_text())
+            return str(operation_id), str(group)
+        except (OSError, ValueError, TypeError):
+            return None
 
     def loaded_by(self) -> str:
         """The operation that loaded them and was neither kept nor forgotten; empty when there is none."""

@@ -1,6 +1,7 @@
 """One request that generates: recorded, continued or passed on as it came.
 
-The rule: nothing is sent to the engine twice unless the engine has refused it; whatever becomes of the request, the
+The rule: nothing is sent to the engine twice unless the engine has refused it, or it went into a kept connection that the
+engine closed without a word: it had been idle, or vLLM aborts what was asked on it. Whatever becomes of the request, the
 connection that carries it is known to whoever has to cut it (`Exchange.upstream`).
 """
 
@@ -75,26 +76,26 @@ class Serving:
         return not ask.stream and self._parses(ask) and not self.engine.derenders
 
     async def serve(self, at: Exchange) -> Upstream | None:
-        """Answer. The connection to the engine, when it can be used again and the caller's as well.
+        """Answer. The connection to the engine; None when the caller's ends, as it was told.
 
         Raises ConnectionError, BrokenMessage when the engine was lost; the caller has no whole answer then.
         """
         record = at.record
-        restored = self._claim(record)
+        restored = await self._claim(record)
         if restored is not None:
             why, was = restored.anew or record.anew, restored.request_id
             if not why:
                 try:
                     failpoints.reach("engine.before_continue")
                     again = await self._continue(at, restored)
-                    self._pool.on_over(was)
+                    self._pool.over(was)
                     return again
                 except Refusal as refusal:
                     why = f"vLLM answered {refusal.head.status} to its continuation"
                     await self._redial(at)
                     self._in_flight[record.request_id] = record
             log.info("request %s begins anew: %s", was, why)
-            self._pool.on_over(was)
+            self._pool.over(was)
             self._pool.tally.regenerated += 1
             self._pool.tally.again += len(restored.token_ids)
         if not self._untouched(record.ask):
@@ -108,18 +109,23 @@ class Serving:
                 # What we ask for besides may be what the engine does not want; it has generated nothing yet.
                 record.anew = "vLLM does not let its tokens be recorded"
                 await self._redial(at)
+        if not at.upstream.fresh:  # an answer that passes unread can't be asked for once more
+            await self._redial(at)
         return await self._relay(at, rewritten(at.head, at.head.url, at.raw), [Body(at.raw), End()])
 
-    def _claim(self, record: Record) -> Record | None:
+    async def _claim(self, record: Record) -> Record | None:
         """The restored record that this request goes on from; None also when it had not said anything yet."""
         if not record.ask.body:
             return None
         caller = CallIdentity(record.rollout_id, record.attempt, record.call_id) if record.rollout_id else None
-        restored = self._pool.claim(record.ask, caller)
+        restored = await self._pool.take(record.ask, caller)
         if restored is None or restored.finished or restored.anew:
             return restored
         self._pool.tally.again += restored.cut_back(record.ask.max_tokens)
-        return restored if restored.prompt_ids and restored.token_ids else None
+        if restored.prompt_ids and restored.token_ids:
+            return restored
+        self._pool.over(restored.request_id)
+        return None
 
     async def _redial(self, at: Exchange) -> None:
         at.upstream.link.drop(now=True)
@@ -130,11 +136,10 @@ class Serving:
     async def _record(self, at: Exchange) -> Upstream | None:
         record, client, entry, doors = at.record, at.client, at.entry, self._doors
         ask, chat = record.ask, record.ask.chat
-        stream = await self._ask(
+        stream, response = await self._ask(
             at, at.head.url, upstream_body(ask), record, lambda chunk, raw: read_piece(chunk, chat=chat, raw=raw)
         )
         try:
-            response = await stream.head()
             if not ask.stream:
                 return await self._send_whole(at, record, stream.whole(), response)
             # What is told is what came, unless something has to be taken out of it.
@@ -164,12 +169,12 @@ class Serving:
         finally:
             stream.close()
         await client.drained()
-        return self._again(at, response)
+        return self._again(at, response) if response.keep_alive else None  # in which the caller was told as much
 
     async def _send_whole(
         self, at: Exchange, record: Record, ending: Awaitable[None], response: Head | None, label: str = ""
     ) -> Upstream | None:
-        """Wait for the end, then answer in one."""
+        """Wait for the end, then answer in one. `response`: the head of the engine's own."""
         status, phrase = 200, b"OK"
         try:
             await ending
@@ -180,13 +185,14 @@ class Serving:
             status, phrase = (code if isinstance(code, int) and 400 <= code < 600 else 500), b"Error"
         await self._doors.hold(at.entry)
         body = dumps(shown)
-        kept = [h for h in (response.headers if response else []) if h[0].lower() not in (*REWRITTEN, b"content-type")]
+        theirs = response.headers if response and not label else []  # a continuation is of our making
+        kept = [h for h in theirs if h[0].lower() not in (*REWRITTEN, b"content-type")]
         out = Head([*kept, _JSON], status=status, phrase=phrase)
         if label:
             out.headers.append((LABEL, label.encode()))
         out.headers.append((b"content-length", b"%d" % len(body)))
         await at.client.send(out.encode() + body)
-        return self._again(at, out)
+        return self._again(at, response)
 
     async def _complete(self, record: Record) -> Json:
         if not record.finish_reason:
@@ -238,23 +244,23 @@ class Serving:
         )  # fmt: skip
         chunks: Chunks = nothing()
         stream: Stream | None = None
+        response: Head | None = None
         if not restored.finished:
             restored.weights_are(self.weight_version)
             restored.continued = label_of(restored)
             restored.usage = None
             body = continuation_body(restored, self.engine.max_model_len if self.engine else 0)
-            stream = await self._ask(
+            stream, response = await self._ask(
                 at, COMPLETIONS.encode(), body, restored,
                 lambda chunk, _: in_words_of(restored, read_piece(chunk, chat=False)),
             )  # fmt: skip
-            await stream.head()
             chunks = stream.chunks()
         tally.exact += int(restored.continued in ("", EXACT))
         tally.not_exact += int(restored.continued not in ("", EXACT))
         tally.kept += restored.kept
         label = _label(restored)
         if not ask.stream:
-            return await self._send_whole(at, restored, stream.whole() if stream else _at_once(), None, label)
+            return await self._send_whole(at, restored, stream.whole() if stream else _at_once(), response, label)
         out = Head([_EVENTS, (b"transfer-encoding", b"chunked"), (LABEL, label.encode())], status=200, phrase=b"OK")
         await self._doors.hold(entry)
         await client.send(out.encode())
@@ -266,7 +272,7 @@ class Serving:
             await client.send(encode_body(answer.event(failure.event), True))
         await self._doors.hold(entry)
         await client.send(encode_body(answer.DONE, True) + encode_end(End(), True))
-        return self._again(at, out)
+        return self._again(at, response)
 
     async def _continued_chunks(self, record: Record, kept: Piece, chunks: Chunks) -> AsyncIterator[Json]:
         first = answer.first_chunk(record)
@@ -302,20 +308,30 @@ class Serving:
 
     async def _ask(
         self, at: Exchange, url: bytes, body: Json, record: Record, understand: Callable[[Json, bytes], Piece]
-    ) -> Stream:
-        """Send the request; its response is read and recorded from now on. `head()` of it raises Refusal."""
+    ) -> tuple[Stream, Head]:
+        """Send the request; its response is read and recorded from now on. Raises Refusal, ConnectionError."""
         raw = dumps(body)
         out = rewritten(at.head, url, raw)
         if not out.value(b"x-request-id"):
             out.headers.append((b"x-request-id", record.request_id.encode()))
-        stream = Stream(at.upstream, record, understand, self._spoke)
-        await at.upstream.link.send(out.encode() + raw)
-        return stream
+        while True:
+            stream = Stream(at.upstream, record, understand, self._spoke)
+            try:
+                await at.upstream.link.send(out.encode() + raw)
+                return stream, await stream.head()
+            except OSError as error:
+                stream.close()
+                if at.upstream.fresh:
+                    raise
+                log.debug("%s: asked anew on a connection of its own", error)
+                await self._redial(at)
 
     @staticmethod
-    def _again(at: Exchange, response: Head) -> Upstream | None:
-        at.upstream.used()
-        return at.upstream if at.head.keep_alive and response.keep_alive else None
+    def _again(at: Exchange, response: Head | None) -> Upstream | None:
+        """The connection, after an answer that leaves the caller's as it is. `response`: the engine's, when it was asked."""
+        if response is not None:
+            at.upstream.used(again=response.keep_alive)
+        return at.upstream if at.head.keep_alive else None
 
 
 async def _at_once() -> None:

@@ -41,13 +41,19 @@ class GateMiddleware:
     def __init__(self, app: App, gate: Gate) -> None:
         self._app = app
         self._gate = gate
+        if gate.neighbours is not None:
+            gate.neighbours.app = self
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         kind = scope["type"]
         if kind == "lifespan":
+            if self._gate.neighbours is not None:
+                self._gate.neighbours.state = scope.get("state", {})
             await self._gate.start()
             await self._app(scope, receive, send)
             self._gate.end()
+            return
+        if kind == "http" and self._gate.neighbours is not None and await self._passed_on(scope, receive, send):
             return
         if kind != "http" or scope["method"] in _UNGATED_METHODS:
             try:
@@ -58,7 +64,7 @@ class GateMiddleware:
             return
         if not self._gate.started:  # a server without lifespan meets its first request here
             await self._gate.start()
-        headers = {k.decode("latin-1").lower(): v.decode("latin-1") for k, v in scope["headers"]}
+        headers = _headers(scope)
         if trace := headers.get(TRACE_HEADER):
             TRACE.set(trace)
         identity = from_headers(headers)
@@ -71,6 +77,16 @@ class GateMiddleware:
             await self._app(scope, receive, send)
         else:
             await self._anonymous(scope, receive, send)
+
+    async def _passed_on(self, scope: Scope, receive: Receive, send: Send) -> bool:
+        """Whether another worker had to serve this request, and has."""
+        neighbours, identity = self._gate.neighbours, from_headers(_headers(scope))
+        home = neighbours.home(identity.rollout_id) if neighbours is not None and identity is not None else None
+        if neighbours is None or home is None:
+            return False
+        self._gate.count("calls passed on to the worker that has the session")
+        await neighbours.pass_on(home, scope, receive, send)
+        return True
 
     # -- work without identity: counted and gated, not remembered
 
@@ -284,6 +300,10 @@ class GateMiddleware:
         else:  # it goes on without its client, and stays counted until it ends
             execution.adopted = True
             self._gate.doors.abandon(entry)
+
+
+def _headers(scope: Scope) -> dict[str, str]:
+    return {k.decode("latin-1").lower(): v.decode("latin-1") for k, v in scope["headers"]}
 
 
 def _refusal(stale: Stale, identity: CallIdentity, name: str) -> Answer:

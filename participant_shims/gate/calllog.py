@@ -210,13 +210,14 @@ class CallLog(DispatchLog):
         """Whether this life no longer has what the `finished` calls of the rollout, that its caller has seen, have left here.
 
         It has executed fewer: the server was started anew without its caller, or was left out of a restore. Or a worker
-        process that has executed some is gone, and its memory with it. Never when the count is not known: of a rollout
-        that could not be logged, and after the restore of a snapshot without counts.
+        process that has executed some is gone, and its memory with it; one that lives is asked itself (`neighbours`), and
+        if it was not, the state is not here either. Never when the count is not known: of a rollout that could not be
+        logged, and after the restore of a snapshot without counts.
         """
         rows = self.db.execute(
             "SELECT executed, pid, began FROM counts WHERE rollout_id=? AND base=?", (call.rollout_id, call.base)
         ).fetchall()
-        if any(_is_gone(pid, began) for _, pid, began in rows):
+        if any(pid and (pid, began) != own() for _, pid, began in rows):
             return True
         if finished <= sum(executed for executed, _, _ in rows):
             return False
@@ -315,5 +316,4 @@ class CallLog(DispatchLog):
 
 
 def _is_gone(pid: int, began: str) -> bool:
-    # Zero: what a restore has brought back for no worker in particular. Our own is not looked up, at each call.
-    return bool(pid) and (pid, began) != own() and not lives(pid, began)
+    return bool(pid) and not lives(pid, began)  # zero: what a restore has brought back for no worker in particular

@@ -25,6 +25,7 @@ from participant_shims.gate.calllog import FORMAT, Answer, CallLog
 from participant_shims.gate.describe import Server
 from participant_shims.gate.dispatch import Dispatches
 from participant_shims.gate.execution import Execution
+from participant_shims.gate.neighbours import Neighbours
 from participant_shims.gate.outbound import Outbound
 from participant_shims.gate.remarks import Remarks
 from participant_shims.gate.replay import PATIENCE_S, Dispatch
@@ -34,6 +35,7 @@ from participant_shims.identity import CallIdentity
 log = logging.getLogger(__name__)
 
 _DOORS: Final = "doors"  # the key under which workers tell one that joins later that admission is closed
+_ELSEWHERE: Final = "its session was saved by a worker that its calls do not reach: they run at worker-{}"
 _TWICE: Final = "it was dispatched again with another input while it ran: one id cannot name both in a snapshot, so both begin again"
 _STRAGGLER: Final = "its request did not end before the cut"
 _MAX_TURNS: Final = 100_000
@@ -60,6 +62,7 @@ class Gate:
         self.never_closes = server.role == "auxiliary_model"
         self.log = calls
         self.sessions = sessions
+        self.neighbours: Neighbours | None = None  # of a server whose workers must not serve each other's sessions
         self.on_change: Callable[[], None] | None = None
         self.on_opened: Callable[[str], None] | None = None
         self.on_start: Callable[[asyncio.AbstractEventLoop], None] | None = None
@@ -91,6 +94,8 @@ class Gate:
             self.doors.close(known["operation_id"], mode, known["deadline"] - self._clock())
         if self.sessions is not None:
             self.sessions.before_first_request()
+        if self.neighbours is not None:
+            self.neighbours.start()
         if self.on_start is not None:
             self.on_start(asyncio.get_running_loop())
 
@@ -113,11 +118,14 @@ class Gate:
                 if not self.is_agent:
                     self.outbound.finished(rollout_id, attempt)
 
+    @property
+    def keeps_state(self) -> bool:
+        """Whether calls may leave something in the memory of this process that later calls of the rollout need."""
+        return self.server.role == "resources" and self.describe()["checkpoint_mode"] != "stateless"
+
     def has_lost(self, call: CallIdentity, finished: int) -> bool:
         """Whether this server has lost the state that the `finished` calls before `call` have left in it."""
-        if not finished or self.server.role != "resources" or not self.log.has_lost(call, finished):
-            return False
-        return bool(self.describe()["checkpoint_mode"] != "stateless")
+        return bool(finished) and self.keeps_state and self.log.has_lost(call, finished)
 
     def remember(
         self, call: CallIdentity, digest: str, answer: Answer, scope: Mapping[str, Any], body: bytes,
@@ -313,7 +321,21 @@ class Gate:
             sessions += int(done.get("sessions", 0))
             diverged += done.get("diverged", [])
             rollouts |= set(done.get("rollouts", ()))
-        return {"sessions": sessions, "diverged": diverged}, rollouts
+        elsewhere = self._elsewhere(rollouts)
+        diverged += elsewhere
+        return {"sessions": sessions, "diverged": diverged}, rollouts - {line["rollout_id"] for line in elsewhere}
+
+    def _elsewhere(self, rollouts: set[str]) -> list[dict[str, Any]]:
+        """Those whose calls run at other workers: their sessions came from a save that did not keep to that."""
+        if self.neighbours is None:
+            return []
+        homes = {rollout_id: self.neighbours.home(rollout_id) for rollout_id in sorted(rollouts)}
+        attempts = dict(self.log.sessions().values())
+        return [
+            {"rollout_id": rollout_id, "attempt": attempts.get(rollout_id, 0), "reason": _ELSEWHERE.format(home)}
+            for rollout_id, home in homes.items()
+            if home is not None
+        ]
 
     def retire(self, attempts: Sequence[Sequence[Any]]) -> dict[str, Any]:
         """Forget rollouts up to the given attempts."""

@@ -158,6 +158,7 @@ def build_gate(server: Any, life: Path, app: Any) -> Gate:
     from participant_shims.gate.core import Gate
     from participant_shims.gate.describe import describe_server, state_mode
     from participant_shims.gate.life import CALLS, SOCKET, claim_worker, mark_ended
+    from participant_shims.gate.neighbours import Neighbours
 
     failpoints.arm()
     facts = describe_server(server)
@@ -175,6 +176,9 @@ def build_gate(server: Any, life: Path, app: Any) -> Gate:
             server, state_mode(facts.name), send=asgi_send(app), log=logging.getLogger(__name__).info
         )
     gate = Gate(facts, CallLog(life / CALLS, tolerant=True), sessions, worker_id=worker_id)
+    if facts.configured_workers > 1 and gate.keeps_state:
+        number = int(worker_id.rpartition("-")[2])
+        gate.neighbours = Neighbours(life, number, facts.configured_workers, gate.warn)
     control = Control(gate, life / SOCKET)
     gate.on_start = control.start
     gate.on_end = functools.partial(mark_ended, life)

@@ -208,3 +208,11 @@ async def test_status_once_shows_the_same(safepoint: Safepoint, fake: FakeCoordi
     assert "agent -> judge: 2 calls" in ran.out
     fake.fail("GetStatus", Fault(Problem(Reason.UNAUTHENTICATED, "no valid token")))
     assert (await safepoint("status", "--watch")).code == 9
+
+
+def test_a_shim_that_was_refused_is_named_beside_those_that_are_missed() -> None:
+    status = pb.GetCoordinatorStatusResponse(coordinator_epoch=3, job_id="default")
+    status.kept_out.add(message="A shim on 10.0.0.3 was refused 4 times", next_step="Give it the token.")
+    shown = text(Look(status, answered_at=1.0), 1.0)
+    assert "nobody is registered" in shown
+    assert "kept out: A shim on 10.0.0.3 was refused 4 times Next: Give it the token." in shown

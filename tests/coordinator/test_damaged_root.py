@@ -12,8 +12,9 @@ from typing import Any
 import pytest
 
 from coordinator.alone import require_alone
-from coordinator.journal import Entry, Journal
-from coordinator.server import ADDRESS_NAME, Coordinator, serve
+from coordinator.journal import ADDRESS_NAME, Journal
+from coordinator.journal_file import ACCEPT, Entry
+from coordinator.server import Coordinator, serve
 from coordinator.settings import Settings
 from coordinator.wire.beneath import Directory, storage_error
 from coordinator.wire.errors import Problem, Reason, Refused, SafepointError
@@ -39,6 +40,10 @@ def _second_name(record: Path) -> None:
     record.unlink()
     record.with_name("other").write_text("x")
     record.hardlink_to(record.with_name("other"))
+
+
+def _empty(file: Path) -> None:
+    file.write_bytes(b"")
 
 
 async def started(root: Path, job_id: str = "default") -> Coordinator:
@@ -145,6 +150,11 @@ async def test_one_whose_root_was_replaced_by_that_of_another_ends_and_leaves_th
         assert "another directory is there" in unfit.message
         assert str(root / "coordinator") in unfit.message
         assert (root / "coordinator" / ADDRESS_NAME).read_bytes() == theirs
+        first.keep_announced()  # it may have been on its way here
+        assert (root / "coordinator" / ADDRESS_NAME).read_bytes() == theirs
+        assert first.history is not None
+        with first.history._coordinator_directory() as folder:
+            assert not folder.in_place(), "nor does it write history into a root that is not its own"
         with pytest.raises(Refused, match="another directory is there"):
             first.operations.journal.require_epoch()
         assert await second._why_unfit() is None
@@ -176,10 +186,74 @@ async def test_a_journal_that_says_whole_nonsense_of_an_operation_is_damaged_and
     with pytest.raises(SafepointError, match="save-1") as raised:
         await started(tmp_path)
     assert raised.value.reason is Reason.SNAPSHOT_CORRUPT
-    (journal,) = (tmp_path / "coordinator").glob("journal-*.log")
-    assert str(journal) in raised.value.problem.next_step
-    journal.rename(tmp_path / "aside.log")  # what it advises helps
+    accept = tmp_path / "coordinator" / ACCEPT
+    assert f"touch {accept}" in raised.value.problem.next_step
+    accept.touch()  # what it advises helps
     await (await started(tmp_path)).kill()
+
+
+OUTCOME: dict[str, Any] = {
+    "snapshot_id": "step-1", "kind": "SAVE", "outcome": "ABORTED", "digest": "", "phase": "PREPARE", "elapsed_s": 1.0,
+    "unconfirmed": [], "began_ms": 0, "results": {},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"kind": None},
+        {"kind": "DREAM"},
+        {"outcome": "LOST"},
+        {"phase": 7},
+        {"elapsed_s": "long"},
+        {"elapsed_s": 1e300},
+        {"unconfirmed": 7},
+        {"unconfirmed": [7]},
+        {"results": []},
+        {"results": {"failed": {"elapsed": "x"}}},
+        {"began_ms": "then"},
+        {"began_ms": 10**30},
+        {"snapshot_id": []},
+    ],
+)
+async def test_an_outcome_that_no_coordinator_writes_is_damage_and_no_crash(
+    tmp_path: Path, change: dict[str, Any]
+) -> None:
+    await (await started(tmp_path)).kill()
+    made = Journal(Directory.open(tmp_path / "coordinator"))
+    made.append(Entry(OperationId("save-0"), "outcome", OUTCOME))
+    made.append(Entry(OperationId("save-1"), "outcome", {n: v for n, v in (OUTCOME | change).items() if v is not None}))
+    made.close()
+    with pytest.raises(SafepointError, match="says of save-1 what no coordinator writes") as raised:
+        await started(tmp_path)
+    assert raised.value.reason is Reason.SNAPSHOT_CORRUPT
+
+
+async def test_a_journal_that_is_removed_or_emptied_beneath_a_root_is_refused_until_that_is_accepted(
+    tmp_path: Path,
+) -> None:
+    """FAILURES 40: a start that has lost its log looks like the first one, and is none."""
+    for damage in (Path.unlink, _empty):
+        await (await started(tmp_path)).kill()
+        (journal,) = (tmp_path / "coordinator").glob("journal-*.log")
+        damage(journal)
+        with pytest.raises(SafepointError, match=r"acts? without it"):
+            await started(tmp_path)
+        (tmp_path / "coordinator" / ACCEPT).touch()
+        await (await started(tmp_path)).kill()
+
+
+async def test_after_its_epochs_were_removed_a_coordinator_has_none_of_those_that_were(tmp_path: Path) -> None:
+    first = await started(tmp_path)
+    try:
+        (tmp_path / "coordinator" / "epoch-1").unlink()
+        second = await started(tmp_path)
+        try:
+            assert (first.epoch, second.epoch) == (1, 2)
+        finally:
+            await second.kill()
+    finally:
+        await first.kill()
 
 
 @pytest.mark.parametrize("data", [[], None, "text", 7])
@@ -188,6 +262,6 @@ def test_an_entry_without_fields_is_damage(tmp_path: Path, data: Any) -> None:
     for held in (data, {}):
         journal.append(Entry(OperationId("save-1"), "begun", held))
     journal.close()
-    with pytest.raises(SafepointError, match="damaged at line 1") as raised:
+    with pytest.raises(SafepointError, match="damaged at line 2") as raised:
         Journal(Directory.open(tmp_path))
     assert raised.value.reason is Reason.SNAPSHOT_CORRUPT

@@ -228,6 +228,22 @@ async def test_after_the_clock_was_set_back_the_oldest_files_go_and_the_newest_s
     assert not (await bench.explain("save-3")).later
 
 
+async def test_a_coordinator_whose_root_was_replaced_writes_no_history_into_the_new_one(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("coordinator.server.FIT_EVERY_S", 60.0)
+    await bench.start()
+    await bench.save()
+    await written(bench, "save-1")
+    moved = bench.root.with_name("moved")
+    bench.root.rename(moved)
+    (bench.root / "coordinator").mkdir(parents=True)
+    with pytest.raises(SafepointError):
+        await bench.save("save-2", "step-2")
+    await until(lambda: len(list((moved / "coordinator" / "history").iterdir())) == 2)
+    assert not list((bench.root / "coordinator").iterdir())
+
+
 async def test_without_history_nothing_is_written_and_why_still_answers(bench: Bench) -> None:
     bench.settings["history_keep"] = 0
     await bench.start(agent_0=Knobs(fail_on={"Commit": Problem(Reason.STORAGE_FULL, "The disk is full.")}))

@@ -12,7 +12,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from coordinator import journal as journal_module
-from coordinator.journal import KEPT_OUTCOMES, Entry, Journal
+from coordinator.journal import Journal
+from coordinator.journal_file import ACCEPT, KEPT_OUTCOMES, Entry, read
 from coordinator.wire.beneath import Directory, storage_error
 from coordinator.wire.errors import Reason, SafepointError
 from coordinator.wire.ids import OperationId
@@ -77,6 +78,7 @@ def test_an_epoch_that_was_removed_is_no_newer_coordinator(tmp_path: Path) -> No
 
 @pytest.mark.parametrize("name", ["epoch-999999999999999999", "journal-999999999999999999.log"])
 def test_a_number_that_none_can_follow_is_refused_with_its_name(tmp_path: Path, name: str) -> None:
+    opened(tmp_path).close()
     (tmp_path / name).touch()
     with pytest.raises(SafepointError, match=name) as caught:
         opened(tmp_path)
@@ -84,13 +86,13 @@ def test_a_number_that_none_can_follow_is_refused_with_its_name(tmp_path: Path, 
     assert str(tmp_path / name) in caught.value.problem.next_step
     (tmp_path / name).unlink()  # as it advises
     journal = opened(tmp_path)
-    assert journal.epoch == 1
+    assert journal.epoch == 2
     journal.close()
 
 
 def test_an_epoch_of_a_snapshot_that_none_can_follow_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(SafepointError, match="a snapshot of epoch") as caught:
-        Journal(Directory.open(tmp_path), above=2**63)
+    with pytest.raises(SafepointError, match="After the newest snapshot no coordinator can start") as caught:
+        Journal(Directory.open(tmp_path), {"the newest snapshot": 2**63})
     assert caught.value.reason is Reason.SNAPSHOT_CORRUPT
 
 
@@ -136,9 +138,155 @@ def test_damage_in_the_middle_stops_the_coordinator(tmp_path: Path) -> None:
     journal.close()
     raw = the_file(tmp_path).read_bytes()
     the_file(tmp_path).write_bytes(raw.replace(b"save-1", b"save-X"))
-    with pytest.raises(SafepointError, match="line 2") as caught:
+    with pytest.raises(SafepointError, match="line 3") as caught:
         opened(tmp_path)
     assert caught.value.reason is Reason.SNAPSHOT_CORRUPT
+
+
+def refused(folder: Path, reason: Reason, match: str) -> None:
+    """A start changes nothing, says what helps, and goes on with a higher epoch once that is done."""
+    before = {path.name for path in folder.iterdir() if path.name.startswith("journal-")}
+    for _ in range(2):
+        with pytest.raises(SafepointError, match=match) as caught:
+            opened(folder)
+        assert caught.value.reason is reason
+    assert {path.name for path in folder.iterdir() if path.name.startswith("journal-")} == before
+    assert f"touch {folder / ACCEPT}" in caught.value.problem.next_step
+    (folder / ACCEPT).touch()
+    after = opened(folder)
+    assert not after.contents.open
+    assert not after.contents.outcomes
+    assert after.epoch > 1
+    assert not (folder / ACCEPT).exists(), "one loss is accepted, not the next one too"
+    assert {path.name for path in folder.glob("lost-*")} == {f"lost-{name}" for name in before}
+    after.close()
+    opened(folder).close()
+
+
+@pytest.mark.parametrize("written", [0, 1, 3])
+def test_a_flipped_bit_is_damage_wherever_it_is(tmp_path: Path, written: int) -> None:
+    journal = opened(tmp_path)
+    for n in range(written):
+        journal.append(entry(f"save-{n}"))
+    journal.close()
+    raw = the_file(tmp_path).read_bytes()
+    for bit in range(len(raw) * 8 - 8, len(raw) * 8):  # the newline: without it the line is no torn one
+        flipped = bytearray(raw)
+        flipped[bit // 8] ^= 1 << (bit % 8)
+        the_file(tmp_path).write_bytes(flipped)
+        with pytest.raises(SafepointError, match="damaged at line"), Directory.open(tmp_path) as directory:
+            read(directory, the_file(tmp_path).name)
+    for place in range(0, len(raw) - 1, 7):
+        flipped = bytearray(raw)
+        flipped[place] ^= 1 << (place % 8)
+        the_file(tmp_path).write_bytes(flipped)
+        with pytest.raises(SafepointError) as caught, Directory.open(tmp_path) as directory:
+            read(directory, the_file(tmp_path).name)
+        assert caught.value.reason is Reason.SNAPSHOT_CORRUPT
+    refused(tmp_path, Reason.SNAPSHOT_CORRUPT, "is damaged at line")
+
+
+@pytest.mark.parametrize("lines", [0, 1, 2])
+def test_a_journal_that_was_cut_below_what_it_was_made_with_is_refused(tmp_path: Path, lines: int) -> None:
+    for n in range(2):
+        journal = opened(tmp_path)
+        journal.append(entry(f"save-{n}"))
+        journal.close()
+    opened(tmp_path).close()  # all of it is in the file from the first moment
+    whole = the_file(tmp_path).read_bytes().splitlines(keepends=True)
+    assert len(whole) == 3
+    the_file(tmp_path).write_bytes(b"".join(whole[:lines]))
+    refused(tmp_path, Reason.SNAPSHOT_CORRUPT, "is empty" if lines == 0 else "is cut short")
+
+
+@pytest.mark.parametrize("keep", [0.3, 0.99])
+def test_what_a_file_was_made_with_is_never_torn(tmp_path: Path, keep: float) -> None:
+    journal = opened(tmp_path)
+    journal.append(entry("save-1"))
+    journal.close()
+    opened(tmp_path).close()
+    raw = the_file(tmp_path).read_bytes()
+    the_file(tmp_path).write_bytes(raw[: int(len(raw) * keep)])
+    refused(tmp_path, Reason.SNAPSHOT_CORRUPT, "is damaged at line")
+
+
+@pytest.mark.parametrize("left", ["epoch-1", "address.json", "reserve", "history"])
+def test_where_a_coordinator_has_been_a_missing_journal_is_no_empty_one(tmp_path: Path, left: str) -> None:
+    opened(tmp_path).close()
+    for path in tmp_path.iterdir():
+        path.unlink()
+    if left == "history":
+        (tmp_path / left).mkdir()
+    else:
+        (tmp_path / left).write_text('{"address": "127.0.0.1:1", "epoch": 6}' if left == "address.json" else "")
+    with pytest.raises(SafepointError, match=f"is not in {tmp_path}, and {left} says") as caught:
+        opened(tmp_path)
+    assert caught.value.reason is Reason.STORAGE_FAILED
+    assert f"touch {tmp_path / ACCEPT}" in caught.value.problem.next_step
+    (tmp_path / ACCEPT).touch()
+    journal = opened(tmp_path)
+    assert journal.epoch == {"epoch-1": 2, "address.json": 7}.get(left, 1)
+    journal.close()
+
+
+def test_a_crash_before_the_first_epoch_is_no_loss(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    real = Directory.write_new
+
+    def dies(directory: Directory, name: str, data: Any) -> Any:
+        if name.startswith("epoch-"):
+            raise KeyboardInterrupt
+        return real(directory, name, data)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Directory, "write_new", dies)
+        with pytest.raises(KeyboardInterrupt):
+            opened(tmp_path)
+    journal = opened(tmp_path)
+    assert journal.epoch == 1
+    journal.close()
+
+
+@pytest.mark.parametrize("gone", ["epoch-*", "address.json", "[ea]*"])
+def test_an_epoch_is_never_given_twice_while_anything_in_the_root_remembers_it(tmp_path: Path, gone: str) -> None:
+    for _ in range(4):
+        opened(tmp_path).close()
+    (tmp_path / "address.json").write_text('{"address": "127.0.0.1:1", "epoch": 4}')
+    for path in tmp_path.glob(gone):
+        path.unlink()
+    journal = opened(tmp_path)
+    assert journal.epoch == 5
+    journal.close()
+
+
+@pytest.mark.parametrize(
+    "said", ["", "[]", "{", '{"epoch": "7"}', '{"epoch": -7}', '{"epoch": 1e400}', '{"epoch": true}']
+)
+def test_an_address_that_says_no_epoch_counts_for_none(tmp_path: Path, said: str) -> None:
+    opened(tmp_path).close()
+    (tmp_path / "address.json").write_text(said)
+    journal = opened(tmp_path)
+    assert journal.epoch == 2
+    journal.close()
+
+
+def test_a_journal_that_another_start_replaces_meanwhile_is_looked_for_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    journal = opened(tmp_path)
+    journal.append(entry("save-1"))
+    journal.close()
+    real, beside = Directory.lines, [True]
+
+    def lines(directory: Directory, name: str, limit: int) -> Any:
+        if beside:
+            beside.clear()
+            opened(tmp_path).close()
+        return real(directory, name, limit)
+
+    monkeypatch.setattr(Directory, "lines", lines)
+    again = opened(tmp_path)
+    assert (again.epoch, list(again.contents.open)) == (3, ["save-1"])
+    again.close()
 
 
 @pytest.mark.parametrize("what", ["_write_all", "fsync"])
@@ -148,7 +296,7 @@ def test_a_disk_that_fails_the_journal_is_named(tmp_path: Path, monkeypatch: pyt
 
     journal = opened(tmp_path)
     monkeypatch.setattr(journal_module if what == "_write_all" else os, what, full)
-    with pytest.raises(SafepointError, match=rf"{tmp_path}\S*/journal-1\.log.*No space left") as caught:
+    with pytest.raises(SafepointError, match=rf"{tmp_path}\S*/journal-2\.log.*No space left") as caught:
         journal.append(entry("save-1"))
     assert caught.value.reason is Reason.STORAGE_FULL
     monkeypatch.undo()

@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from coordinator.journal import MEMBERS, Entry, Journal, _line
+from coordinator.journal import Journal
+from coordinator.journal_file import MEMBERS, Entry, line
 from coordinator.membership import Membership
 from coordinator.protocol.topology import Participant, ShimProcess
 from coordinator.registry import Registry
@@ -172,8 +173,9 @@ def test_an_entry_that_names_no_members_is_damage_and_not_a_crash(tmp_path: Path
     made.append(Entry(OperationId("op"), "request", {}))
     made.close()
     (path,) = (tmp_path / "j").glob("journal-*.log")
-    bad = _line(Entry(OperationId(""), MEMBERS, data))
-    path.write_bytes(bad + path.read_bytes())
+    bad = line(Entry(OperationId(""), MEMBERS, data))
+    head, _, rest = path.read_bytes().partition(b"\n")
+    path.write_bytes(head + b"\n" + bad + rest)
     with pytest.raises(SafepointError) as caught:
         journal(tmp_path / "j")
     assert caught.value.reason is Reason.SNAPSHOT_CORRUPT

@@ -13,7 +13,7 @@ from safepoint.v1 import coordinator_service_pb2 as pb
 from coordinator.recovery import require_log
 from coordinator.wire.beneath import Directory
 from coordinator.wire.errors import Reason, SafepointError
-from tests.coordinator.conftest import Bench, unary, until
+from tests.coordinator.conftest import Bench, collect, unary, until
 from tests.fakes import NEVER, Knobs
 
 
@@ -282,3 +282,12 @@ async def test_a_shim_with_a_wrong_token_is_found_by_whoever_asks_who_takes_part
     assert "no valid token" in finding.message
     assert "SAFEPOINT_TOKEN_FILE" in finding.next_step
     assert "b" * 8 not in str(found)
+    status = await bench.stub().GetStatus(pb.GetCoordinatorStatusRequest(), timeout=5, metadata=right)
+    assert [one.message for one in status.kept_out] == [finding.message]
+    request = pb.SaveRequest(operation_id="save-1", snapshot_id="step-1")
+    with pytest.raises(SafepointError, match=r"A shim on 127.0.0.1 was refused .* no valid token") as raised:
+        await collect(bench.stub().Save(request, timeout=5, metadata=right))
+    assert raised.value.reason is Reason.TOPOLOGY_INVALID
+    assert "SAFEPOINT_TOKEN_FILE" in raised.value.problem.next_step
+    why = await bench.stub().Explain(pb.ExplainRequest(), timeout=5, metadata=right)
+    assert "A shim on 127.0.0.1 was refused" in why.operation.failure.primary.message

@@ -322,7 +322,7 @@ def test_the_epochs_of_a_root_are_counted_from_its_snapshots_too(store: Snapshot
     damaged = tmp_path / "root" / "snapshots" / "step-2" / "manifest.json"
     assert store.newest_epoch() == 9
     for number in (8, 9):  # with and without a log of its own
-        journal = Journal(store.directory("coordinator"), store.newest_epoch())
+        journal = Journal(store.directory("coordinator"), {"a snapshot": store.newest_epoch()})
         assert journal.epoch == number + 2
         journal.close()
     damaged.write_bytes(b"")

@@ -285,6 +285,13 @@ def test_an_older_coordinator_than_the_store_has_seen_uploads_nothing_that_would
     assert [one.snapshot_id for one in archive.copies(store)] == ["step-9"]
 
 
+def test_what_is_no_epoch_in_a_store_is_none(store: Store, tmp_path: Path) -> None:
+    for name in ("7", "x", "9" * 18, "9" * 30, "-3", ".tmp"):
+        (tmp_path / "objects" / ".epochs").mkdir(parents=True, exist_ok=True)
+        (tmp_path / "objects" / ".epochs" / name).touch()
+    assert archive.newest_epoch(store) == 7
+
+
 async def test_a_store_that_does_not_answer_keeps_no_coordinator_from_starting(store: Store) -> None:
     release = threading.Event()
 

@@ -69,11 +69,11 @@ def test_what_a_page_loads_from_elsewhere_is_found() -> None:
 # ---- the tutorial ---------------------------------------------------------------------------------------------------
 
 PORTS = ("9000", "9001", "9100", "9101")
-WITHIN_S = 200
+WITHIN_S = 540  # many times what it takes: nothing on the page has a time of its own but what a save is given
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(240)
+@pytest.mark.timeout(600)
 def test_the_tutorial_runs_and_prints_what_it_says(tmp_path: Path) -> None:
     """One shell, as a reader has it; ports of the machine instead of those on the page. Takes about 20 s."""
     script, expected = tutorial(tmp_path)

@@ -162,6 +162,8 @@ CRASH_ROWS: Final = (
     Row("40", "started again where its files are not", "It does not act without its log, says so, and goes elsewhere.",
         (f"{RECOVERY}a_coordinator_that_has_run_before_refuses_to_act_where_its_log_is_not",
          f"{FILES}a_coordinator_refuses_to_act_on_a_node_with",
+         f"{JOURNAL}where_a_coordinator_has_been_a_missing_journal_is_no_empty_one",
+         f"{JOURNAL}a_journal_that_was_cut_below_what_it_was_made_with_is_refused",
          f"{JOURNAL}damage_in_the_middle_stops_the_coordinator")),
     Row("41", "a method that Ray runs twice", "The second run attaches to the first, by the operation_id.",
         (f"{TRAINERS}a_method_of_the_trainers_actor_that_ray_runs_again_attaches_to_the_first_run",

@@ -54,12 +54,13 @@ ENGINE_CASES = (
         for name in ("before_note", "before_pause", "after_pause", "after_quiet", "before_requests",
                      "before_requests_fsync", "before_resume", "after_resume")
     ),
-    *(_case(name, "kill", Trigger.RESTORE) for name in ("before_restored",)),
-    *(_case(name, "kill", Trigger.RESUME) for name in ("before_continue", "before_over")),
+    *(_case(name, "kill", Trigger.RESTORE) for name in ("before_publish", "before_restored")),
+    *(_case(name, "kill", Trigger.RESUME) for name in ("before_claim", "before_continue", "before_over")),
     *(
         _case(name, error, trigger)
         for name, trigger in (("before_note", Trigger.SAVE), ("before_requests", Trigger.SAVE),
-                              ("before_requests_fsync", Trigger.SAVE), ("before_restored", Trigger.RESTORE),
+                              ("before_requests_fsync", Trigger.SAVE), ("before_publish", Trigger.RESTORE),
+                              ("before_restored", Trigger.RESTORE), ("before_claim", Trigger.RESUME),
                               ("before_over", Trigger.RESUME))
         for error in ("error(EIO)", "error(ENOSPC)")
     ),

@@ -123,7 +123,7 @@ async def test_the_repeat_of_a_restore_whose_coordinator_died_is_told_at_once_th
         for _ in range(2):
             with pytest.raises(SafepointError) as raised:
                 await bench.restore(timeout=60)
-            assert raised.value.reason is Reason.INCARNATION_CHANGED
+            assert raised.value.reason is Reason.COORDINATOR_RESTARTED
             assert "Abort opens them" in raised.value.problem.advice
     assert not bench.all_open(), "half of it may be loaded"
     await bench.abort()

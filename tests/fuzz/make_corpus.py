@@ -17,7 +17,8 @@ from google.protobuf.message import Message
 from safepoint.v1 import capabilities_pb2, coordinator_service_pb2, manifest_pb2, participant_service_pb2
 
 from coordinator import ledger_lines
-from coordinator.journal import Entry, Journal
+from coordinator.journal import Journal
+from coordinator.journal_file import Entry
 from coordinator.protocol import records
 from coordinator.protocol.events import Finish, Record
 from coordinator.protocol.ledger import Line
@@ -106,7 +107,7 @@ def _journal(top: Path) -> bytes:
         journal.append(Entry(OperationId("op-1"), record.kind.value, {"record": dict(record.data)}))
     journal.append(Entry(OperationId("op-0"), "outcome", {"outcome": "ABORTED"}))
     journal.close()
-    return (top / "coordinator" / "journal-1.log").read_bytes()
+    return (top / "coordinator" / "journal-2.log").read_bytes()
 
 
 def _prepared() -> Message:

@@ -20,7 +20,8 @@ from typing import Any, Final
 from google.protobuf.message import DecodeError, Message
 from safepoint.v1 import capabilities_pb2, coordinator_service_pb2, errors_pb2, manifest_pb2, participant_service_pb2
 
-from coordinator import convert, history, journal, ledger_lines
+from coordinator import convert, history, ledger_lines
+from coordinator.journal_file import read as read_journal
 from coordinator.protocol import records
 from coordinator.protocol.events import Record, RecordKind
 from coordinator.settings import load_settings
@@ -103,7 +104,7 @@ def journal_file(data: bytes) -> None:
     """A coordinator's journal, as a start reads it."""
     _file(data, "journal-1.log")
     with Directory.open(root()) as directory:
-        contents = journal._read(directory, "journal-1.log")  # pyright: ignore[reportPrivateUsage]
+        contents = read_journal(directory, "journal-1.log")
     for entries in contents.open.values():
         for entry in entries:
             assert isinstance(entry.kind, str)

@@ -38,11 +38,14 @@ def free_ports(n: int) -> list[int]:
             s.close()
 
 
-def counter_config(openai_url: str, *, model_workers: int = 1, agent_workers: int = 1) -> dict[str, Any]:
+def counter_config(
+    openai_url: str, *, model_workers: int = 1, agent_workers: int = 1, counter_workers: int = 1
+) -> dict[str, Any]:
     """A stateful counter, its agent and a policy model. Ports are chosen once, as a real deployment's are."""
     head, model, resources, agent = free_ports(4)
     model_extra = {"num_workers": model_workers} if model_workers > 1 else {}
     agent_extra = {"num_workers": agent_workers} if agent_workers > 1 else {}
+    counter_extra = {"num_workers": counter_workers} if counter_workers > 1 else {}
     return {
         "head_server": {"host": "127.0.0.1", "port": head},
         "default_host": "127.0.0.1",
@@ -57,8 +60,8 @@ def counter_config(openai_url: str, *, model_workers: int = 1, agent_workers: in
         },
         "counter": {
             "resources_servers": {
-                "example_session_state_mgmt": {
-                    "entrypoint": "app.py", "domain": "agent", "host": "127.0.0.1", "port": resources,
+                "session_state_workers" if counter_extra else "example_session_state_mgmt": {
+                    "entrypoint": "app.py", "domain": "agent", "host": "127.0.0.1", "port": resources, **counter_extra,
                 }
             }
         },

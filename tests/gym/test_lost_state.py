@@ -36,25 +36,37 @@ async def test_a_counter_that_was_killed_alone_spoils_no_rollout_that_runs(direc
 
 async def test_a_worker_of_the_counter_that_was_killed_takes_the_sessions_in_its_memory_along(directory: Path) -> None:
     with ScriptedEndpoint() as endpoint:
-        config = counter_config(endpoint.url)
-        counter = config["counter"]["resources_servers"].pop("example_session_state_mgmt")
-        config["counter"]["resources_servers"]["session_state_workers"] = counter | {"num_workers": 2}
-        async with whole(directory, config) as job:
+        async with whole(directory, counter_config(endpoint.url, counter_workers=2)) as job:
             before = await workers(job, "counter")
             async with Trainer(job.fleet) as trainer:
+                rows = [row(i, TURNS, _ng_rollout_id=f"r-{i}") for i in range(COUNT)]
                 endpoint.hold(after_turn=2)
-                # One rollout: all its calls come on one connection, and so from one worker, as Gym's sessions need it.
-                run = asyncio.create_task(trainer.run(row(0, TURNS, _ng_rollout_id="r-0")))
-                await until(lambda: endpoint.begun == 3)
-                holder = counted(job.fleet, "counter", "SELECT pid FROM counts")
-                assert holder in before.values()
-                os.kill(holder, signal.SIGKILL)
+                runs = [asyncio.create_task(trainer.run(r)) for r in rows]
+                await until(lambda: endpoint.begun == 3 * COUNT)
+                victim = counted(job.fleet, "counter", "SELECT pid FROM counts ORDER BY rollout_id LIMIT 1")
+                lost = counted(job.fleet, "counter", f"SELECT count(*) FROM counts WHERE pid={victim}")
+                assert victim in before.values()
+                assert 0 < lost < COUNT
+                os.kill(victim, signal.SIGKILL)
                 async with asyncio.timeout(60):
-                    while holder in (await workers(job, "counter")).values():
+                    while victim in (await workers(job, "counter")).values():
                         await asyncio.sleep(0.1)
                 saved = await job.client.save("without")
-                assert saved.totals.excluded == 1
-                assert f"pid {holder}" in job.ledger("without")["r-0"]["reason"]
+                assert (saved.totals.excluded, saved.totals.pending) == (lost, COUNT - lost)
+                assert f"pid {victim}" in job.ledger("without")["r-0"]["reason"]
                 endpoint.release()
-                assert (await run)["reward"] == 1.0
-            assert (await job.status("counter_agent")).diverged_rollouts == 1
+                assert [r["reward"] for r in await asyncio.gather(*runs)] == [1.0] * COUNT
+                assert (await job.status("counter_agent")).diverged_rollouts == lost
+
+                # Nobody waits for the successor: calls do, and no other worker takes them meanwhile.
+                endpoint.hold(after_turn=2)
+                begun = endpoint.begun
+                more = [row(100 + i, TURNS, _ng_rollout_id=f"s-{i}") for i in range(COUNT)]
+                runs = [asyncio.create_task(trainer.run(r)) for r in more]
+                await until(lambda: endpoint.begun == begun + 3 * COUNT)
+                victim = counted(job.fleet, "counter", "SELECT pid FROM counts ORDER BY rollout_id LIMIT 1")
+                again = counted(job.fleet, "counter", f"SELECT count(*) FROM counts WHERE pid={victim}")
+                os.kill(victim, signal.SIGKILL)
+                endpoint.release()
+                assert [r["reward"] for r in await asyncio.gather(*runs)] == [1.0] * COUNT
+                assert (await job.status("counter_agent")).diverged_rollouts == lost + again

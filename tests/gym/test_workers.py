@@ -133,3 +133,46 @@ async def test_an_agent_with_two_workers_is_cut_in_flight_and_continues_in_fresh
                 results = await asyncio.gather(*again)
             assert [r["reward"] for r in results] == [1.0] * count
         assert endpoint.total - total == count * (turns + 1), "the first generation of each is not made again"
+
+
+async def test_sessions_of_two_workers_are_saved_and_continue_wherever_their_calls_arrive(directory: Path) -> None:
+    count, turns = 16, 3
+    rows = [row(i, turns, _ng_rollout_id=f"r-{i}") for i in range(count)]
+    held_by = "SELECT COUNT(DISTINCT pid) FROM counts"
+    with ScriptedEndpoint() as endpoint:
+        config = counter_config(endpoint.url, counter_workers=2)
+        async with whole(directory, config) as job, Trainer(job.fleet) as trainer:
+            others = [r | {"_ng_rollout_id": f"u-{i}"} for i, r in enumerate(rows)]
+            uninterrupted = await asyncio.gather(*(trainer.run(r) for r in others))
+            endpoint.hold(after_turn=2)
+            begun = endpoint.begun
+            runs = [asyncio.create_task(trainer.run(r)) for r in rows]
+            await until(lambda: endpoint.begun == begun + 3 * count)
+            assert counted(job.fleet, "counter", held_by) == 2
+            saved = await job.client.save("cut")
+            assert (saved.totals.pending, saved.totals.excluded) == (count, 0)
+            job.fleet.kill()
+            for run in runs:
+                run.cancel()
+            await asyncio.gather(*runs, return_exceptions=True)
+            endpoint.release()
+        total = endpoint.total
+        async with whole(directory, config, life="b") as job:
+            restored = await job.client.restore("cut")
+            assert (restored.totals.pending, restored.diverged_count) == (count, 0)
+            assert counted(job.fleet, "counter", held_by) == 2
+            async with Trainer(job.fleet) as trainer:
+                again = [asyncio.create_task(trainer.run(r)) for r in rows]
+                await job.client.resume()
+                results = await asyncio.gather(*again)
+            assert (await job.status("counter_agent")).diverged_rollouts == 0
+            await asyncio.to_thread(job.fleet.terminate, "counter")
+            await until(lambda: not list(job.fleet.run_dir.glob("counter-*")), 15)
+        assert [r["reward"] for r in uninterrupted] == [1.0] * count
+        assert [(r["reward"], said(r)) for r in results] == [(r["reward"], said(r)) for r in uninterrupted]
+        assert endpoint.total - total == count * turns, "the first generations of each are not made again"
+
+
+def said(result: dict[str, Any]) -> list[Any]:
+    """What the model and the tools have said, without the ids that are made at random for each."""
+    return [[o.get(key) for key in ("type", "arguments", "output", "content")] for o in result["response"]["output"]]

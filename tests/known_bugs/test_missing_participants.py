@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from safepoint.v1 import coordinator_service_pb2 as pb
 
+from coordinator.journal_file import ACCEPT
 from coordinator.wire.errors import Problem, Reason, SafepointError
 from coordinator.wire.terms import CheckpointMode, Role
 from tests.coordinator.conftest import Bench, unary, until
@@ -192,6 +193,7 @@ async def test_a_journal_that_was_lost_is_made_up_for_by_the_newest_snapshot(ben
     await bench.crash()
     for path in (bench.root / "coordinator").glob("journal-*.log"):
         path.unlink()
+    (bench.root / "coordinator" / ACCEPT).touch()  # nobody acts without it, unless told to
     await restarted_without(bench, "resources-1")
     with pytest.raises(SafepointError) as caught:
         await bench.save("save-2", "step-2", timeout=2)

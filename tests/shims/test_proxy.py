@@ -227,6 +227,21 @@ async def test_a_client_that_waits_for_100_continue_gets_it(bench: Bench) -> Non
         assert (await response.json())["size"] == 3
 
 
+async def test_an_answer_that_comes_before_its_request_is_whole_says_that_the_connection_ends_with_it(
+    bench: Bench,
+) -> None:
+    host, _, port = bench.proxy.address.partition(":")
+    reader, writer = await asyncio.open_connection(host, int(port))
+    writer.write(b"POST /status/429 HTTP/1.1\r\nhost: x\r\ncontent-length: 100000\r\n\r\nthe beginning")
+    head = await asyncio.wait_for(reader.readuntil(b"\r\n\r\n"), 5)
+    assert b"429" in head.partition(b"\r\n")[0]
+    assert b"connection: close" in head.lower()
+    writer.write(b"x" * 50_000)  # what is still on its way does not reset the connection under the answer
+    assert await asyncio.wait_for(reader.read(), 5) == b""
+    writer.close()
+    await until(lambda: not bench.proxy._serving)
+
+
 async def test_the_proxy_costs_little(bench: Bench) -> None:
     async def cost(base: str, n: int) -> float:
         begun = time.process_time()

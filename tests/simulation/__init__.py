@@ -5,6 +5,7 @@ disk      a file system that forgets what was not fsynced
 network   gRPC without sockets: lost, late and repeated calls, cut streams, partitions
 local     the Unix sockets between gates and their shims
 logs      the call logs of its servers, in memory
+counting  the resources server of that Gym, whose sessions are saved as any other's
 servers   a small Gym: an agent, models, resources with sessions, behind real gates
 world     everything put together: coordinator, shims, servers, trainer
 faults    what goes wrong when, made from one integer

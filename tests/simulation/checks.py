@@ -6,9 +6,11 @@ which it could become false: when a door moves, when a participant answers, when
 
 from __future__ import annotations
 
+import hashlib
 import json
 from typing import TYPE_CHECKING, Any
 
+from coordinator.history import History
 from coordinator.snapshot_reading import SnapshotReader
 from coordinator.wire.errors import Problem, Reason, SafepointError
 from coordinator.wire.terms import RolloutState
@@ -27,6 +29,7 @@ if TYPE_CHECKING:
 ROOT = "/root"
 LONGEST_PAUSE_S = 75.0  # every timeout of an operation and a lease
 LATE_S = 0.6
+HISTORY_KEEP = 4  # files
 WAVES = {"policy_model": 0, "agent": 1, "resources": 2}
 CHANGING = ("Prepare", "Commit", "Confirm", "Restore", "Resume", "Abort", "RenewLease")
 
@@ -57,6 +60,8 @@ class Checks:
         self.members: dict[str, set[str]] = {}
         self.published: dict[str, str] = {}  # what a client was told: snapshot -> operation
         self._whole: dict[str, object] = {}  # snapshot -> what its files held when they were verified
+        self.chunks: dict[str, list[str]] = {}  # snapshot -> where what it shares with others lies
+        self.swept = 0
         self.aborted: dict[str, str] = {}  # operation -> snapshot
         self.failures: list[tuple[str, Problem]] = []  # in the order in which they were told
         self.keeps = 0  # the fewest that a prune was asked to keep; zero before the first
@@ -238,7 +243,35 @@ class Checks:
         self.partial += bool(missing)
         if missing & self.met.get(operation, set()):
             self.world.violation(f"I17: {operation} is published without {sorted(missing & self.met[operation])}")
-        check_cut(self.world, snapshot)
+        self.chunks[snapshot] = self._chunks(snapshot, names)
+        if self._all_there(snapshot):
+            check_cut(self.world, snapshot)
+
+    def _chunks(self, snapshot: str, names: set[str]) -> list[str]:
+        """Every chunk that the parts of a snapshot name."""
+        found: set[str] = set()
+        for name in names:
+            data = self.world.disk.read_bytes(f"{ROOT}/snapshots/{snapshot}/{name}/manifest.json") or b""
+            found |= {chunk["sha256"] for chunk in json.loads(data.partition(b"\n")[2] or b"{}").get("chunks", ())}
+        return sorted(f"{ROOT}/chunks/{chunk[:2]}/{chunk}" for chunk in found)
+
+    def _all_there(self, snapshot: str) -> bool:
+        for path in self.chunks[snapshot]:
+            data = self.world.disk.read_bytes(path)
+            if data is None or hashlib.sha256(data).hexdigest() != path[-64:]:
+                self.world.violation(f"I12: {snapshot} is published, and {path} is {'damaged' if data else 'missing'}")
+                return False
+        return True
+
+    def unlinked(self, name: str) -> None:
+        """A name is removed: if it is that of a chunk, then nothing that is published needs it."""
+        if len(name) != 64:
+            return
+        self.swept += 1
+        self.world.trace("disk", f"the chunk {name[:8]} is deleted")
+        for snapshot, paths in self.chunks.items():
+            if any(path.endswith(name) for path in paths) and self._exists(snapshot):
+                self.world.violation(f"I13: the chunk {name} is deleted, and {snapshot} needs it")
 
     def _manifest(self, node: Node) -> dict[str, Any] | None:
         head, _, body = bytes(node.data).partition(b"\n")
@@ -303,6 +336,8 @@ class Checks:
     def _is_whole(self, snapshot: str) -> None:
         disk = self.world.disk
         there = disk.content(f"{ROOT}/snapshots/{snapshot}")
+        if there is not None:
+            there = (there, [disk.read_bytes(path) for path in self.chunks.get(snapshot, ())])
         if there is not None and self._whole.get(snapshot) == there:
             return  # it was looked at, and is what it was
         before, disk.fail_read = disk.fail_read, 0
@@ -327,9 +362,26 @@ class Checks:
             if self._exists(snapshot) and self.linked_by.get(snapshot) == operation:
                 self.world.violation(f"I1: {operation} was told aborted, and {snapshot} is there")
 
-    def nothing_left(self) -> None:
-        """After everything and a prune: published snapshots and nothing else (I13)."""
+    def remembered_rightly(self) -> None:
+        """The history says of no operation that it ended otherwise than clients were told, and is bounded (I19)."""
+        records = History(ROOT).list()
+        if len(records) > HISTORY_KEEP + 1:
+            self.world.violation(f"I19: the history has {len(records)} operations")
+        for record in records:
+            name, done = record.operation_id, record.outcome == "succeeded"
+            if record.outcome and ((done and name in self.aborted) or (not done and name in self.published.values())):
+                self.world.violation(f"I1: the history has {name} as {record.outcome}, and something else was told")
+
+    def nothing_left(self, *, chunks: bool = False) -> None:
+        """After everything and a prune: published snapshots and nothing else (I13). `chunks`: these are old enough as well."""
         disk = self.world.disk
+        if chunks:
+            needed = {path[-64:] for name, paths in self.chunks.items() if self._exists(name) for path in paths}
+            there = {
+                each for folder in disk.listing(f"{ROOT}/chunks") for each in disk.listing(f"{ROOT}/chunks/{folder}")
+            }
+            if there != needed:
+                self.world.violation(f"I13: chunks that nothing needs are left: {sorted(there - needed)}")
         for name in disk.listing(f"{ROOT}/snapshots"):
             if not self._exists(name):
                 self.world.violation(f"I13: {name} is left, and no snapshot")

@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING, Any
 
 from coordinator.wire.chunks import Chunks
 from coordinator.wire.rope import parse
+from participant_shims.gate.state import codec
+from participant_shims.gate.state.file import read
 
 if TYPE_CHECKING:
     from tests.simulation.world import World
@@ -40,6 +42,16 @@ def _calls(world: World, part: str) -> list[dict[str, Any]]:
             path = Chunks(Path("/root")).path(rope.chunks[number].sha256)
             content += (world.disk.read_bytes(str(path)) or b"")[offset:][:length]
     return [json.loads(line) for line in content.splitlines() if line]
+
+
+def _sessions(part: str) -> list[dict[str, Any]]:
+    """The sessions that one participant has saved, as they would be loaded."""
+    path = Path(part) / "worker-0.sessions.rope"
+    found: list[dict[str, Any]] = []
+    for saved in read(path).sessions:
+        (counters,) = codec.decode(saved.state).values()
+        found.append({"session_id": saved.session_id, **counters[saved.session_id]})
+    return found
 
 
 def finished_calls(world: World, snapshot: str) -> set[tuple[str, str]]:
@@ -75,7 +87,7 @@ def check_cut(world: World, snapshot: str) -> None:
     history: dict[tuple[str, str], tuple[str, str]] = {}  # (rollout, call) -> (server, session)
     remembered: set[tuple[str, str, str]] = set()  # and the session that the answer names
     for name in tools:
-        for session in _lines(world, f"{top}/{name}/worker-0.sessions.jsonl"):
+        for session in _sessions(f"{top}/{name}"):
             whose = {rollout for rollout, _, _ in session["history"]}
             if whose & live and session["count"] != session["whole"]:
                 world.violation(f"I4: {snapshot}: {name} was saved in the middle of a call of {sorted(whose)}")

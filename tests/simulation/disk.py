@@ -12,6 +12,7 @@ from __future__ import annotations
 import builtins
 import contextlib
 import errno
+import hashlib
 import importlib
 import io
 import os
@@ -29,6 +30,8 @@ INSTALLED = {
     "participant_shims.export": ("os",),
     "participant_shims.adapters.ledger_file": ("os",),
     "participant_shims.gate.calllog_export": ("os",),
+    "participant_shims.gate.state.sessions": ("os",),
+    "participant_shims.gate.state.shelf": ("os",),
 }
 # Of the coordinator every module that is loaded, so that a new file cannot slip past; but for those without the root.
 ELSEWHERE = ("cli", "client", "demo", "doctor", "ray_host", "settings", "server", "wire.auth", "wire.tls", "wire.links",
@@ -49,8 +52,9 @@ def _modules() -> dict[str, tuple[str, ...]]:
 class Node:
     """An inode. `durable` is what a power loss leaves: bytes of a file, names of a directory."""
 
-    def __init__(self, number: int, directory: bool) -> None:
+    def __init__(self, number: int, directory: bool, now: float = 0.0) -> None:
         self.number, self.directory = number, directory
+        self.touched_s = self.durable_touched_s = now  # by the clock of the file system, which nobody sets
         self.data = bytearray()
         self.durable = b""
         self.clean = True
@@ -90,6 +94,7 @@ class SimDisk:
         self.changes = 0
         self.before_publish: Callable[[], float] | None = None  # called once, before a manifest is linked: a delay
         self.on_link: Callable[[str, str, Node], None] = lambda path, name, node: None
+        self.on_unlink: Callable[[str], None] = lambda name: None
         self.trace: Callable[[str], None] = lambda text: None
 
     def handle(self, fd: int) -> list[Any]:
@@ -151,6 +156,7 @@ class SimDisk:
                 node.data = bytearray(node.durable if kept == 0 else bytes(node.data) if kept == 1 else torn)
                 node.durable = bytes(node.data)
             node.clean = True
+            node.touched_s = self.random.choice([node.touched_s, node.durable_touched_s])
             return
         upto = self.random.randrange(len(node.pending) + 1)
         names = dict(node.durable_names)
@@ -207,6 +213,21 @@ class SimDisk:
             return self._content(self.resolve(path))
         return None
 
+    def digest(self) -> str:
+        """Of every file; what is in the lines of a log in whichever order, since protobuf gives maps as it likes."""
+        hasher = hashlib.sha256()
+        todo = [("", self.top)]
+        while todo:
+            path, node = todo.pop()
+            lines = node.data.split(b"\n") if "/coordinator/" in path else [node.data]
+            if len(lines) > 1:
+                lines = [
+                    bytearray(sorted(line[9 * (line[8:9] == b" ") :])) for line in lines
+                ]  # without their checksums
+            hasher.update(f"{path}\0{len(node.data)}\0".encode() + b"\n".join(lines))
+            todo += [(f"{path}/{name}", node.names[name]) for name in sorted(node.names)]
+        return hasher.hexdigest()
+
     def _content(self, node: Node) -> object:
         if not node.directory:
             return bytes(node.data)
@@ -216,7 +237,7 @@ class SimDisk:
 
     def new(self, directory: bool) -> Node:
         self._numbers += 1
-        return Node(self._numbers, directory)
+        return Node(self._numbers, directory, self.loop.now)
 
     def resolve(self, path: Any, dir_fd: int | None = None) -> Node:
         node = self.top if dir_fd is None else self.handle(dir_fd)[0]
@@ -315,6 +336,7 @@ class SimOs:
             position = len(node.data)
         node.data[position : position + len(raw)] = raw
         node.clean = False
+        node.touched_s = self._disk.loop.now
         handle[2] = position + len(raw)
 
     def ftruncate(self, fd: int, size: int) -> None:
@@ -334,9 +356,15 @@ class SimOs:
             node.durable_names, node.pending = dict(node.names), []
         elif not node.clean:
             node.durable, node.clean = bytes(node.data), True
+            node.durable_touched_s = node.touched_s
 
     def fstat(self, fd: int) -> Any:
         return self._stat(self._disk.handle(fd)[0])
+
+    def fstatvfs(self, fd: int) -> Any:
+        self._disk.handle(fd)
+        free = 0 if self._disk.loop.now < self._disk.full_until else 1 << 30
+        return SimpleNamespace(f_bavail=free, f_frsize=1)
 
     def stat(self, path: Any, *, dir_fd: int | None = None, follow_symlinks: bool = True) -> Any:
         return self._stat(self._disk.resolve(path, dir_fd))
@@ -345,11 +373,15 @@ class SimOs:
     def _stat(node: Node) -> Any:
         return SimpleNamespace(
             st_mode=(stat.S_IFDIR | 0o700) if node.directory else (stat.S_IFREG | 0o600),
-            st_size=len(node.data), st_nlink=node.links, st_dev=1, st_ino=node.number, st_mtime=0.0,
+            st_size=len(node.data), st_nlink=node.links, st_dev=1, st_ino=node.number, st_mtime=node.touched_s,
         )  # fmt: skip
 
     def utime(self, fd: int) -> None:
-        self._disk.handle(fd)
+        self._disk.change("a touch")
+        self._disk.handle(fd)[0].touched_s = self._disk.loop.now
+
+    def statvfs(self, path: Any) -> Any:
+        return SimpleNamespace(f_bavail=0 if self._disk.loop.now < self._disk.full_until else 1 << 30, f_frsize=4096)
 
     def pread(self, fd: int, length: int, offset: int) -> bytes:
         return bytes(self._disk.handle(fd)[0].data[offset : offset + length])
@@ -407,6 +439,7 @@ class SimOs:
         if name not in directory.names:
             raise FileNotFoundError(errno.ENOENT, "No such file or directory", str(path))
         directory.change((name, None))
+        self._disk.on_unlink(name)
 
     def rmdir(self, path: Any, *, dir_fd: int | None = None) -> None:
         directory, name = self._disk.parent(path, dir_fd)

@@ -20,6 +20,8 @@ HITS = (
     "pause server", "pause server", "pause shim", "pause shim", "pause coordinator", "crash server", "crash shim",
     "hang and crash coordinator",
 )  # fmt: skip
+AGED = 0.25  # of the runs are long enough for that
+AGES = ("quiet", "crash", "power", "second", "second", "fsync")
 FINISHED_IDS = 2  # of a fence with little memory
 
 
@@ -55,6 +57,7 @@ class Plan:
     coordinator_leaves: bool = False
     power_loss_at_end: bool = False
     faults_in_restore: bool = False
+    ages: str = ""  # what goes wrong while what nobody needs any more is swept, at the end; "quiet": nothing
     little_memory: bool = False  # fences remember FINISHED_IDS finished operations, not 16,384
     same_ports: bool = False  # a shim that is started again listens where the one before it did
     quick_restarts: bool = False
@@ -108,6 +111,7 @@ def make(seed: int, only: tuple[str, ...] = ()) -> Plan:
         coordinator_leaves=random.random() < 0.2,
         power_loss_at_end=random.random() < 0.6,
         faults_in_restore=random.random() < 0.35,
+        ages=random.choice(AGES) if random.random() < AGED else "",
         little_memory=random.random() < (0.5 if only else 0.12),
         same_ports=random.random() < 0.5,
         quick_restarts=random.random() < 0.3,

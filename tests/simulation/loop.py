@@ -24,6 +24,7 @@ from greenlet import getcurrent, greenlet
 PROCESS: contextvars.ContextVar[Process] = contextvars.ContextVar("simulated_process")
 START_S = 10_000.0
 LOCK_LOOK_S = 0.001
+STOPPED_LOOK_S = 0.05
 MOST_AT_ONCE = 20_000  # callbacks at one instant: runs that are right have some hundred
 EARLY_S = 1e-9  # asyncio calls a timer up to its clock's resolution before its time: here every other one
 
@@ -134,10 +135,16 @@ class Job:
     def stop_for(self, delay_s: float) -> None:
         """Called in the work: let virtual time pass. Raises Killed when the process died meanwhile."""
         assert self._caller is not None
-        self.loop.at(self.loop.now + delay_s, self.process, self.step)
+        self.loop.at(self.loop.now + delay_s, self.process, self._go_on)
         self._caller.switch()
         if self.killed or not self.process.alive:
             raise Killed
+
+    def _go_on(self) -> None:
+        if self.process.paused and self.process.alive:
+            self.loop.at(self.loop.now + STOPPED_LOOK_S, self.process, self._go_on)
+        else:
+            self.step()
 
     def kill(self) -> None:
         """The process is dead: the work unwinds without effect."""
@@ -381,7 +388,7 @@ class SimLoop(asyncio.BaseEventLoop):
 
     def _begin(self, job: Job) -> None:
         if job.process.paused:
-            self.at(self.now + 0.05, job.process, lambda: self._begin(job))
+            self.at(self.now + STOPPED_LOOK_S, job.process, lambda: self._begin(job))
         elif job.process.alive and job.future.cancelled() and not job.begun:
             job.over = True
             job.process.jobs.remove(job)

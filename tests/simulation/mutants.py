@@ -249,7 +249,7 @@ MUTANTS = (
       "next(iter(self._finished), None)",
       FENCE, "        return any(past.epoch < max(epoch, self._highest_epoch) for past in self._finished.values())", "        return True",
       faults="one message"),
-    m("outcomes are bounded", "I19", "old outcomes are forgotten", "coordinator.journal",
+    m("outcomes are bounded", "I19", "old outcomes are forgotten", "coordinator.journal_file",
       "            if len(self.outcomes) > KEPT_OUTCOMES:", "            if False:",
       faults="weather"),
     m("a start waits for nobody", "L4", "who hangs does not keep a coordinator from starting", "coordinator.recovery",

@@ -7,7 +7,6 @@ executed. So a call that was lost, executed twice or taken from the wrong life s
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import inspect
 import itertools
 import json
@@ -25,8 +24,9 @@ from participant_shims.gate.calllog import CallLog
 from participant_shims.gate.control import Control, _error
 from participant_shims.gate.core import Gate
 from participant_shims.gate.describe import Server
+from participant_shims.gate.state.sessions import SessionState
 from participant_shims.identity import ATTEMPT_HEADER, CALL_HEADER, ROLLOUT_HEADER
-from tests.simulation.disk import SimOs
+from tests.simulation.counting.app import Counting
 from tests.simulation.loop import Process, SimLoop
 from tests.simulation.network import Network
 
@@ -34,66 +34,29 @@ Json = dict[str, Any]
 GAP_S, SILENCE_S = 0.4, 2.0  # between what a gate pushes: rarer than the real ones, since each costs time
 
 
+class Request:
+    """What a handler sees of its request."""
+
+    def __init__(self, session_id: str) -> None:
+        self.session = {"session_id": session_id}
+
+
 class Broken(ConnectionError):
     """The connection to a server broke: the caller asks again."""
 
 
-class Sessions:
-    """What a gate needs of a server's sessions; here counters with the calls they have executed."""
+class Sessions(SessionState):
+    """The sessions of a life, as its gate saves them; `ever`: those that it has made or loaded."""
 
-    wants_requests = False
-    warning = ""
+    def __init__(self) -> None:
+        self.server = Counting()
+        super().__init__(self.server)
+        self.ever: set[str] = set()
 
-    def __init__(self, system: SimOs) -> None:
-        self._os = system
-        self.state: dict[str, Json] = {}
-        self.ever: set[str] = set()  # sessions that this life has made or loaded
-
-    def describe(self) -> Json:
-        return {"checkpoint_mode": "export_restore", "state_schema": "counter-v1"}
-
-    def before_first_request(self) -> None: ...
-
-    def record(self, session_id: str, exchange: Any) -> None: ...
-
-    def touch(self, session_id: str) -> None: ...
-
-    async def precopy(self, sessions: object, root: Path, within_s: float) -> int:
-        return 0
-
-    def forget(self, session_id: str) -> None:
-        self.state.pop(session_id, None)
-
-    def freshness(self) -> bool:
-        return not self.state
-
-    async def export(self, path: Path, sessions: Any, skip: set[str], told: Any = None, root: Any = None) -> Json:
-        path = path.with_suffix(".jsonl")  # what the real ones share in chunks is tried elsewhere
-        lines = [
-            json.dumps({"session_id": name, **state}) for name, state in sorted(self.state.items()) if name not in skip
-        ]
-        raw = ("\n".join(lines) + "\n").encode()
-
-        def write() -> None:
-            fd = self._os.open(path, self._os.O_WRONLY | self._os.O_CREAT | self._os.O_EXCL)
-            try:
-                view = raw
-                while view:
-                    view = view[self._os.write(fd, view) :]
-                self._os.fsync(fd)
-            finally:
-                self._os.close(fd)
-
-        await asyncio.to_thread(write)
-        file = {"path": path.name, "size": len(raw), "sha256": hashlib.sha256(raw).hexdigest()}
-        return {"file": file, "sessions": len(lines), "bytes": len(raw), "excluded": []}
-
-    async def load(self, path: Path, *, told: Any = None) -> Json:
-        with self._os.open_file(path, "rb") as file:
-            found = [json.loads(line) for line in file.read().splitlines() if line]
-        self.state = {line.pop("session_id"): line for line in found}
-        self.ever.update(self.state)
-        return {"sessions": len(found), "diverged": []}
+    async def load(self, path: str | Path, *, send: Any = None, told: Any = None) -> Json:
+        done = await super().load(path, send=send, told=told)
+        self.ever.update(self.server.counters)
+        return done
 
 
 class Line:
@@ -306,12 +269,12 @@ class GymServer:
     """One life of one server. `life` counts: a session of an earlier life is not known any more."""
 
     def __init__(
-        self, process: Process, http: Http, system: SimOs, work: Work, name: str, kind: str, role: str, life: int,
+        self, process: Process, http: Http, work: Work, name: str, kind: str, role: str, life: int,
         directory: Path, targets: dict[str, str],
     ) -> None:  # fmt: skip
         self.process, self.http, self.work = process, http, work
         self.name, self.kind, self.life, self.targets = name, kind, life, targets
-        self.sessions = Sessions(system) if kind == "gym.resources" else None
+        self.sessions = Sessions() if kind == "gym.resources" else None
         self.log = CallLog(directory / "calls.db", tolerant=True)
         loop = process.loop
         self.gate = Gate(
@@ -419,7 +382,7 @@ class GymServer:
         assert self.sessions is not None
         self._not_again(call)
         scope["session"] = {"session_id": session_id}
-        state = self.sessions.state[session_id]
+        state = self.sessions.server.session(Request(session_id))
         if any(done[:2] == call[:2] for done in state["history"]):
             self.violation(f"I9: {self.name} executes {call[1]} of {call[0]} a second time in one session")
         if any(done[0] == call[0] and done[2] > call[2] for done in state["history"]):
@@ -430,7 +393,7 @@ class GymServer:
         assert self.sessions is not None
         await asyncio.sleep(self.work.tool_time())
         session_id = f"{self.name}.{self.life}.{next(self._numbers)}"
-        self.sessions.state[session_id] = {"count": body["start"], "whole": body["start"], "history": []}
+        self.sessions.server.begin(Request(session_id), body["start"])
         self.sessions.ever.add(session_id)
         self._did(scope, session_id, self._call(headers))
         return 200, {}, [("set-cookie", f"s={session_id}; path=/")]
@@ -438,11 +401,11 @@ class GymServer:
     async def _add(self, scope: Any, body: Json, headers: Any) -> Any:
         assert self.sessions is not None
         session_id = SimpleCookie(headers["cookie"])["s"].value
-        before = self.sessions.state[session_id]  # one of an earlier life is not there: KeyError, 500
+        before = self.sessions.server.session(Request(session_id))  # one of an earlier life is not there: KeyError, 500
         half = body["n"] // 2  # as a real handler, it changes the session in steps
         before["count"] += half
         await asyncio.sleep(self.work.tool_time())
-        if self.sessions.state.get(session_id) is not before:
+        if self.sessions.server.session(Request(session_id)) is not before:
             raise KeyError(session_id)
         before["count"] += body["n"] - half
         before["whole"] = before["count"]
@@ -454,4 +417,5 @@ class GymServer:
         session_id = SimpleCookie(headers["cookie"])["s"].value
         await asyncio.sleep(self.work.tool_time())
         self._did(scope, session_id, self._call(headers))
-        return 200, {"count": self.sessions.state[session_id]["count"], "said": body["said"]}, []
+        state = self.sessions.server.session(Request(session_id))
+        return 200, {"count": state["count"], "said": body["said"]}, []

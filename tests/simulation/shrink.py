@@ -34,6 +34,7 @@ def shrink(plan: Plan, say: Callable[[str], None] = lambda text: None) -> tuple[
         smaller += [replace(plan, faults_in_restore=False)] if plan.faults_in_restore else []
         smaller += [replace(plan, power_loss_at_end=False)] if plan.power_loss_at_end else []
         smaller += [replace(plan, coordinator_leaves=False)] if plan.coordinator_leaves else []
+        smaller += [replace(plan, ages="")] if plan.ages else []
         smaller += [replace(plan, straggles=0.0)] if plan.straggles else []
         smaller += [replace(plan, rows=1)] if plan.rows > 1 else []
         for candidate in smaller:

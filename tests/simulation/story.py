@@ -16,7 +16,7 @@ from tests.simulation.cut import finished_calls, next_attempts
 from tests.simulation.faults import LEASE_S, Event, Plan
 from tests.simulation.loop import Process
 from tests.simulation.trainer import Trainer
-from tests.simulation.world import World, made
+from tests.simulation.world import GRACE_S, SETTLED_FOR_S, World, made
 
 SETTLE_S = 60.0
 FINISH_S = 400.0
@@ -38,6 +38,7 @@ class Result:
     restored: bool
     partial: int
     failures: list[tuple[str, Problem]]  # operations that were told to have failed, and why
+    left: str  # a digest of everything on the disk
     unsteady: str = ""  # where two runs of the same seed differed, once and not again
 
 
@@ -77,7 +78,7 @@ class Story:
         await asyncio.sleep(max(0.0, begun + plan.duration_s - world.loop.now))
         if not world.violations:
             world.heal()
-        for step in (self._gone, self._settle, self._save, self._restart, self._finish):
+        for step in (self._gone, self._settle, self._save, self._restart, self._finish, self._age):
             if world.violations:
                 break
             await step(rows)
@@ -399,6 +400,51 @@ class Story:
         await asyncio.sleep(1.0)
         world.checks.all_whole()
         world.checks.nothing_left()
+        world.checks.remembered_rightly()
+
+    async def _age(self, rows: Any) -> None:
+        """What nobody needs any more is deleted once it is old, whatever happens meanwhile, and nothing else is."""
+        world, trainer, plan = self.world, self.trainer, self.plan
+        if not plan.ages:
+            return
+        # A save that is given up has written chunks that its writers count on, and that no snapshot names.
+        saving = trainer.process.spawn(trainer.save("given-up", "given-up"))
+        await asyncio.sleep(world.random.uniform(0.02, 0.2))
+        await self._as_trainer(trainer.abort("given-up"))
+        await saving
+        await asyncio.sleep(GRACE_S + SETTLED_FOR_S)
+        world.trace("EVENT", f"what is old is swept: {plan.ages}")
+        pruning = trainer.process.spawn(trainer.prune(1))
+        await asyncio.sleep(world.random.uniform(0.0, 0.03))
+        self._disturb(plan.ages)
+        await asyncio.sleep(world.random.uniform(0.0, 0.05))
+        saving = trainer.process.spawn(trainer.save("meanwhile", "meanwhile"))
+        await asyncio.wait({pruning, saving})
+        world.heal()
+        await self._settle(rows)
+        await self._must_save("aged")
+        world.checks.all_whole()
+        await asyncio.sleep(GRACE_S + SETTLED_FOR_S)
+        await self._as_trainer(trainer.prune(1))
+        world.checks.all_whole()
+        world.checks.nothing_left(chunks=True)
+
+    def _disturb(self, how: str) -> None:
+        world, process = self.world, self.world.coordinator_process
+        if process is None or how == "quiet":
+            return
+        if how == "crash":
+            process.crash_in_disk_ops = world.random.randint(1, 40)
+        elif how == "power":
+            world.loop.after(world.random.uniform(0.0, 0.05), self._lose_power)
+        elif how == "fsync":
+            world.disk.fail_fsync, world.disk.fail_fsync_of = 1, world.random.choice(["", "coordinator"])
+        elif how == "second":  # the one that sweeps lives on, perhaps stopped
+            self._extra.append(process)
+            if world.random.random() < 0.7:
+                process.pause()
+                world.loop.after(world.random.uniform(0.3, 9.0), process.go_on)
+            world.start_coordinator()
 
 
 def play(plan: Plan) -> Result:
@@ -414,5 +460,5 @@ def play(plan: Plan) -> Result:
         return Result(
             plan.seed, list(world.violations), world.lines, list(world.checks.decisions), world.loop.steps,
             world.loop.now - 10_000, world.loop.fingerprint, len(world.checks.published), story.restored,
-            world.checks.partial, list(world.checks.failures),
+            world.checks.partial, list(world.checks.failures), world.disk.digest(),
         )  # fmt: skip

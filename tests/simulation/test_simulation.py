@@ -13,12 +13,13 @@ from pathlib import Path
 import pytest
 
 from tests.simulation import blame
-from tests.simulation.faults import FAULTS, make
+from tests.simulation.faults import AGES, FAULTS, make
 from tests.simulation.invariants import INVARIANTS
 from tests.simulation.loop import START_S
 from tests.simulation.mutants import MUTANTS
+from tests.simulation.servers import Sessions
 from tests.simulation.story import play
-from tests.simulation.world import made
+from tests.simulation.world import CLOCKS, _with_clocks, made
 
 SEEDS = range(10_001, 10_025)  # `make sim` runs 2,000
 GROUPS = 4
@@ -42,7 +43,7 @@ def traces(seeds: Iterable[int], hash_seed: str) -> dict[str, list[str]]:
         "import json, sys, warnings; warnings.simplefilter('ignore')\n"
         "from tests.simulation.faults import make\nfrom tests.simulation.story import play\n"
         "runs = {seed: play(make(seed)) for seed in json.loads(sys.argv[1])}\n"
-        "print(json.dumps({seed: [str(run.steps), str(run.fingerprint), *run.trace] for seed, run in runs.items()}))"
+        "print(json.dumps({seed: [str(run.steps), str(run.fingerprint), run.left, *run.trace] for seed, run in runs.items()}))"
     )
     top = Path(__file__).parents[2]
     done = subprocess.run(
@@ -73,6 +74,47 @@ def test_no_clock_of_the_machine_is_looked_at() -> None:
     with made(make(1)) as world:
         assert time.monotonic() == world.loop.time() == START_S
         assert time.time_ns() == world.wall_ns()
+
+
+def test_no_clock_of_the_machine_is_left_as_a_default_that_was_read_before_the_run() -> None:
+    def clocks() -> list[str]:
+        return [
+            function.__qualname__
+            for function in _with_clocks(0)
+            for value in [*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()]
+            if any(value is clock for clock in CLOCKS)
+        ]
+
+    assert "Membership.__init__" in clocks()
+    with made(make(1)):
+        assert clocks() == []
+    assert "Membership.__init__" in clocks()
+
+
+def test_clocks_that_differ_by_seconds_write_as_many_bytes() -> None:
+    plans = [replace(make(1), wall_skew_s=skew) for skew in (0.0, 3600.0, -3600.0, 86_400.0)]
+    for now in (0.1 + 0.2, 17.0005, 123.456789, 99.9995):
+        lengths: set[tuple[int, str]] = set()
+        for plan in plans:
+            with made(plan) as world:
+                world.loop.now += now
+                lengths.add((len(str(round(world.wall_s(), 3))), str(world.wall_ns())[-9:]))
+        assert len(lengths) == 1, now
+
+
+def test_sessions_of_the_simulation_are_saved_as_those_of_a_server_whose_source_shows_them_apart() -> None:
+    sessions = Sessions()
+    assert sessions._tracks
+    assert sessions.describe()["checkpoint_mode"] == "export_restore"
+
+
+def test_what_is_old_is_swept_in_some_runs_whatever_happens_meanwhile() -> None:
+    drawn = [make(seed).ages for seed in range(1, 200)]
+    assert {*AGES, ""} == set(drawn)
+    seed = next(seed for seed in range(1, 200) if make(seed).ages == "second")
+    result = play(make(seed))
+    assert result.violations == []
+    assert any("is deleted" in line for line in result.trace)
 
 
 def test_every_kind_of_fault_is_drawn() -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import gc
 import json
 import logging
@@ -16,16 +17,19 @@ import random as global_random
 import secrets
 import shutil
 import socket
+import sys
 import tempfile
 import time
+import types
 from collections.abc import Callable, Generator
 from pathlib import Path
 from random import Random
 from types import SimpleNamespace
 from typing import Any
 
-from coordinator import journal, operations
-from coordinator.server import ADDRESS_NAME, Coordinator, serve
+from coordinator import journal, journal_file, operations, sweeping
+from coordinator.journal import ADDRESS_NAME
+from coordinator.server import Coordinator, serve
 from coordinator.settings import Settings
 from coordinator.wire import manifest_file
 from coordinator.wire.errors import SafepointError
@@ -33,9 +37,10 @@ from participant_shims import ends
 from participant_shims.adapters.gym import GymAdapter
 from participant_shims.gate import calllog_export, logfile
 from participant_shims.gate import process as gate_process
+from participant_shims.gate.state import shelf
 from participant_shims.shim import Shim, ShimOptions
 from tests.simulation.behaviour import KEPT_IN_MEMORY, KEPT_OUTCOMES
-from tests.simulation.checks import Checks
+from tests.simulation.checks import HISTORY_KEEP, Checks
 from tests.simulation.disk import SimDisk, installed
 from tests.simulation.faults import LEASE_S, Plan
 from tests.simulation.logs import Logs
@@ -45,6 +50,9 @@ from tests.simulation.servers import GymServer, Http, Work
 
 ROOT = "/root"
 WALL_START_NS = 1_800_000_000 * 10**9
+SETTLED_FOR_S = 3.0  # how long writers count on a chunk that they have touched
+GRACE_S = 40.0  # longer than that and any operation, as the real one
+CLOCKS = (time.time, time.time_ns, time.monotonic, time.sleep)  # the machine's
 
 
 class LoopTime:
@@ -73,7 +81,6 @@ class World:
         self.lines: list[str] = []
         self.violations: list[str] = []
         self.checks = Checks(self)
-        self.system: Any = None
         self.coordinator: Coordinator | None = None
         self.coordinator_process: Process | None = None
         self.shims: dict[str, Shim] = {}
@@ -89,7 +96,7 @@ class World:
         self.network.trace = lambda process, text: self.trace(process.name, text)
         self.network.on_call, self.network.on_reply = self.checks.called, self.checks.replied
         self.disk.trace = lambda text: self.trace("disk", text)
-        self.disk.on_link = self.checks.linked
+        self.disk.on_link, self.disk.on_unlink = self.checks.linked, self.checks.unlinked
         self.disk.violation = self.violation
         self.network.on_too_late = self.checks.behaviour.too_late
         self.network.on_send, self.network.on_end = self.checks.sent, self.checks.call_ended
@@ -150,7 +157,7 @@ class World:
     async def _coordinate(self, process: Process) -> None:
         settings = Settings(
             root=ROOT, lease_ttl_s=LEASE_S, heartbeat_s=1.5, straggler_grace_s=2.0, prepare_timeout_s=12.0, commit_timeout_s=12.0,
-            restore_timeout_s=20.0, history_keep=0,
+            restore_timeout_s=20.0, history_keep=HISTORY_KEEP,
         )  # fmt: skip
         try:
             running = await serve(settings, make_server=self.network.make_server, dial=self.network.dial)
@@ -159,7 +166,6 @@ class World:
             self.checks.cannot_start(error)
             self.loop.after(0.0, process.kill)
             return
-        running.operations._publisher._wall_clock_ns = self.wall_ns
         self.trace(process.name, f"serves with epoch {running.epoch}")
         self.checks.coordinator_started(process, running)
         if self.coordinator_process is process:
@@ -169,7 +175,17 @@ class World:
         self.loop.after(0.0, process.kill)
 
     def wall_ns(self) -> int:
-        return WALL_START_NS + int((self.loop.now + self.plan.wall_skew_s + self.wall_jumped_s) * 1e9)
+        # Added as whole numbers: clocks that differ by seconds must agree in what comes after them, which is written down.
+        return WALL_START_NS + int(self.loop.now * 1e9) + int((self.plan.wall_skew_s + self.wall_jumped_s) * 1e9)
+
+    def wall_s(self) -> float:
+        """As `time.time`, in whole milliseconds, which are as long in a file whatever the clock says."""
+        return self.wall_ns() // 10**6 / 1e3
+
+    def sleep(self, delay_s: float) -> None:
+        """As `time.sleep`, in blocking work."""
+        if self.loop.job is not None:
+            self.loop.job.stop_for(delay_s)
 
     def start_server(self, name: str) -> None:
         kind, role = self.plan.servers[name]
@@ -182,9 +198,7 @@ class World:
         tools = [n for n in names if n.startswith("tools")]
         models = [n for n in names if n.startswith("model")]
         targets = {"resources": tools[which % len(tools)], "model": models[which % len(models)]}
-        server = process.run(
-            GymServer, process, self.http, self.system, self.work, name, kind, role, life, directory, targets
-        )
+        server = process.run(GymServer, process, self.http, self.work, name, kind, role, life, directory, targets)
         server.violation = self.violation
         self.checks.servers.append(server)
         self.http.servers[name] = server
@@ -293,6 +307,40 @@ class Memory:
 MEMORY = Memory()
 
 
+def defaults(instead: dict[Any, Any]) -> list[tuple[Any, Any, Any]]:
+    """Put what stands in for a clock where functions have the machine's as a default: that was read when they were defined.
+
+    Returns the functions with what they had.
+    """
+    given: list[tuple[Any, Any, Any]] = []
+    for function in _with_clocks(len(sys.modules)):
+        values, named = function.__defaults__, function.__kwdefaults__
+        given.append((function, values, named))
+        function.__defaults__ = values and tuple(_instead(value, instead) for value in values)
+        function.__kwdefaults__ = named and {name: _instead(value, instead) for name, value in named.items()}
+    return given
+
+
+def _instead(value: Any, instead: dict[Any, Any]) -> Any:
+    return instead[value] if isinstance(value, types.BuiltinFunctionType) and value in instead else value
+
+
+@functools.lru_cache(maxsize=2)
+def _with_clocks(modules: int) -> tuple[Any, ...]:
+    """Functions of what ships that have a clock as a default; looked for again when more is loaded."""
+    found: dict[int, Any] = {}
+    for name, module in list(sys.modules.items()):
+        if name.partition(".")[0] in ("coordinator", "participant_shims"):
+            here = [each for each in vars(module).values() if getattr(each, "__module__", "") == name]
+            here += [each for owner in here if isinstance(owner, type) for each in vars(owner).values()]
+            for function in here:
+                if isinstance(function, types.FunctionType):
+                    values = [*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()]
+                    if any(value is clock for value in values for clock in CLOCKS):
+                        found[id(function)] = function
+    return tuple(found.values())
+
+
 @contextlib.contextmanager
 def made(plan: Plan) -> Generator[World]:
     """A world with its disk installed and chance under control; nothing of it is left afterwards."""
@@ -300,16 +348,18 @@ def made(plan: Plan) -> Generator[World]:
     scratch = Path(tempfile.mkdtemp(prefix="safepoint-sim-", dir=base))
     world, logs = World(plan, scratch), Logs()
     chance = Random(f"secrets {plan.seed}")
-    before = secrets.token_hex
+    before = secrets.token_hex, secrets.token_bytes
     state = global_random.getstate()
     level = logging.root.manager.disable
     logging.disable(logging.CRITICAL)
     manifest_file._parse = MEMORY.parse
     constants = (
-        (operations, "KEPT_IN_MEMORY", KEPT_IN_MEMORY), (journal, "KEPT_OUTCOMES", KEPT_OUTCOMES[plan.little_memory]),
-        (journal, "ROTATE_BYTES", 6_000), (time, "time_ns", world.wall_ns), (time, "time", lambda: world.wall_ns() / 1e9),
-        (time, "monotonic", world.loop.time),  # how often progress is told
+        (operations, "KEPT_IN_MEMORY", KEPT_IN_MEMORY), (journal_file, "KEPT_OUTCOMES", KEPT_OUTCOMES[plan.little_memory]),
+        (journal, "ROTATE_BYTES", 6_000), (time, "time_ns", world.wall_ns), (time, "time", world.wall_s), (time, "monotonic", world.loop.time),
+        (time, "sleep", world.sleep),
         (logfile, "sqlite3", logs.sqlite3),
+        (calllog_export, "SETTLED_FOR_S", SETTLED_FOR_S), (shelf, "SETTLED_FOR_S", SETTLED_FOR_S),
+        (sweeping.sweep, "__kwdefaults__", {**(sweeping.sweep.__kwdefaults__ or {}), "grace_s": GRACE_S}),
         (calllog_export, "threading", SimpleNamespace(Lock=lambda: SimLock(world.loop))),
         (os, "getpid", world.pid), (gate_process, "started", world.began),
         (ends, "output_of", lambda pid: ""), (socket, "gethostname", lambda: PROCESS.get(world.loop.outside).host),
@@ -317,13 +367,16 @@ def made(plan: Plan) -> Generator[World]:
     kept = [(module, name, getattr(module, name)) for module, name, _ in constants]
     for module, name, value in constants:
         setattr(module, name, value)
+    given = defaults({
+        CLOCKS[0]: time.time, CLOCKS[1]: time.time_ns, CLOCKS[2]: time.monotonic, CLOCKS[3]: time.sleep,
+    })  # fmt: skip
+    secrets.token_bytes = lambda nbytes=None: chance.randbytes(nbytes or 32)
     secrets.token_hex = lambda nbytes=None: f"{chance.getrandbits(8 * (nbytes or 32)):0{2 * (nbytes or 32)}x}"
     global_random.seed(f"global {plan.seed}")
     collects = gc.isenabled()
     gc.disable()  # when it runs is chance, and what it collects has callbacks
     try:
-        with installed(world.disk) as system:
-            world.system = system
+        with installed(world.disk):
             asyncio.set_event_loop(world.loop)
             try:
                 yield world
@@ -340,7 +393,9 @@ def made(plan: Plan) -> Generator[World]:
         if collects:
             gc.enable()
         logging.disable(level)
-        secrets.token_hex = before
+        secrets.token_hex, secrets.token_bytes = before
+        for function, values, named in given:
+            function.__defaults__, function.__kwdefaults__ = values, named
         manifest_file._parse = MEMORY._parse
         for module, name, value in kept:
             setattr(module, name, value)

@@ -17,6 +17,9 @@ import pytest_asyncio
 from participant_shims.adapters.vllm import VllmAdapter, VllmOptions
 from tests.vllm.real_engine import Caller, RealEngine, vllm_python
 
+# How long a whole generation takes is up to the machine; that nothing at all comes is a failure.
+PATIENCE = aiohttp.ClientTimeout(total=None, sock_read=300)
+
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     if "vllm" in (config.option.markexpr or ""):
@@ -48,7 +51,7 @@ async def shared_engine(workshop: Path) -> AsyncIterator[RealEngine]:
 @pytest.fixture
 async def http() -> AsyncIterator[aiohttp.ClientSession]:
     connector = aiohttp.TCPConnector(limit=0)
-    async with aiohttp.ClientSession(connector=connector, timeout=aiohttp.ClientTimeout(total=300)) as session:
+    async with aiohttp.ClientSession(connector=connector, timeout=PATIENCE) as session:
         yield session
 
 

@@ -30,6 +30,7 @@ class Scripted:
     resume_fault: list[Any] = field(default_factory=list)
     slow_s: float = 0.0
     deaf: bool = False  # is_paused does not answer
+    full: bool = False  # it has one slot: who comes later waits
     leaks: bool = False  # goes on generating while it is paused
     rejects: int = 0  # status for requests
     mute: bool = False  # tokens of a chat have no text, as in the middle of a character
@@ -55,7 +56,7 @@ class Scripted:
         """Every running request gets so many tokens, unless it is paused."""
         if self.paused and not self.leaks:
             return
-        for queue in self.running.values():
+        for queue in list(self.running.values())[: 1 if self.full else None]:
             for _ in range(tokens):
                 queue.put_nowait(1)
 

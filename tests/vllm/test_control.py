@@ -15,6 +15,7 @@ import pytest
 from coordinator.wire.errors import Reason, SafepointError
 from coordinator.wire.terms import CheckpointMode, QuiesceMode, Role
 from participant_shims.adapter import Exported
+from participant_shims.adapters import vllm as vllm_module
 from participant_shims.adapters.vllm import VllmAdapter, VllmOptions
 from participant_shims.engine import control as control_module
 from participant_shims.engine.control import EngineControl
@@ -33,7 +34,8 @@ ASK: dict[str, Any] = {"model": "tiny", "prompt": [1, 2, 3], "max_tokens": 8, "t
 
 @asynccontextmanager
 async def covered(engine: Scripted, life: Path, **options: Any) -> AsyncIterator[tuple[VllmAdapter, Caller]]:
-    adapter = VllmAdapter(VllmOptions("engine", "127.0.0.1:0", engine.target, life, **options))
+    name = options.pop("name", "engine")
+    adapter = VllmAdapter(VllmOptions(name, "127.0.0.1:0", engine.target, life, **options))
     await adapter.start(lambda: None)
     await adapter.describe()
     async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as http:
@@ -251,6 +253,39 @@ async def test_a_wedged_server_is_seen_by_its_canary(tmp_path: Path) -> None:
         await until(lambda: bool(engine.running))
         engine.step()
         assert await answer == ""
+
+
+async def test_an_engine_whose_streams_go_on_is_asked_for_no_token_to_show_that_it_lives(tmp_path: Path) -> None:
+    """One that is busy to the last slot lets the canary wait in its queue, and would be called wedged."""
+    async with scripted(full=True) as engine, covered(engine, tmp_path) as (adapter, caller):
+        stream = asyncio.create_task(caller.stream({**ASK, "max_tokens": 4000}))
+        await until(lambda: bool(engine.running))
+        await freeze(adapter)
+        await adapter.open()
+        alive = asyncio.create_task(adapter.alive())
+        while not alive.done():
+            engine.step()
+            await asyncio.wait({alive}, timeout=0.005)
+        assert await alive == ""
+        assert not [body for body in engine.bodies if body["max_tokens"] == 1]
+        assert (await adapter.status(0)).waiting_for == ""
+        stream.cancel()
+        await asyncio.gather(stream, return_exceptions=True)
+
+
+async def test_an_engine_whose_streams_stand_still_after_an_opening_is_called_wedged(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(vllm_module, "SPEAKS_S", 0.1)
+    monkeypatch.setattr(control_module.EngineControl.canary, "__defaults__", (0.1,))
+    async with scripted(full=True) as engine, covered(engine, tmp_path) as (adapter, caller):
+        stream = asyncio.create_task(caller.stream({**ASK, "max_tokens": 4000}))
+        await until(lambda: bool(engine.running))
+        await freeze(adapter)
+        await adapter.open()
+        assert "not one token" in await adapter.alive()
+        stream.cancel()
+        await asyncio.gather(stream, return_exceptions=True)
 
 
 # ---- freezing ---------------------------------------------------------------------------------------------------------

@@ -56,7 +56,7 @@ async def beside(
 ) -> AsyncIterator[tuple[Shim, VllmAdapter, Caller]]:
     life = path / f"life-{name}"
     life.mkdir(mode=0o700, exist_ok=True)
-    adapter = VllmAdapter(VllmOptions(name, "127.0.0.1:0", engine.target, life))
+    adapter = VllmAdapter(VllmOptions(name, "127.0.0.1:0", engine.target, life, root=path / "root"))
     options = ShimOptions(life, name, f"file:{path}/root/coordinator/address.json", path / "root", bind="unix")
     async with Shim(options, adapter) as shim, aiohttp.ClientSession() as http:
         yield shim, adapter, Caller(http, adapter.proxy.address)

@@ -53,7 +53,7 @@ async def test_four_thousand_tokens_freeze_as_fast_as_a_hundred(
         medians: dict[int, float] = {}
         cpu: dict[int, float] = {}
         for length in (100, LONG):
-            await until(lambda length=length: all(len(said.ids) >= length for said in told), 1200)
+            await until(lambda length=length: _so_long(length, told, streams), 1200)
             times: list[float] = []
             used: list[float] = []
             for number in range(TIMES):
@@ -87,6 +87,12 @@ async def test_four_thousand_tokens_freeze_as_fast_as_a_hundred(
         for task in streams:
             task.cancel()
         await asyncio.gather(*streams, return_exceptions=True)
+
+
+def _so_long(length: int, told: list[Said], streams: list[asyncio.Task[Said]]) -> bool:
+    for ended in (stream for stream in streams if stream.done()):
+        raise AssertionError(f"a stream has ended: {ended.exception()!r}")
+    return all(len(said.ids) >= length for said in told)
 
 
 async def test_streams_are_as_fast_with_the_proxy_as_without(small: VllmAdapter, http: aiohttp.ClientSession) -> None:

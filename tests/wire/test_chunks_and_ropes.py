@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import shutil
 from pathlib import Path
 
 import pytest
@@ -170,3 +171,55 @@ def test_a_chunk_that_somebody_left_before_its_name_was_durable_is_made_durable_
     chunk = Chunks(tmp_path).write(b"state")
     folder = Chunks(tmp_path).path(chunk.sha256).parent
     assert {folder, folder.parent, tmp_path} <= set(synced)
+
+
+def test_a_directory_that_somebody_left_before_its_name_was_durable_is_made_durable_before_it_is_used(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "below").mkdir()
+    synced: list[Path] = []
+    monkeypatch.setattr(Directory, "sync", lambda self: synced.append(self.path))
+    with Directory.open(tmp_path) as top:
+        top.ensure_child("below").close()
+    assert synced == [tmp_path]
+
+
+def test_a_directory_whose_name_cannot_be_made_durable_is_not_used(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "below").mkdir()
+
+    def broken(self: Directory) -> None:
+        raise OSError(5, "Input/output error")
+
+    monkeypatch.setattr(Directory, "sync", broken)
+    with Directory.open(tmp_path) as top, pytest.raises(SafepointError) as failed:
+        top.ensure_child("below")
+    assert failed.value.reason is Reason.STORAGE_FAILED
+
+
+def test_the_names_of_folders_are_made_durable_once_for_all_chunks_of_a_writer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    datas = [bytes([n]) for n in range(50)]
+    before = Chunks(tmp_path)
+    for data in datas:
+        before.write(data)
+    synced: list[Path] = []
+    sync = Directory.sync
+
+    def noting(self: Directory) -> None:
+        synced.append(self.path)
+        sync(self)
+
+    monkeypatch.setattr(Directory, "sync", noting)
+    chunks = Chunks(tmp_path)
+    written = [chunks.write(data) for data in datas]
+    assert sorted(synced) == sorted([tmp_path, tmp_path / "chunks", *(chunks.path(c.sha256).parent for c in written)])
+
+
+def test_a_writer_whose_folders_were_removed_makes_them_again(tmp_path: Path) -> None:
+    chunks = Chunks(tmp_path)
+    chunks.write(b"one")
+    shutil.rmtree(tmp_path / "chunks")
+    chunks.check(chunks.write(b"one"))

@@ -81,6 +81,27 @@ def test_a_shim_that_is_kept_out_is_known_until_it_has_given_up(now: Now) -> Non
     assert refusals.kept_out() == []
 
 
+def test_how_often_it_has_tried_is_counted_until_it_has_given_up(now: Now) -> None:
+    refusals = Refusals(now)
+    for _ in range(3):
+        refusals.note("ipv4:10.0.0.3:1", REGISTER, NO_TOKEN)
+        now.s += 4
+    assert [(one.tries, one.ago_s) for one in refusals.kept_out()] == [(3, 4.0)]
+    now.s += RECENT_S
+    refusals.note("ipv4:10.0.0.3:2", REGISTER, NO_TOKEN)
+    assert [one.tries for one in refusals.kept_out()] == [1]
+
+
+def test_a_shim_of_another_kind_or_version_is_missed_too_and_its_tries_are_no_lines(
+    now: Now, caplog: pytest.LogCaptureFixture
+) -> None:
+    refusals = Refusals(now)
+    problem = Problem(Reason.UNSUPPORTED, "It speaks safepoint.v2.")
+    refusals.note("ipv4:10.0.0.3:1", REGISTER, problem)
+    assert [one.problem for one in refusals.kept_out()] == [problem]
+    assert said(caplog) == []
+
+
 def test_only_shims_are_missed_and_only_those_refused_for_who_they_are(now: Now) -> None:
     refusals = Refusals(now)
     refusals.note("ipv4:10.0.0.3:1", "/safepoint.v1.Coordinator/GetStatus", NO_TOKEN)

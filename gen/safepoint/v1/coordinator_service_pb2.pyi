@@ -1716,6 +1716,7 @@ class GetCoordinatorStatusResponse(_message.Message):
     PARTICIPANTS_FIELD_NUMBER: _builtins.int
     LATEST_SNAPSHOT_ID_FIELD_NUMBER: _builtins.int
     SNAPSHOT_ROOT_FIELD_NUMBER: _builtins.int
+    KEPT_OUT_FIELD_NUMBER: _builtins.int
     UPLOAD_FIELD_NUMBER: _builtins.int
     coordinator_epoch: _builtins.int
     """REQUIRED."""
@@ -1734,6 +1735,10 @@ class GetCoordinatorStatusResponse(_message.Message):
         """REQUIRED. Everybody registered."""
 
     @_builtins.property
+    def kept_out(self) -> _containers.RepeatedCompositeFieldContainer[Global___Finding]:
+        """OPTIONAL. Shims that were refused for who or what they are within the last half minute; at most 20."""
+
+    @_builtins.property
     def upload(self) -> Global___UploadStatus:
         """OPTIONAL. What is uploaded; absent where nothing is."""
 
@@ -1746,11 +1751,12 @@ class GetCoordinatorStatusResponse(_message.Message):
         participants: _abc.Iterable[Global___ParticipantHealth] | None = ...,
         latest_snapshot_id: _builtins.str = ...,
         snapshot_root: _builtins.str = ...,
+        kept_out: _abc.Iterable[Global___Finding] | None = ...,
         upload: Global___UploadStatus | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["operation", b"operation", "upload", b"upload"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["coordinator_epoch", b"coordinator_epoch", "job_id", b"job_id", "latest_snapshot_id", b"latest_snapshot_id", "operation", b"operation", "participants", b"participants", "snapshot_root", b"snapshot_root", "upload", b"upload"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["coordinator_epoch", b"coordinator_epoch", "job_id", b"job_id", "kept_out", b"kept_out", "latest_snapshot_id", b"latest_snapshot_id", "operation", b"operation", "participants", b"participants", "snapshot_root", b"snapshot_root", "upload", b"upload"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

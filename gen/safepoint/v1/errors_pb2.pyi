@@ -77,6 +77,10 @@ class _ReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Reason.ValueTy
     """The ledger of rollouts does not balance."""
     REASON_PHASE_INCOMPLETE: _Reason.ValueType  # 42
     """A participant answers and works, and its phase (an export, a load) did not end before the deadline."""
+    REASON_COORDINATOR_RESTARTED: _Reason.ValueType  # 43
+    """The coordinator that ran the operation ended before it was decided, and another one has found it. Of a restore
+    everybody stays paused until Abort.
+    """
     REASON_UNKNOWN_PARTICIPANT: _Reason.ValueType  # 60
     """A participant id is not part of the topology."""
     REASON_DUPLICATE_PARTICIPANT: _Reason.ValueType  # 61
@@ -178,6 +182,10 @@ REASON_LEDGER_UNBALANCED: Reason.ValueType  # 41
 """The ledger of rollouts does not balance."""
 REASON_PHASE_INCOMPLETE: Reason.ValueType  # 42
 """A participant answers and works, and its phase (an export, a load) did not end before the deadline."""
+REASON_COORDINATOR_RESTARTED: Reason.ValueType  # 43
+"""The coordinator that ran the operation ended before it was decided, and another one has found it. Of a restore
+everybody stays paused until Abort.
+"""
 REASON_UNKNOWN_PARTICIPANT: Reason.ValueType  # 60
 """A participant id is not part of the topology."""
 REASON_DUPLICATE_PARTICIPANT: Reason.ValueType  # 61

@@ -128,8 +128,9 @@ class Saving:
         if self._shared() is None:
             return 0
         stale = self._stale(shelf)
+        dirty = set(stale)
         try:
-            tried = list(self._chosen.keys() - set(stale)) if self._tracks else []
+            tried = [session_id for session_id in self._chosen if session_id not in dirty] if self._tracks else []
             await self._write_stale(writer, shelf, stale, AHEAD_SLICE_S, until)
             await self._try_some(shelf, tried)
             self._remember(shelf)
@@ -153,7 +154,7 @@ class Saving:
             others = whole.moved(shelf.values)
             others |= {name for name, known in kept.items() if known.used and not whole.still_refers(known.used)}
             others -= set(stale)
-            stale += [session_id for session_id in others if session_id in self._chosen]
+            stale += [session_id for session_id in self._chosen if session_id in others]
             wrong = set(stale)
             whole.own((name, obj) for name, known in kept.items() if name not in wrong for obj in known.owned)
         return stale

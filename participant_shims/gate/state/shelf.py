@@ -77,7 +77,8 @@ class Shelf:
         """
         if not tidy and time.monotonic() - self._settled_at < SETTLED_FOR_S:
             return
-        self.blobs = {name: self.blobs[name] for name in self._used_blobs() if name in self.blobs}
+        used = self._used_blobs()
+        self.blobs = {name: piece for name, piece in self.blobs.items() if name in used}
         live: dict[Segment, int] = {}
         for segment, _, length in self._pieces():
             live[segment] = live.get(segment, 0) + length

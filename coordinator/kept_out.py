@@ -1,0 +1,51 @@
+"""Shims that were refused at the door, named wherever somebody misses them.
+
+The rule: who is told that nobody is registered is told who has tried. It blocks nothing: a stranger at the door must not
+keep those inside from saving.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Final
+
+from safepoint.v1 import coordinator_service_pb2 as pb
+
+from coordinator import convert
+from coordinator.wire.errors import CATALOG, Problem, Reason
+from coordinator.wire.refusals import KeptOut
+
+NAMED: Final = 3  # in an error; the rest is in `safepoint topology`
+_TOKEN: Final = "Give its server the SAFEPOINT_TOKEN_FILE of the coordinator, and start it again."
+# What a refused shim may be the cause of: somebody is not there.
+_ABSENCE: Final = frozenset({Reason.TOPOLOGY_INVALID, Reason.FINGERPRINT_MISMATCH, Reason.UNREACHABLE})
+
+
+def finding(one: KeptOut) -> pb.Finding:
+    """As the topology and the status show it."""
+    return pb.Finding(
+        blocking=False, reason=convert.wire(one.problem.reason), participant_id=one.problem.participant_id,
+        message=_sentence(one), next_step=_step(one),
+    )  # fmt: skip
+
+
+def blaming(problem: Problem, refused: Sequence[KeptOut]) -> Problem:
+    """The refusal of an operation because somebody is missing, with those that were kept out meanwhile."""
+    if not refused or problem.reason not in _ABSENCE:
+        return problem
+    named = sorted(refused, key=lambda one: one.ago_s)[:NAMED]
+    more = f" So were shims on {len(refused) - NAMED} more hosts." if len(refused) > NAMED else ""
+    text = " ".join([problem.message, *map(_sentence, named)]) + more
+    return replace(problem, message=text, next_step=" ".join(dict.fromkeys([*map(_step, named), problem.advice])))
+
+
+def _sentence(one: KeptOut) -> str:
+    times = f" {one.tries} times, the last one" if one.tries > 1 else ""
+    return f"A shim on {one.host} was refused{times} {one.ago_s:.0f} s ago, and takes no part: {one.problem.message}"
+
+
+def _step(one: KeptOut) -> str:
+    if one.problem.next_step:
+        return one.problem.next_step
+    return _TOKEN if one.problem.reason is Reason.UNAUTHENTICATED else CATALOG[one.problem.reason].next_step
