@@ -22,6 +22,7 @@ from coordinator import convert, ledger_lines, outcomes, pruning
 from coordinator.answers import ABORT, START, check_digest
 from coordinator.driver import Drive, Identity
 from coordinator.feed import Feed
+from coordinator.fetching import Fetching
 from coordinator.journal import Journal
 from coordinator.journal_file import Entry
 from coordinator.kept_out import blaming
@@ -81,6 +82,7 @@ class Operations:
         self.active: Drive | None = None
         self.latest_snapshot_id = ""
         self.uploader: Uploader | None = None  # where snapshots are copied to an object store
+        self.fetching: Fetching | None = None  # and back
         self.storage_lock = asyncio.Lock()  # prune never meets the beginning of an operation
         self._publisher = Publisher(store, journal.epoch)
         self._writer = ThreadPoolExecutor(1, "journal")  # one thread: records keep their order
@@ -277,6 +279,12 @@ class Operations:
                 return ended_before
         return None
 
+    def brought(self, snapshot_id: str) -> None:
+        """A snapshot has been fetched into the root. One that has none else is the latest now."""
+        self.latest_snapshot_id = self.latest_snapshot_id or snapshot_id
+        if self.uploader is not None:
+            self.uploader.published()
+
     def active_id(self) -> str:
         """The operation that runs, empty for none. From any thread."""
         active = self.active
@@ -288,8 +296,9 @@ class Operations:
         return self.active is None and not self._lingering
 
     def in_use(self) -> set[str]:
-        """Snapshots that an operation writes or restores now."""
-        return {drive.operation.snapshot_id for drive in (self.active, *self._lingering) if drive is not None}
+        """Snapshots that an operation writes or restores now, or that are being fetched."""
+        fetched = self.fetching.names() if self.fetching is not None else set[str]()
+        return fetched | {drive.operation.snapshot_id for drive in (self.active, *self._lingering) if drive is not None}
 
     # ---- surroundings of a drive ------------------------------------------------------------------------------------
 

@@ -26,6 +26,7 @@ from grpc import aio
 from safepoint.v1 import coordinator_service_pb2, coordinator_service_pb2_grpc
 
 from coordinator.feed import Feed
+from coordinator.fetching import Fetching
 from coordinator.history_writing import HistoryWriter
 from coordinator.journal import ADDRESS_NAME, Journal
 from coordinator.metrics import Metrics, MetricsServer, metrics_address
@@ -128,6 +129,8 @@ class Coordinator:
             await asyncio.to_thread(self.page.close)
         if self.uploader is not None:
             await asyncio.to_thread(self.uploader.close)
+        if self.operations.fetching is not None:
+            self.operations.fetching.close()
         for task in self._tasks:
             task.cancel()
         await self.operations.stop_drives()
@@ -285,6 +288,7 @@ async def serve(
             store, objects, journal.epoch, active=operations.active_id, uploaded=_told_of_uploads(history)
         )  # fmt: skip
 
+    operations.fetching = Fetching(store, objects, journal, operations.storage_lock, operations.brought)
     registration = Registration(registry, journal.epoch, settings.job_id, settings.heartbeat_s)
     service = CoordinatorService(operations, registration)
     coordinator_service_pb2_grpc.add_CoordinatorServicer_to_server(service, server)

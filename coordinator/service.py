@@ -283,6 +283,16 @@ class CoordinatorService(coordinator_service_pb2_grpc.CoordinatorServicer):
             unlisted=verified.unlisted,
         )
 
+    async def FetchSnapshot(self, request: pb.FetchSnapshotRequest, context: Context) -> pb.FetchSnapshotResponse:
+        time_budget(context)
+        name = _snapshot_id(request.snapshot_id) if request.snapshot_id else ""
+        fetching = self._operations.fetching
+        assert fetching is not None
+        done = await fetching.fetch(name, request.url)
+        return pb.FetchSnapshotResponse(
+            snapshot=snapshot_info(done.manifest), files=done.files, size_bytes=done.size_bytes, found=done.found
+        )
+
     async def PruneSnapshots(self, request: pb.PruneSnapshotsRequest, context: Context) -> pb.PruneSnapshotsResponse:
         time_budget(context)
         operations = self._operations

@@ -304,7 +304,7 @@ async def epoch_in_store(objects: Objects, within_s: float = EPOCH_WITHIN_S) -> 
     """The newest epoch that the store has copies of, for a coordinator that starts; zero when it does not say in time."""
     try:
         async with asyncio.timeout(within_s):
-            return await _in_daemon(lambda: archive.newest_epoch(objects))
+            return await in_daemon(lambda: archive.newest_epoch(objects))
     except TimeoutError:
         why = f"no answer within {within_s:.0f} s"
     except SafepointError as error:
@@ -313,7 +313,7 @@ async def epoch_in_store(objects: Objects, within_s: float = EPOCH_WITHIN_S) -> 
     return 0
 
 
-async def _in_daemon(work: Callable[[], T]) -> T:
+async def in_daemon(work: Callable[[], T]) -> T:
     """As `asyncio.to_thread`, in a thread that keeps no process from ending."""
     loop = asyncio.get_running_loop()
     answer: asyncio.Future[T] = loop.create_future()

@@ -2003,6 +2003,68 @@ class VerifySnapshotResponse(_message.Message):
 Global___VerifySnapshotResponse: _TypeAlias = VerifySnapshotResponse  # noqa: Y015
 
 @_typing.final
+class FetchSnapshotRequest(_message.Message):
+    """FetchSnapshotRequest names a snapshot in the object store."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SNAPSHOT_ID_FIELD_NUMBER: _builtins.int
+    URL_FIELD_NUMBER: _builtins.int
+    snapshot_id: _builtins.str
+    """OPTIONAL. Empty means the newest one that is there."""
+    url: _builtins.str
+    """OPTIONAL. Where the caller expects it to be; anything but the URL that this coordinator uploads to is refused. Empty: there."""
+    def __init__(
+        self,
+        *,
+        snapshot_id: _builtins.str = ...,
+        url: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["snapshot_id", b"snapshot_id", "url", b"url"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___FetchSnapshotRequest: _TypeAlias = FetchSnapshotRequest  # noqa: Y015
+
+@_typing.final
+class FetchSnapshotResponse(_message.Message):
+    """FetchSnapshotResponse is the snapshot as it is here now."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SNAPSHOT_FIELD_NUMBER: _builtins.int
+    FILES_FIELD_NUMBER: _builtins.int
+    SIZE_BYTES_FIELD_NUMBER: _builtins.int
+    FOUND_FIELD_NUMBER: _builtins.int
+    files: _builtins.int
+    """REQUIRED. Files that were copied; zero when it was here already."""
+    size_bytes: _builtins.int
+    """REQUIRED. Their bytes."""
+    found: _builtins.bool
+    """REQUIRED. Whether it was here already."""
+    @_builtins.property
+    def snapshot(self) -> Global___SnapshotInfo:
+        """REQUIRED."""
+
+    def __init__(
+        self,
+        *,
+        snapshot: Global___SnapshotInfo | None = ...,
+        files: _builtins.int = ...,
+        size_bytes: _builtins.int = ...,
+        found: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["snapshot", b"snapshot"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["files", b"files", "found", b"found", "size_bytes", b"size_bytes", "snapshot", b"snapshot"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___FetchSnapshotResponse: _TypeAlias = FetchSnapshotResponse  # noqa: Y015
+
+@_typing.final
 class PruneSnapshotsRequest(_message.Message):
     """PruneSnapshotsRequest says what is kept."""
 
