@@ -16,6 +16,7 @@ from safepoint.v1 import coordinator_service_pb2 as pb
 from coordinator.cli_output import short
 from coordinator.cli_views import operation_text, table
 from coordinator.client_results import no_client_s, seconds, upload_from
+from coordinator.wire.rpc import problem_from_detail
 
 if TYPE_CHECKING:
     from rich.console import Group
@@ -149,6 +150,8 @@ def upload_lines(status: pb.GetCoordinatorStatusResponse) -> Iterator[str]:
     yield f"upload to {upload.url}: {waiting}{last}"
     told = [upload_from(one) for one in upload.snapshots]
     yield from (f"upload of {one.snapshot_id}: {one.line}" for one in told if one.state in ("uploading", "failed"))
+    if upload.HasField("problem") and not any(one.state == "failed" for one in told):
+        yield f"nothing can be uploaded: {problem_from_detail(upload.problem)}"
 
 
 def phase_text(operation: pb.OperationStatus, since_s: float = 0.0) -> str:

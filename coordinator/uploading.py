@@ -145,9 +145,15 @@ class Uploader:
         """All that wait, as status shows them."""
         with self._lock:
             unsent, last, looking = self._uploads.unsent(), self._uploads.uploaded_last, self._looking
+            problem = self._uploads.store_problem
         now = self._clock()
         shown = [_message(one, now) for one in unsent[:MAX_SHOWN]]
-        return pb.UploadStatus(url=self.url, waiting=len(unsent), snapshots=shown, uploaded_last=last, looking=looking)
+        status = pb.UploadStatus(
+            url=self.url, waiting=len(unsent), snapshots=shown, uploaded_last=last, looking=looking
+        )
+        if problem is not None:
+            status.problem.CopyFrom(detail_from_problem(problem))
+        return status
 
     def figures(self) -> Figures:
         """For metrics."""
@@ -176,7 +182,31 @@ class Uploader:
         if look:
             self._look_around()
         with self._lock:
-            return self._uploads.next(self._clock())
+            name = self._uploads.next(self._clock())
+            ask = name is None and not self._epoch_checked and not self._uploads.store_wait_s(self._clock())
+        if ask:
+            self._ask()
+        return name
+
+    def _ask(self) -> None:
+        """Whether the store would take anything, before there is anything: wrong credentials are found at the start."""
+        try:
+            self._give_way()
+            self._check_epoch()
+        except SafepointError as error:
+            problem = error.problem
+        except _Ended:
+            raise
+        except Exception as error:
+            log.exception("asking the store failed")
+            problem = _unexpected(error)
+        else:
+            with self._lock:
+                self._uploads.answered()
+            return
+        with self._lock:
+            wait_s = self._uploads.stumbled(problem, self._clock(), self._jitter()) - self._clock()
+        log.warning("nothing could be uploaded, the store is asked again in %.0f s: %s", wait_s, problem)
 
     def _look_around(self) -> None:
         self._give_way()
@@ -185,7 +215,7 @@ class Uploader:
         except SafepointError as error:
             log.warning("what is to be uploaded cannot be listed: %s", error)
             with self._lock:
-                self._look, self._look_at = True, self._uploads.stumbled(self._clock(), self._jitter())
+                self._look, self._look_at = True, self._uploads.stumbled(error.problem, self._clock(), self._jitter())
             return
         with self._lock:
             self._times = {one.snapshot_id: one.create_time.ToMilliseconds() / 1e3 for one in listed}
@@ -199,6 +229,7 @@ class Uploader:
                 raise _Ended
             now = self._clock()
             waits = [self._uploads.wait_s(now), max(0.0, self._look_at - now) if self._look else None]
+            waits += [self._uploads.store_wait_s(now)] if not self._epoch_checked else []
             pause_s = min((each for each in waits if each is not None), default=None)
             if pause_s != 0.0:
                 self._news.wait(pause_s)
@@ -223,7 +254,7 @@ class Uploader:
             raise
         except Exception as error:  # a store's driver may raise anything, and the thread must live
             log.exception("uploading %s failed", name)
-            self._failed_with(name, Problem(Reason.INTERNAL, f"The upload failed: {type(error).__name__}."))
+            self._failed_with(name, _unexpected(error))
         else:
             self._succeeded_with(name, copied, self._clock() - began)
 
@@ -286,6 +317,10 @@ class Uploader:
         self._uploaded(
             Uploaded(name, operation_id, self.url, copied.files, copied.size_bytes, took_s, one.attempts, copied.found)
         )
+
+
+def _unexpected(error: Exception) -> Problem:
+    return Problem(Reason.INTERNAL, f"The upload failed: {type(error).__name__}.")
 
 
 def _message(one: Upload, now: float) -> pb.SnapshotUpload:

@@ -50,6 +50,7 @@ class Uploads:
         self._all: dict[str, Upload] = {}
         self._store_waits_until = 0.0
         self._store_failures = 0
+        self.store_problem: Problem | None = None  # what keeps all of them from it
         self.uploaded_last = ""
 
     def found(self, newest_first: Sequence[str]) -> None:
@@ -59,6 +60,10 @@ class Uploads:
     def next(self, now: float) -> str | None:
         """The one to try now."""
         return next((one.snapshot_id for one in self._waiting() if self._due_at(one) <= now), None)
+
+    def store_wait_s(self, now: float) -> float:
+        """How long the store is left alone."""
+        return max(0.0, self._store_waits_until - now)
 
     def wait_s(self, now: float) -> float | None:
         """How long nothing is to be done; None: until something is published."""
@@ -80,7 +85,7 @@ class Uploads:
 
     def done(self, name: str) -> None:
         """The store has it, whole."""
-        self._store_failures, self._store_waits_until = 0, 0.0
+        self.answered()
         self.uploaded_last = name
         if (one := self._all.get(name)) is not None:
             self._all[name] = replace(
@@ -89,13 +94,18 @@ class Uploads:
 
     def failed(self, name: str, problem: Problem, now: float, jitter: float = 1.0) -> None:
         """A try has failed. `jitter`: 0.5 to 1, so that the jobs of one store do not come back all at once."""
-        next_at = self.stumbled(now, jitter) if problem.reason in _OF_STORE else now + STUCK_S * jitter
+        next_at = self.stumbled(problem, now, jitter) if problem.reason in _OF_STORE else now + STUCK_S * jitter
         if (one := self._all.get(name)) is not None:
             self._all[name] = replace(one, state=UploadState.FAILED, problem=problem, next_at=next_at)
 
-    def stumbled(self, now: float, jitter: float = 1.0) -> float:
-        """The store, or the root, does not answer: nothing is tried until the instant that is returned."""
+    def answered(self) -> None:
+        """The store does as it is asked."""
+        self._store_failures, self._store_waits_until, self.store_problem = 0, 0.0, None
+
+    def stumbled(self, problem: Problem, now: float, jitter: float = 1.0) -> float:
+        """The store, or the root, fails: nothing is tried until the instant that is returned."""
         self._store_failures += 1
+        self.store_problem = problem
         wait_s = min(MOST_S, FIRST_S * 2.0 ** min(self._store_failures - 1, 16))
         self._store_waits_until = now + wait_s * jitter
         return self._store_waits_until

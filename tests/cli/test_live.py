@@ -77,6 +77,9 @@ def test_what_is_on_its_way_to_the_object_store_is_said_with_what_keeps_it_from_
     status.upload.looking = True
     assert "upload to s3://bucket/run: looking what is there" in text(Look(status), 0.0)
     status.upload.looking = False
+    status.upload.problem.CopyFrom(detail_from_problem(Problem(Reason.STORAGE_FAILED, "Who are you?", "Say it.")))
+    assert "nothing can be uploaded: Who are you? Next: Say it." in text(Look(status), 0.0)
+    status.upload.ClearField("problem")
     assert "upload to s3://bucket/run: all is there" in text(Look(status), 0.0)
     status.upload.waiting, status.upload.uploaded_last = 2, "step-40"
     sending = status.upload.snapshots.add(snapshot_id="step-42", state=pb.UPLOAD_STATE_UPLOADING)

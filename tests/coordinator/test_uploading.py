@@ -292,6 +292,33 @@ def test_what_is_no_epoch_in_a_store_is_none(store: Store, tmp_path: Path) -> No
     assert archive.newest_epoch(store) == 7
 
 
+def test_a_store_that_would_take_nothing_is_found_before_there_is_anything_to_upload(
+    root: SnapshotStore, store: Store, begin: Callable[..., Uploader]
+) -> None:
+    asked = 0
+    names = store.names
+
+    def refuse_twice(below: str = "") -> list[str]:
+        nonlocal asked
+        asked += 1
+        if asked <= 2:
+            raise refuse(Reason.STORAGE_FAILED, "Who are you?", next_step="Say it.")
+        seen.wait(20)
+        return names(below)
+
+    store.names = refuse_twice
+    seen = threading.Event()
+    uploader = begin(store)
+    wait(lambda: asked == 3)
+    assert uploader.status().problem.next_step == "Say it."
+    seen.set()
+    wait(lambda: not uploader.status().HasField("problem"))
+    make(root, "step-1")
+    uploader.published()
+    wait(lambda: uploader.status().uploaded_last == "step-1")
+    assert asked == 3, "once it has answered it is not asked again"
+
+
 async def test_a_store_that_does_not_answer_keeps_no_coordinator_from_starting(store: Store) -> None:
     release = threading.Event()
 

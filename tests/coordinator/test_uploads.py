@@ -56,8 +56,10 @@ def test_when_the_store_fails_all_wait_twice_as_long_each_time_up_to_a_limit(upl
     assert waits[:3] == [FIRST_S, 2 * FIRST_S, 4 * FIRST_S]
     assert waits[-1] == MOST_S
     assert uploads.of("step-3").attempts == 9
+    assert uploads.store_problem == DOWN
     uploads.began("step-3")
     uploads.done("step-3")
+    assert uploads.store_problem is None
     assert uploads.next(now) == "step-2", "the store is back: nobody waits any more"
     uploads.began("step-2")
     uploads.failed("step-2", DOWN, now)

@@ -1437,6 +1437,7 @@ class UploadStatus(_message.Message):
     SNAPSHOTS_FIELD_NUMBER: _builtins.int
     UPLOADED_LAST_FIELD_NUMBER: _builtins.int
     LOOKING_FIELD_NUMBER: _builtins.int
+    PROBLEM_FIELD_NUMBER: _builtins.int
     url: _builtins.str
     """REQUIRED. Where to."""
     waiting: _builtins.int
@@ -1449,6 +1450,10 @@ class UploadStatus(_message.Message):
     def snapshots(self) -> _containers.RepeatedCompositeFieldContainer[Global___SnapshotUpload]:
         """REQUIRED. Those, newest first, at most 20."""
 
+    @_builtins.property
+    def problem(self) -> _errors_pb2.ErrorDetail:
+        """OPTIONAL. Why the store, or the root, keeps all of them waiting; absent when the last try was answered."""
+
     def __init__(
         self,
         *,
@@ -1457,10 +1462,11 @@ class UploadStatus(_message.Message):
         snapshots: _abc.Iterable[Global___SnapshotUpload] | None = ...,
         uploaded_last: _builtins.str = ...,
         looking: _builtins.bool = ...,
+        problem: _errors_pb2.ErrorDetail | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["problem", b"problem"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["looking", b"looking", "snapshots", b"snapshots", "uploaded_last", b"uploaded_last", "url", b"url", "waiting", b"waiting"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["looking", b"looking", "problem", b"problem", "snapshots", b"snapshots", "uploaded_last", b"uploaded_last", "url", b"url", "waiting", b"waiting"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
