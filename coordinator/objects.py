@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import errno
 import importlib
+import math
 import os
 from collections.abc import Generator, Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -26,6 +27,9 @@ from coordinator.wire.errors import Reason, SafepointError, refuse
 from coordinator.wire.extras import NotInstalled, install_extra
 
 _CHUNK: Final = 4 << 20
+_PART: Final = 8 << 20
+_PARTS_AT_ONCE: Final = 4
+_MOST_PARTS: Final = 9000  # S3 takes 10,000
 _WHAT_A_STORE_IS: Final = (
     "Give s3://bucket/prefix, another URL that fsspec knows, or an absolute path, without credentials."
 )
@@ -181,7 +185,7 @@ class FsspecObjects:
             if not self._conditional and self._fs.exists(path):
                 raise FileExistsError(key)
             try:
-                self._fs.put_file(f"/proc/self/fd/{file}", path, **({"mode": "create"} if self._conditional else {}))
+                self._fs.put_file(f"/proc/self/fd/{file}", path, **self._how(file))
             except OSError as error:
                 if isinstance(error, FileNotFoundError):  # not the file, which is open: there is no such bucket
                     raise refuse(
@@ -213,6 +217,13 @@ class FsspecObjects:
             except FileNotFoundError:
                 return []  # prefixes are not made, they are there when something has them
             return sorted(each.rstrip("/").rpartition("/")[2] for each in found)
+
+    def _how(self, file: int) -> dict[str, Any]:
+        """Once, and in parts: s3fs holds ten of 50 MB at a time, which is more than a coordinator is to need."""
+        if not self._conditional:
+            return {}
+        part = max(_PART, math.ceil(os.fstat(file).st_size / _MOST_PARTS))
+        return {"mode": "create", "chunksize": part, "max_concurrency": _PARTS_AT_ONCE}
 
     @property
     def _conditional(self) -> bool:

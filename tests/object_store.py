@@ -65,6 +65,7 @@ class Door:
         self.before: Callable[[str, str], None] = lambda *_: None
         self.after: Callable[[str, str], None] = lambda *_: None
         self.seen: list[tuple[str, str]] = []
+        self.body_size = 0  # of the request that has come last
         door = self
 
         class Handler(BaseHTTPRequestHandler):
@@ -75,6 +76,7 @@ class Door:
 
             def _pass(self) -> None:
                 body = self._body()
+                door.body_size = len(body)
                 try:
                     door.seen.append((self.command, self.path))
                     door.before(self.command, self.path)

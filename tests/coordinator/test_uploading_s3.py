@@ -21,6 +21,7 @@ from coordinator.objects import Objects, objects_at
 from coordinator.publication import Publisher
 from coordinator.snapshots import SnapshotStore
 from coordinator.uploading import Uploader
+from coordinator.wire.beneath import Directory
 from coordinator.wire.errors import Reason
 from tests.coordinator.test_snapshots import make, refused
 from tests.coordinator.test_uploading import FAST, idle, states, wait
@@ -134,6 +135,22 @@ def test_a_flipped_byte_in_the_store_is_found(
         error = refused(look, objects, "step-1")
         assert error.reason is Reason.SNAPSHOT_CORRUPT
         assert "step-1/agent/state.bin is damaged" in error.problem.message
+
+
+def test_a_large_object_goes_in_parts_that_fit_into_memory_and_is_made_once_all_the_same(
+    door: Door, objects: Objects, tmp_path: Path
+) -> None:
+    data = bytes(range(256)) * (80 << 10)  # 20 MiB
+    (tmp_path / "large").write_bytes(data)
+    sizes: list[int] = []
+    with Directory.open(tmp_path) as directory, directory.opened("large") as file:
+        door.before = lambda method, path: sizes.append(door.body_size) if "partNumber" in path else None
+        objects.put_new("large", file)
+        with pytest.raises(FileExistsError):
+            objects.put_new("large", file)
+    assert len(sizes) == 6
+    assert max(sizes) < 9 << 20
+    assert b"".join(objects.chunks("large")) == data
 
 
 @pytest.mark.slow
