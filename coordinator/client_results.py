@@ -65,11 +65,17 @@ class Rollout:
         return self.state is RolloutState.EXCLUDED
 
 
+SILENT_UPLOAD_S: Final = (
+    30.0  # a chunk has 8 MB: a link that takes longer for one, or a store that hangs, is worth a word
+)
+
+
 @dataclass(frozen=True, slots=True)
 class UploadSummary:
     """The copy of a snapshot in the object store. `state`: pending, uploading, uploaded or failed.
 
     `problem`: why the last try failed, with what to do next. `next_try_s`: seconds until the next one; None when none failed.
+    `unchanged_s`: while it is copied, seconds since the last file was there.
     """
 
     snapshot_id: str
@@ -79,12 +85,15 @@ class UploadSummary:
     bytes_total: int = 0
     problem: str = ""
     next_try_s: float | None = None
+    unchanged_s: float = 0.0
 
     @property
     def line(self) -> str:
         """For people, such as "failed, the next try in 40 s: ..."."""
-        if self.state == "uploading" and self.bytes_total:
-            return f"uploading, {size_text(self.bytes_done)} of {size_text(self.bytes_total)}"
+        if self.state == "uploading":
+            far = f", {size_text(self.bytes_done)} of {size_text(self.bytes_total)}" if self.bytes_total else ""
+            silent = f", no file in {self.unchanged_s:.0f} s" if self.unchanged_s >= SILENT_UPLOAD_S else ""
+            return f"uploading{far}{silent}"
         if self.state != "failed":
             return self.state
         when = f", the next try in {self.next_try_s:.0f} s" if self.next_try_s is not None else ""
@@ -437,6 +446,7 @@ def upload_from(told: pb.SnapshotUpload) -> UploadSummary:
         told.bytes_total,
         str(problem_from_detail(told.problem)) if told.HasField("problem") else "",
         seconds(told.next_try) if told.HasField("next_try") else None,
+        seconds(told.unchanged_for),
     )
 
 

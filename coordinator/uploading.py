@@ -238,7 +238,7 @@ class Uploader:
 
     def _upload(self, name: str) -> None:
         with self._lock:
-            self._uploads.began(name)
+            self._uploads.began(name, self._clock())
         began = self._clock()
         try:
             self._give_way()
@@ -275,7 +275,7 @@ class Uploader:
 
     def _moved(self, name: str, far: archive.Sending) -> None:
         with self._lock:
-            self._uploads.moved(name, far.files_done, far.files, far.bytes_done, far.size_bytes)
+            self._uploads.moved(name, self._clock(), far.files_done, far.files, far.bytes_done, far.size_bytes)
         self._give_way()
 
     def _give_way(self) -> None:
@@ -328,6 +328,8 @@ def _message(one: Upload, now: float) -> pb.SnapshotUpload:
         snapshot_id=one.snapshot_id, state=convert.wire(one.state), attempts=one.attempts,
         files_done=one.files_done, files_total=one.files, bytes_done=one.bytes_done, bytes_total=one.size_bytes,
     )  # fmt: skip
+    if one.state is UploadState.UPLOADING:
+        made.unchanged_for.CopyFrom(convert.duration(max(0.0, now - one.moved_at)))
     if one.problem is not None:
         made.problem.CopyFrom(detail_from_problem(one.problem))
         if one.state is UploadState.FAILED:

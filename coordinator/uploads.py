@@ -30,7 +30,8 @@ class UploadState(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class Upload:
-    """One snapshot. `next_at`: when it may be tried; zero: at once. `problem`: why the last try failed."""
+    """One snapshot. `next_at`: when it may be tried; zero: at once. `problem`: why the last try failed. `moved_at`: when the last
+    file was there, or the try began."""
 
     snapshot_id: str
     state: UploadState = UploadState.PENDING
@@ -41,6 +42,7 @@ class Upload:
     size_bytes: int = 0
     problem: Problem | None = None
     next_at: float = 0.0
+    moved_at: float = 0.0
 
 
 class Uploads:
@@ -69,18 +71,18 @@ class Uploads:
         """How long nothing is to be done; None: until something is published."""
         return min((max(0.0, self._due_at(one) - now) for one in self._waiting()), default=None)
 
-    def began(self, name: str) -> None:
+    def began(self, name: str, now: float) -> None:
         """A try begins."""
         one = self._all.get(name) or Upload(name)
         self._all[name] = replace(
-            one, state=UploadState.UPLOADING, attempts=one.attempts + 1, files_done=0, bytes_done=0
+            one, state=UploadState.UPLOADING, attempts=one.attempts + 1, files_done=0, bytes_done=0, moved_at=now
         )
 
-    def moved(self, name: str, files_done: int, files: int, bytes_done: int, size_bytes: int) -> None:
+    def moved(self, name: str, now: float, files_done: int, files: int, bytes_done: int, size_bytes: int) -> None:
         """So much of it is there."""
         if (one := self._all.get(name)) is not None:
             self._all[name] = replace(
-                one, files_done=files_done, files=files, bytes_done=bytes_done, size_bytes=size_bytes
+                one, files_done=files_done, files=files, bytes_done=bytes_done, size_bytes=size_bytes, moved_at=now
             )
 
     def done(self, name: str) -> None:

@@ -89,7 +89,9 @@ def test_what_is_on_its_way_to_the_object_store_is_said_with_what_keeps_it_from_
     failed.next_try.FromSeconds(40)
     shown = text(Look(status), 0.0)
     assert "upload to s3://bucket/run: 2 snapshots to go, step-40 is there" in shown
-    assert "upload of step-42: uploading, 1.0 MB of 2.0 MB" in shown
+    assert "upload of step-42: uploading, 1.0 MB of 2.0 MB\n" in re.sub(" +\n", "\n", shown)
+    sending.unchanged_for.FromSeconds(80)
+    assert "uploading, 1.0 MB of 2.0 MB, no file in 80 s" in text(Look(status), 0.0)
     assert "upload of step-41: failed, the next try in 40 s: It is away. Next: Mend it." in shown
 
 

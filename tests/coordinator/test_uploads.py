@@ -20,7 +20,7 @@ def uploads() -> Uploads:
 
 def test_the_newest_goes_first_and_one_that_is_published_meanwhile_before_the_older_ones(uploads: Uploads) -> None:
     assert uploads.next(0) == "step-3"
-    uploads.began("step-3")
+    uploads.began("step-3", 0.0)
     assert uploads.next(0) == "step-2", "what is being sent is not sent twice"
     uploads.done("step-3")
     uploads.found(["step-4", "step-3", "step-2", "step-1"])
@@ -31,7 +31,7 @@ def test_the_newest_goes_first_and_one_that_is_published_meanwhile_before_the_ol
 
 def test_what_is_gone_needs_no_copy(uploads: Uploads) -> None:
     uploads.found(["step-3"])
-    uploads.began("step-3")
+    uploads.began("step-3", 0.0)
     uploads.done("step-3")
     assert uploads.next(0) is None
     assert uploads.wait_s(0) is None
@@ -45,7 +45,7 @@ def test_when_the_store_fails_all_wait_twice_as_long_each_time_up_to_a_limit(upl
     for _ in range(9):
         name = uploads.next(now)
         assert name == "step-3"
-        uploads.began(name)
+        uploads.began(name, 0.0)
         uploads.failed(name, DOWN, now)
         assert uploads.next(now) is None
         wait_s = uploads.wait_s(now)
@@ -57,28 +57,28 @@ def test_when_the_store_fails_all_wait_twice_as_long_each_time_up_to_a_limit(upl
     assert waits[-1] == MOST_S
     assert uploads.of("step-3").attempts == 9
     assert uploads.store_problem == DOWN
-    uploads.began("step-3")
+    uploads.began("step-3", 0.0)
     uploads.done("step-3")
     assert uploads.store_problem is None
     assert uploads.next(now) == "step-2", "the store is back: nobody waits any more"
-    uploads.began("step-2")
+    uploads.began("step-2", 0.0)
     uploads.failed("step-2", DOWN, now)
     assert uploads.wait_s(now) == FIRST_S, "and begins to count anew"
 
 
 def test_what_is_wrong_with_one_snapshot_keeps_no_other_from_its_turn(uploads: Uploads) -> None:
-    uploads.began("step-3")
+    uploads.began("step-3", 0.0)
     uploads.failed("step-3", DAMAGED, 100.0)
     assert uploads.next(100.0) == "step-2"
     assert uploads.of("step-3").state is UploadState.FAILED
     for name in ("step-2", "step-1"):
-        uploads.began(name)
+        uploads.began(name, 0.0)
         uploads.done(name)
     assert uploads.wait_s(100.0) == STUCK_S
     assert uploads.next(100.0 + STUCK_S) == "step-3", "somebody may have mended it"
 
 
 def test_the_jobs_of_a_store_do_not_come_back_all_at_once(uploads: Uploads) -> None:
-    uploads.began("step-3")
+    uploads.began("step-3", 0.0)
     uploads.failed("step-3", DOWN, 0.0, jitter=0.5)
     assert uploads.wait_s(0.0) == FIRST_S / 2

@@ -1383,6 +1383,7 @@ class SnapshotUpload(_message.Message):
     BYTES_TOTAL_FIELD_NUMBER: _builtins.int
     PROBLEM_FIELD_NUMBER: _builtins.int
     NEXT_TRY_FIELD_NUMBER: _builtins.int
+    UNCHANGED_FOR_FIELD_NUMBER: _builtins.int
     snapshot_id: _builtins.str
     """REQUIRED."""
     state: Global___UploadState.ValueType
@@ -1405,6 +1406,10 @@ class SnapshotUpload(_message.Message):
     def next_try(self) -> _duration_pb2.Duration:
         """OPTIONAL. When it is tried next, from now; absent when nothing has failed."""
 
+    @_builtins.property
+    def unchanged_for(self) -> _duration_pb2.Duration:
+        """OPTIONAL. While it is copied: time since the last file was there, or the try began."""
+
     def __init__(
         self,
         *,
@@ -1417,10 +1422,11 @@ class SnapshotUpload(_message.Message):
         bytes_total: _builtins.int = ...,
         problem: _errors_pb2.ErrorDetail | None = ...,
         next_try: _duration_pb2.Duration | None = ...,
+        unchanged_for: _duration_pb2.Duration | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["next_try", b"next_try", "problem", b"problem"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["next_try", b"next_try", "problem", b"problem", "unchanged_for", b"unchanged_for"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempts", b"attempts", "bytes_done", b"bytes_done", "bytes_total", b"bytes_total", "files_done", b"files_done", "files_total", b"files_total", "next_try", b"next_try", "problem", b"problem", "snapshot_id", b"snapshot_id", "state", b"state"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempts", b"attempts", "bytes_done", b"bytes_done", "bytes_total", b"bytes_total", "files_done", b"files_done", "files_total", b"files_total", "next_try", b"next_try", "problem", b"problem", "snapshot_id", b"snapshot_id", "state", b"state", "unchanged_for", b"unchanged_for"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
