@@ -82,13 +82,19 @@ def topology_view(topology: pb.GetTopologyResponse) -> Group:
         )
     # Where nobody is, a finding says so.
     lines: list[Any] = [people, Text(f"fingerprint {topology.fingerprint}")] if people.row_count else []
-    for finding in sorted(topology.findings, key=lambda f: not f.blocking):
+    for head, finding in sorted(map(_headed, topology.findings), key=lambda each: _HEADS.index(each[0])):
         who_text = f"{finding.participant_id}: " if finding.participant_id else ""
-        head = "BLOCKING" if finding.blocking else "costs"
-        if not finding.blocking and int(finding.reason) in KEPT_OUT:
-            head = "REFUSED"
         lines.append(Text(f"{head}: {who_text}{finding.message}\n  Next: {finding.next_step}"))
     return Group(*lines)
+
+
+# A cause before what follows from it: a shim that is refused is missed by somebody.
+_HEADS: Final = ("REFUSED", "BLOCKING", "costs")
+
+
+def _headed(finding: pb.Finding) -> tuple[str, pb.Finding]:
+    refused = not finding.blocking and int(finding.reason) in KEPT_OUT
+    return "BLOCKING" if finding.blocking else "REFUSED" if refused else "costs", finding
 
 
 def snapshots_view(published: Sequence[SnapshotSummary], invalid: Mapping[str, str]) -> Group:
@@ -134,7 +140,10 @@ def snapshot_text(one: SnapshotSummary) -> str:
         f"size          {size_text(one.size_bytes)} ({one.size_bytes} bytes)",
         f"participants  {', '.join(one.participant_ids)}",
         f"rollouts      {totals.all}: {totals.completed} completed, {totals.parked} parked, {totals.pending} pending, "
-        f"{totals.excluded} excluded",
+        f"{totals.excluded} excluded"
+        + (
+            f" (`safepoint snapshots show {one.snapshot_id} --rollouts` says which, and why)" if totals.excluded else ""
+        ),
         f"fingerprint   {one.topology_fingerprint}",
     ]
     lines += [f"metadata      {key} = {value}" for key, value in sorted(one.metadata.items())]

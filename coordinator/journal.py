@@ -97,6 +97,8 @@ class Journal:
         newest, made_by = self._at_newest(epoch_of)
         if newest >= _LAST_NUMBER:
             raise _used_up(str(self._of(newest)))
+        if not accepted:
+            self._at_newest(read)  # before the epoch: a start that is refused must not end the coordinator that runs
         said = {str(self._of(newest)): made_by or 0, str(directory.path / ADDRESS_NAME): _announced(directory)}
         self.epoch = self.with_reserve(lambda: _raise_epoch(directory, {**above, **said}))
         if accepted:
@@ -263,6 +265,16 @@ class Journal:
         """Note that we are here, for whoever comes after us. Raises STORAGE_*."""
         with suppress(FileNotFoundError):
             self._directory.touch(f"epoch-{self.epoch}")
+
+    def keep_in_place(self) -> None:
+        """Write the file anew when somebody has removed or changed it: what matters is in memory. Where appends are made."""
+        if self._broken or self._file < 0:
+            return
+        with suppress(FileNotFoundError):
+            if self._directory.size(_name(self._number)) == self._size:
+                return
+        log.warning("%s was removed or changed: it is written anew", self.path)
+        self._rotate()
 
     def require_epoch(self) -> None:
         """Raise STALE_EPOCH when a coordinator has started after us, STORAGE_FAILED when our log is not in its place."""

@@ -14,20 +14,18 @@ import asyncio
 import logging
 import time
 from collections.abc import Awaitable, Callable, Iterable, Mapping
-from typing import Any, Final
+from typing import Any
 
 from coordinator.journal import Journal
 from coordinator.journal_file import MEMBERS, Entry
 from coordinator.protocol.records import participant_from_json, participant_to_json
-from coordinator.protocol.topology import Participant
+from coordinator.protocol.topology import NEVER, Participant
 from coordinator.registry import Registry
 from coordinator.wire.errors import Problem, SafepointError
 from coordinator.wire.ids import OperationId, ParticipantId
 from coordinator.wire.terms import Role
 
 log = logging.getLogger(__name__)
-
-NEVER: Final = "not heard of since this coordinator started"
 
 
 class Membership:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import OrderedDict
-from collections.abc import Awaitable, Callable, Collection, Coroutine, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any, Final, Protocol
@@ -18,11 +18,12 @@ from typing import Any, Final, Protocol
 from google.protobuf import json_format
 from safepoint.v1 import coordinator_service_pb2, manifest_pb2
 
-from coordinator import convert, ledger_lines, outcomes, pruning
+from coordinator import outcomes, restore_totals
 from coordinator.answers import ABORT, START, check_digest
 from coordinator.driver import Drive, Identity
 from coordinator.feed import Feed
 from coordinator.fetching import Fetching
+from coordinator.housekeeping import Housekeeping
 from coordinator.journal import Journal
 from coordinator.journal_file import Entry
 from coordinator.kept_out import blaming
@@ -34,26 +35,24 @@ from coordinator.preflight import Discovery, check_restorable
 from coordinator.protocol import events as core
 from coordinator.protocol.legality import BEFORE_PUBLISH
 from coordinator.protocol.operation import Limits, Operation, Outcome
+from coordinator.protocol.sentences import in_the_way
 from coordinator.protocol.topology import Participant, Topology, fingerprint, refusal, validate
 from coordinator.protocol.transaction import Transaction
 from coordinator.publication import Cut, Publisher
 from coordinator.registry import ENDED
-from coordinator.reporting import snapshot_info
-from coordinator.retention import Retention
 from coordinator.settings import Settings
 from coordinator.settling import Settling
 from coordinator.snapshots import SnapshotStore
 from coordinator.uploading import Uploader
 from coordinator.wire import failpoints, logs
 from coordinator.wire.errors import Problem, Reason, Refused, SafepointError, refuse
-from coordinator.wire.ids import OperationId, SnapshotId
+from coordinator.wire.ids import OperationId
 from coordinator.wire.refusals import KeptOut
-from coordinator.wire.terms import OperationKind, Phase, Role, RolloutState
+from coordinator.wire.terms import OperationKind, Phase, Role
 
 log = logging.getLogger(__name__)
 
 KEPT_IN_MEMORY: Final = 20  # ended operations with their events, for Explain
-MAX_DIVERGED: Final = 20
 EXPLAIN_WITHIN_S: Final = 3.0  # the successor of a shim that died needs a second or two to say how
 
 
@@ -84,6 +83,9 @@ class Operations:
         self.uploader: Uploader | None = None  # where snapshots are copied to an object store
         self.fetching: Fetching | None = None  # and back
         self.storage_lock = asyncio.Lock()  # prune never meets the beginning of an operation
+        self.housekeeping = Housekeeping(
+            settings, store, journal, self.storage_lock, self.in_use, lambda: self.latest_snapshot_id, self._unsent
+        )
         self._publisher = Publisher(store, journal.epoch)
         self._writer = ThreadPoolExecutor(1, "journal")  # one thread: records keep their order
         self._lingering: dict[Drive, None] = {}  # in the order in which they ended
@@ -279,6 +281,9 @@ class Operations:
                 return ended_before
         return None
 
+    def _unsent(self, newest_first: Sequence[str]) -> dict[str, str]:
+        return self.uploader.kept(newest_first, self.settings.keep_unsent) if self.uploader is not None else {}
+
     def brought(self, snapshot_id: str) -> None:
         """A snapshot has been fetched into the root. One that has none else is the latest now."""
         self.latest_snapshot_id = self.latest_snapshot_id or snapshot_id
@@ -340,38 +345,7 @@ class Operations:
         return self.store.published_by(drive.operation.snapshot_id, drive.operation.operation_id)
 
     async def restore_done(self, drive: Drive) -> coordinator_service_pb2.RestoreDone:
-        done = coordinator_service_pb2.RestoreDone()
-        if drive.manifest is not None:
-            done.snapshot.CopyFrom(snapshot_info(drive.manifest))
-            done.totals.CopyFrom(drive.manifest.totals)
-        diverged: dict[str, manifest_pb2.LedgerEntry] = {}
-        for reply in drive.replies.values():
-            done.sessions += reply.sessions
-            diverged |= {entry.rollout_id: entry for entry in reply.diverged}
-        if diverged and drive.manifest is not None:
-            try:
-                await self._in_thread(self._move_to_excluded, drive.operation.snapshot_id, diverged, done)
-            except SafepointError as error:
-                drive.reporter.warn(f"The totals are those of the snapshot, {len(diverged)} rollouts restart: {error}")
-        return done
-
-    def _move_to_excluded(
-        self,
-        snapshot_id: SnapshotId,
-        diverged: dict[str, manifest_pb2.LedgerEntry],
-        done: coordinator_service_pb2.RestoreDone,
-    ) -> None:
-        """Count as excluded what restarts although the snapshot had it; not what had finished or was excluded anyway."""
-        for raw in self.store.ledger(snapshot_id):
-            line = ledger_lines.decode(raw, snapshot_id)
-            if line.rollout_id not in diverged or line.state not in (RolloutState.PARKED, RolloutState.PENDING):
-                continue
-            field = line.state.name.lower()
-            setattr(done.totals, field, getattr(done.totals, field) - 1)
-            done.totals.excluded += 1
-            done.diverged_count += 1
-            if len(done.diverged) < MAX_DIVERGED:
-                done.diverged.append(diverged[line.rollout_id])
+        return await restore_totals.restore_done(self.store, drive)
 
     def present(self, whom: Participant) -> Participant:
         return self.discovery.registry.get(whom.participant_id) or whom
@@ -403,9 +377,9 @@ class Operations:
             if self.uploader is not None:
                 self.uploader.published()
             if self.settings.keep_last:
-                self.spawn(self._prune())
+                self.spawn(self.housekeeping.prune_as_set())
         elif drive.operation.kind is OperationKind.SAVE and drive.reserved:
-            self.spawn(self._discard(drive.operation.snapshot_id))
+            self.spawn(self.housekeeping.discard(drive.operation.snapshot_id))
 
     def _over(self, drive: Drive) -> None:
         self._lingering.pop(drive, None)
@@ -431,48 +405,6 @@ class Operations:
             failpoints.reach("operations.after_outcome")
         except SafepointError as error:
             log.warning("the outcome of %s is in memory only: %s", ended.operation_id, error)
-
-    async def _discard(self, snapshot_id: SnapshotId) -> None:
-        def discard() -> None:
-            self.journal.require_epoch()  # a newer coordinator deletes it, and may have begun a save of that name since
-            self.store.discard(snapshot_id)
-
-        try:
-            await self._in_thread(discard)
-        except SafepointError as error:
-            log.warning("what %s left is still there, prune deletes it: %s", snapshot_id, error)
-
-    async def _prune(self) -> None:
-        settings = self.settings
-        retention = Retention(settings.keep_last, settings.keep_every, settings.keep_interval_s)
-        async with self.storage_lock:
-            try:
-                await self.prune(retention)
-            except SafepointError as error:
-                log.warning("old snapshots were not deleted: %s", error)
-
-    async def prune(
-        self, retention: Retention, *, dry_run: bool = False, spare: Collection[str] = ()
-    ) -> pruning.Pruned:
-        """As `pruning.prune`; the caller holds the lock. Raises STALE_EPOCH as well, once we are replaced."""
-        await self._in_thread(self.journal.require_epoch)
-        uploader, most = self.uploader, self.settings.keep_unsent
-        return await asyncio.to_thread(
-            pruning.prune, self.store, retention, self.in_use(), dry_run=dry_run, spare=spare,
-            saved_last=self.latest_snapshot_id, still_ours=self.journal.require_epoch,
-            also=lambda names: uploader.kept(names, most) if uploader is not None else {},
-        )  # fmt: skip
-
-    async def sweep(self) -> None:
-        """Delete what a crash left in the root. Once, when what the journal holds is being settled."""
-        async with self.storage_lock:
-            try:
-                swept = await self._in_thread(pruning.sweep, self.store, self.in_use(), self.journal.require_epoch)
-            except SafepointError as error:
-                log.warning("what unfinished saves left is still there, prune deletes it: %s", error)
-            else:
-                if swept:
-                    log.info("deleted what unfinished saves left: %s", ", ".join(swept[:20]))
 
     def _append(self, entry: Entry) -> Awaitable[None]:
         return self._loop.run_in_executor(self._writer, self.journal.append, entry)
@@ -535,11 +467,6 @@ def _aborted_early(drive: Drive) -> Problem:
 
 
 def fenced(active: Drive) -> SafepointError:
-    """Another operation runs; it is named."""
-    operation = active.operation
-    return refuse(
-        Reason.FENCED,
-        f"{operation.kind.name.lower()} {operation.operation_id} runs since {active.elapsed_s:.1f} s, "
-        f"in {convert.enum(Phase, active.transaction.phase).name.lower()}.",
-        operation_id=operation.operation_id,
-    )
+    """Another operation is in the way; it is named, and what ends it."""
+    at = active.transaction
+    return Refused(in_the_way(active.operation, at.stage, at.phase, active.elapsed_s, at.primary))

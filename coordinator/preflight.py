@@ -12,7 +12,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Final
 
-from safepoint.v1 import manifest_pb2
+from safepoint.v1 import capabilities_pb2, manifest_pb2
 
 from coordinator import convert
 from coordinator.participants import Participants
@@ -26,6 +26,10 @@ from coordinator.wire.ids import ParticipantId
 from coordinator.wire.terms import Phase, Role
 
 DESCRIBE_TIMEOUT_S: Final = 2.0
+STATUS_TIMEOUT_S: Final = 0.7
+# What a shim says of a worker in `waiting_for`; the second of one that is only busy, which a save would wait for.
+DOES_NOT_ANSWER: Final = "does not answer"
+RUNS: Final = "runs and does not answer"
 RETURN_WITHIN_S: Final = 10.0  # a shim that was killed is started again by its server within a few seconds
 REDIAL_S: Final = 5.0
 LOOK_EVERY_S: Final = 0.05
@@ -77,6 +81,19 @@ class Discovery:
         registered = [p for p in self.registry.participants() if p.address not in static]
         return problems + [p for p in await asyncio.gather(*map(self._ask_registered, registered)) if p is not None]
 
+    async def ask_workers(self) -> list[Problem]:
+        """Whose worker processes would keep a save from closing them. Who does not answer in time is no news of a worker."""
+
+        async def one(who: Participant) -> Problem | None:
+            try:
+                status, _ = await self.participants.status(who, 0, STATUS_TIMEOUT_S)
+            except SafepointError:
+                return None
+            return workers_problem(who, status)
+
+        joins = [who for who in self.registry.participants() if who.role is not Role.AUXILIARY_MODEL]
+        return [problem for problem in await asyncio.gather(*map(one, joins)) if problem is not None]
+
     async def _ask(self, address: str) -> Problem | None:
         try:
             reply = await self.participants.describe(address, DESCRIBE_TIMEOUT_S)
@@ -98,6 +115,24 @@ class Discovery:
             )
             return replace(error.problem, message=message, participant_id=found.participant_id, phase=Phase.DISCOVER)
         return None
+
+
+def workers_problem(who: Participant, status: capabilities_pb2.ParticipantStatus) -> Problem | None:
+    """What its status says of worker processes that are not there, or do not answer: a save would be refused by it."""
+    here, said = len(status.workers), status.waiting_for.rstrip(".")
+    silent = any(f"{worker.worker_id} {DOES_NOT_ANSWER}" in said for worker in status.workers) and RUNS not in said
+    missing = here < who.configured_workers and bool(status.workers or said)
+    if missing:
+        text = f"{here} of {who.configured_workers} worker processes are there{f': {said}' if said else ''}."
+    elif silent:
+        text = f"{said}."
+    else:
+        return None
+    return Problem(
+        Reason.WORKERS_MISSING, text,
+        "Let that process go on, or restart the server: until then every save is refused." if silent else "",
+        Phase.DISCOVER, who.participant_id,
+    )  # fmt: skip
 
 
 def members(manifest: manifest_pb2.SnapshotManifest) -> list[Participant]:

@@ -89,7 +89,7 @@ async def recover(operations: Operations) -> None:
 async def _tidy(operations: Operations) -> None:
     """What a crash left that would be in the way of the first call. A disk that does not answer keeps nobody from starting.
 
-    The rest can wait for `Operations.sweep`.
+    The rest can wait for `Housekeeping.sweep`.
     """
 
     def forget() -> None:

@@ -221,6 +221,10 @@ class Coordinator:
                     await asyncio.to_thread(write)
                 except (SafepointError, OSError) as error:
                     failed = str(error)
+            try:
+                await self.operations.spending_reserve(journal.keep_in_place)
+            except (SafepointError, OSError) as error:
+                failed = str(error)
         if failed and failed != self._complaint:
             log.warning("the root cannot be kept up to date, so shims and trainers may not find us: %s", failed)
         self._complaint = failed
@@ -440,4 +444,4 @@ async def _look_around(operations: Operations, metrics: MetricsServer | None) ->
         operations.latest_snapshot_id = newest.snapshot_id
         if metrics is not None:
             metrics.metrics.newest(snapshot_info(newest))
-    await operations.sweep()
+    await operations.housekeeping.sweep()

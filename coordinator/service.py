@@ -29,7 +29,7 @@ from coordinator.following import follow_answer, replay, watch
 from coordinator.operations import Operations, fenced
 from coordinator.outcomes import Ended
 from coordinator.protocol import events as core
-from coordinator.protocol.operation import Operation, Options
+from coordinator.protocol.operation import Operation, Options, Outcome
 from coordinator.protocol.topology import Finding, Participant, fingerprint, validate
 from coordinator.registration import Registration
 from coordinator.reporting import snapshot_info
@@ -86,6 +86,9 @@ class CoordinatorService(coordinator_service_pb2_grpc.CoordinatorServicer):
         time_budget(context)
         discovery = self._operations.discovery
         problems = await (discovery.ask_everybody() if request.refresh else discovery.ask_static())
+        problems += await discovery.ask_workers()
+        if (active := self._operations.active) is not None and active.outcome is Outcome.FAILED_PAUSED:
+            problems.append(fenced(active).problem)
         topology = discovery.topology()
         findings = [_finding_from_problem(problem) for problem in problems]
         findings += [_finding(found) for found in validate(topology)]
@@ -299,7 +302,7 @@ class CoordinatorService(coordinator_service_pb2_grpc.CoordinatorServicer):
         retention = _retention(request, operations.settings)
         spared = await asyncio.to_thread(pruning.spared, operations.store, retention)  # reads: before the lock
         async with operations.storage_lock:
-            pruned = await operations.prune(retention, dry_run=request.dry_run, spare=spared)
+            pruned = await operations.housekeeping.prune(retention, dry_run=request.dry_run, spare=spared)
         kept = dict(islice(pruned.kept.items(), MAX_INVALID))
         return pb.PruneSnapshotsResponse(deleted=pruned.deleted, size_bytes=pruned.size_bytes, kept=kept)
 

@@ -29,7 +29,7 @@ from coordinator.wire.auth import Tokens
 from coordinator.wire.errors import SafepointError
 from coordinator.wire.record import look_up
 from coordinator.wire.rpc import error_from_rpc
-from participant_shims.gate.life import is_ending, server_process
+from participant_shims.gate.life import is_ending, server_of, server_process
 from participant_shims.gate.process import fate, lives, output_of
 from participant_shims.gate.shim_process import BEFORE_VARIABLE, SAYS_VARIABLE
 from participant_shims.last_words import last_words
@@ -118,6 +118,7 @@ class ServerWatch:
         self._process = server_process(life)
         # Of a process that has ended nobody can see any more where its output went.
         self._log_path = output_of(self._process[0]) if self._process is not None else ""
+        self._name, self._workers = server_of(life)
 
     async def why_told(self, number: int | None) -> str:
         """Why this shim ends, as a sentence: the server has ended, or somebody sent the signal `number`. None: its parent
@@ -138,5 +139,5 @@ class ServerWatch:
         words = ""
         with contextlib.suppress(TimeoutError):  # a log on a file server that hangs holds nobody up
             async with asyncio.timeout(_WORDS_WITHIN_S):
-                words = await asyncio.to_thread(last_words, self._log_path)
+                words = await asyncio.to_thread(last_words, self._log_path, self._name, self._workers)
         return f"Its server (pid {pid}{where}) {how}, and it ended with it.{words}"

@@ -2,7 +2,8 @@
 
 The rule: a quote, not the log: a few lines, without control characters, and without what looks like a secret. It goes to
 everybody who sees the error. Lines that a logger or an error has written come before what else is printed: servers end their
-start with a banner, and the last of that says nothing.
+start with a banner, and the last of that says nothing. Nobody is quoted for another one: `gym env start` gives one file to
+all its servers, whose main processes begin each line with `(name) `, and to its head, which does not.
 """
 
 from __future__ import annotations
@@ -15,21 +16,24 @@ from typing import Final
 LINES: Final = 3
 LINE_CHARACTERS: Final = 110
 BYTES: Final = 260  # in all: with the sentence it stands in, it must fit into a goodbye
-_READ: Final = 8_192
+_READ: Final = 65_536  # in a shared file others may have written the last pages
 _ESCAPES: Final = re.compile(r"\x1b(\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b]*(\x07|\x1b\\)?|.)")
 _SECRETS: Final = re.compile(
     r"(?i)((?:authorization|api[_-]?key|access[_-]?key|token|secret|password)\W{1,4}(?:bearer\s+)?|bearer\s+)[^\s'\",;]+"
 )
 # A piece of a printed configuration: `'url': 'http://...',` on a line of its own.
 _PIECE: Final = re.compile(r"""^['"][\w.-]+['"]\s*:""")
+_PREFIX: Final = re.compile(r"^\(([\w.-]+)\) ")
+_RAY: Final = frozenset({"raylet", "gcs_server", "autoscaler"})  # so Ray prints in the log of whoever uses it
 _TELLING: Final = re.compile(
     r"(?i:\b(trace|debug|info|warn|warning|error|critical|fatal|panic|exception|traceback|killed|aborted|fault)\b)"
     r"|\w(Error|Exception|Exit|Interrupt)\b|^\[?\d{4}-\d\d-\d\d|^\[?\d\d:\d\d:\d\d|^File .*, line \d+"
 )
 
 
-def last_words(path: str) -> str:
-    """` The last of its log: "...", "..."`, or nothing where there is no such file, or none that can be read. Blocks shortly."""
+def last_words(path: str, name: str = "", workers: int = 1) -> str:
+    """` The last of its log: "...", "..."`, or nothing where there is no such file, none that can be read, or none of whose
+    lines is known to be of server `name`. Of several `workers` only the main process writes the prefix. Blocks shortly."""
     if not path:
         return ""
     try:
@@ -44,8 +48,8 @@ def last_words(path: str) -> str:
             os.close(fd)
     except OSError:
         return ""
-    cleaned = map(_clean, raw.decode(errors="replace").splitlines())
-    lines = [line for line in cleaned if any(map(str.isalpha, line)) and not _PIECE.match(line)]
+    cleaned = _of(name, [_clean(line) for line in raw.decode(errors="replace").splitlines()], workers)
+    lines = [_cut(line) for line in cleaned if any(map(str.isalpha, line)) and not _PIECE.match(line)]
     lines = [line for line in lines if _TELLING.search(line)] or lines
     quoted: list[str] = []
     left = BYTES
@@ -57,7 +61,19 @@ def last_words(path: str) -> str:
     return f" The last of its log: {', '.join(quoted)}." if quoted else ""
 
 
+def _of(name: str, lines: list[str], workers: int) -> list[str]:
+    """The lines of that server, without its prefix: those that have it, or all of a file that is its own."""
+    writers = [match.group(1) if (match := _PREFIX.match(line)) else "" for line in lines]
+    shared = not {"", name, *_RAY}.issuperset(writers)
+    if shared or (workers <= 1 and name and name in writers):
+        lines = [line for line, writer in zip(lines, writers, strict=True) if name and writer == name]
+    return [line.removeprefix(f"({name}) ") for line in lines]
+
+
 def _clean(line: str) -> str:
     text = "".join(c if c.isprintable() else " " for c in _ESCAPES.sub("", line))
-    text = _SECRETS.sub(r"\1***", " ".join(text.split())).replace('"', "'")  # so that it is seen where a quote ends
+    return _SECRETS.sub(r"\1***", " ".join(text.split())).replace('"', "'")  # so that it is seen where a quote ends
+
+
+def _cut(text: str) -> str:
     return text if len(text) <= LINE_CHARACTERS else text[: LINE_CHARACTERS - 3] + "..."

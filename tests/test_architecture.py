@@ -64,7 +64,7 @@ RULES = (
     Rule("coordinator.wire.auth", STDLIB | WIRE_PURE),
     Rule("coordinator.wire.beneath", STDLIB | WIRE_PURE | FAILPOINTS),
     # Loaded into servers, too.
-    Rule("coordinator.wire.chunks", STDLIB | WIRE_PURE | {"coordinator.wire.beneath"}),
+    Rule("coordinator.wire.chunks", STDLIB | WIRE_PURE | FAILPOINTS | {"coordinator.wire.beneath"}),
     Rule("coordinator.wire.rope", STDLIB | WIRE_PURE | {"coordinator.wire.beneath", "coordinator.wire.chunks"}),
     Rule("coordinator.wire.failpoint_names", NO_IO),
     Rule("coordinator.wire.failpoints", STDLIB | WIRE_PURE | {"coordinator.wire.failpoint_names"}),

@@ -11,14 +11,13 @@ from typing import Final
 from safepoint.v1 import coordinator_service_pb2 as pb
 
 from coordinator.doctor.finding import Finding, Severity
+from coordinator.preflight import RUNS
 from coordinator.wire.errors import Reason
 from coordinator.wire.refusals import KEPT_OUT
 from coordinator.wire.rpc import problem_from_detail
-from coordinator.wire.terms import Role
 
 # An answer on one machine takes a millisecond. A second means that the coordinator's loop is blocked or the link is bad.
 SLOW_ANSWER_S: Final = 1.0
-DOES_NOT_ANSWER: Final = "does not answer"  # what a shim says of a worker in `waiting_for`
 
 
 def coordinator(status: pb.GetCoordinatorStatusResponse, took_s: float) -> Iterator[Finding]:
@@ -32,8 +31,15 @@ def coordinator(status: pb.GetCoordinatorStatusResponse, took_s: float) -> Itera
     else:
         yield Finding("coordinator", Severity.OK, "coordinator", f"It answers in {took_s * 1000:.0f} ms ({who})")
     operation = status.operation
-    paused = operation.outcome in (pb.OPERATION_OUTCOME_PAUSED, pb.OPERATION_OUTCOME_FAILED_PAUSED)
-    if status.HasField("operation") and paused:
+    if status.HasField("operation") and operation.outcome == pb.OPERATION_OUTCOME_FAILED_PAUSED:
+        primary = problem_from_detail(operation.failure.primary)
+        yield Finding(
+            "coordinator", Severity.ERROR, operation.operation_id,
+            f"This restore of {operation.snapshot_id} has failed, and everybody stays paused until it is aborted. It failed "
+            f"because: {primary}",
+            "`safepoint abort` opens everybody without the snapshot.", Reason.FENCED,
+        )  # fmt: skip
+    elif status.HasField("operation") and operation.outcome == pb.OPERATION_OUTCOME_PAUSED:
         yield Finding(
             "coordinator", Severity.WARNING, operation.operation_id,
             f"{operation.operation_id} keeps everybody paused until somebody resumes or aborts it.",
@@ -65,15 +71,25 @@ def upload(status: pb.GetCoordinatorStatusResponse) -> Iterator[Finding]:
 
 def topology(answer: pb.GetTopologyResponse) -> Iterator[Finding]:
     """What the coordinator's own validation finds; blocking findings are those with which a save is refused."""
-    for finding in answer.findings:
-        reason = _reason(finding.reason)
+    here = {info.capabilities.participant_id for info in answer.participants}
+    # A server that was started with a gate and is refused is neither paused nor saved; whoever is missed is missed by that.
+    refused = [found for found in answer.findings if not found.blocking and _reason(found.reason) in KEPT_OUT]
+    missed = [
+        found
+        for found in answer.findings
+        if found.blocking and _reason(found.reason) is Reason.TOPOLOGY_INVALID and found.participant_id not in here
+    ]
+    for finding in [*refused, *(found for found in answer.findings if found not in refused)]:
+        if finding.reason == int(Reason.FENCED):
+            continue  # the operation's own status has said it
         severity = Severity.ERROR if finding.blocking else Severity.NOTE
-        if not finding.blocking and reason in KEPT_OUT:
-            severity = Severity.WARNING  # a server that was started with a gate is neither paused nor saved
-        yield Finding(
-            "topology", severity, finding.participant_id or "topology", finding.message, finding.next_step,
-            reason if severity > Severity.NOTE else Reason.UNSPECIFIED,
-        )  # fmt: skip
+        if finding in refused:
+            severity = Severity.ERROR if missed else Severity.WARNING
+        elif refused and finding in missed:
+            severity = Severity.NOTE
+        reason = _reason(finding.reason) if severity > Severity.NOTE else Reason.UNSPECIFIED
+        who = finding.participant_id or "topology"
+        yield Finding("topology", severity, who, finding.message, finding.next_step, reason)
     if not any(finding.blocking for finding in answer.findings):
         yield Finding(
             "topology", Severity.OK, "topology",
@@ -82,7 +98,7 @@ def topology(answer: pb.GetTopologyResponse) -> Iterator[Finding]:
 
 
 def participants(status: pb.GetCoordinatorStatusResponse) -> Iterator[Finding]:
-    """That everybody answers the coordinator, with every worker, and has nothing to complain of."""
+    """That everybody answers the coordinator and has nothing to complain of; whose workers are missing, the topology says."""
     for health in status.participants:
         who = health.info.capabilities
         name, seen = who.participant_id, health.status
@@ -96,18 +112,10 @@ def participants(status: pb.GetCoordinatorStatusResponse) -> Iterator[Finding]:
             continue
         if not health.HasField("status"):
             continue
-        here = len(seen.workers)
-        if who.role != int(Role.AUXILIARY_MODEL) and seen.workers and here < who.configured_workers:
+        if RUNS in seen.waiting_for:
             yield Finding(
-                "participants", Severity.ERROR, name,
-                f"{here} of {who.configured_workers} worker processes have a gate.",
-                "Restart the server, so that every worker loads the gate; its log has a line that begins with `safepoint:`.",
-                Reason.WORKERS_MISSING,
-            )  # fmt: skip
-        if DOES_NOT_ANSWER in seen.waiting_for:
-            yield Finding(
-                "participants", Severity.ERROR, name, f"{seen.waiting_for.rstrip('.')}.",
-                "Let that process go on, or restart the server: until then every save is refused.", Reason.WORKERS_MISSING,
+                "participants", Severity.WARNING, name, f"{seen.waiting_for.rstrip('.')}.",
+                "Look again in a while: a save waits some seconds for such a worker, and is refused then.",
             )  # fmt: skip
         for warning in seen.warnings:
             yield Finding("participants", Severity.WARNING, name, warning, "See README, `Beside your own Gym servers`.")

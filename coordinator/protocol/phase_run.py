@@ -133,7 +133,7 @@ class PhaseRun:
             case Prepared():
                 evidence.prepared[participant_id] = proof
                 if proof.excluded_count:
-                    text = f"{proof.excluded_count} rollouts could not quiesce and are excluded: they restart."
+                    text = sentences.excluded(proof, self._operation.snapshot_id)
                     out.append(Announce(Warned(text, participant_id)))
             case Committed():
                 evidence.committed[participant_id] = proof

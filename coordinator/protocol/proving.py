@@ -10,6 +10,7 @@ import re
 from collections.abc import Mapping
 from typing import Final
 
+from coordinator.protocol import sentences
 from coordinator.protocol.operation import Operation
 from coordinator.protocol.phases import PHASES
 from coordinator.protocol.proofs import Committed, Confirmed, Opened, Prepared, Proof, RestoredProof
@@ -76,7 +77,7 @@ def _prepared(proof: Prepared, participant: Participant, operation: Operation) -
     if proof.excluded_count > 0 and operation.options.straggler_policy == StragglerPolicy.FAIL:
         return Problem(
             Reason.DRAIN_INCOMPLETE,
-            f"{proof.excluded_count} rollouts could not quiesce, and the straggler policy is fail.",
+            sentences.not_excluded(proof),
             phase=Phase.PREPARE, participant_id=participant.participant_id, rollouts=proof.excluded,
             rollout_count=proof.excluded_count, waited_s=proof.quiesce_s,
         )  # fmt: skip

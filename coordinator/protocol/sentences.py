@@ -11,10 +11,11 @@ from dataclasses import replace
 from coordinator.protocol.operation import Operation, Stage
 from coordinator.protocol.proofs import Prepared, Progress
 from coordinator.wire.errors import Blocked, Problem, Reason
-from coordinator.wire.ids import ParticipantId
+from coordinator.wire.ids import ParticipantId, SnapshotId
 from coordinator.wire.terms import Phase
 
 _NAMED = 5  # names in one sentence; all are in the status
+_EXCLUDED_NAMED = 3
 _MAX_ROLLOUTS = 20
 _DOING = {
     Phase.PREPARE: "quiescing",
@@ -31,6 +32,27 @@ def names(participant_ids: Sequence[ParticipantId]) -> str:
     shown = ", ".join(participant_ids[:_NAMED])
     more = len(participant_ids) - _NAMED
     return f"{shown} and {more} more" if more > 0 else shown
+
+
+def excluded(proof: Prepared, snapshot_id: SnapshotId) -> str:
+    """Who is left out of the cut, and where the rest of them is listed once it is published."""
+    shown = ", ".join(map(str, proof.excluded[:_EXCLUDED_NAMED]))
+    more = proof.excluded_count - min(len(proof.excluded), _EXCLUDED_NAMED)
+    ends = "is excluded: a restore begins it" if proof.excluded_count == 1 else "are excluded: a restore begins them"
+    text = f"{_rollouts(proof.excluded_count)} could not quiesce and {ends} again from the input"
+    if not shown:
+        return f"{text}; `safepoint snapshots show {snapshot_id} --rollouts` names them."
+    rest = f" and {more} more, which `safepoint snapshots show {snapshot_id} --rollouts` names" if more > 0 else ""
+    return f"{text}: {shown}{rest}."
+
+
+def not_excluded(proof: Prepared) -> str:
+    """The same under the policy that such a cut is not wanted; the error names them."""
+    return f"{_rollouts(proof.excluded_count)} could not quiesce, and the straggler policy is fail."
+
+
+def _rollouts(count: int) -> str:
+    return f"{count} rollout" + ("s" if count != 1 else "")
 
 
 def waiting(
@@ -51,6 +73,20 @@ def standing(stage: Stage, phase: Phase, waited_s: float) -> str:
     if stage == Stage.PUBLISHING:
         return f"publish: writing the snapshot manifest for {waited_s:.1f} s."
     return "restore: failed; everybody stays paused until Abort." if stage == Stage.FAILED_PAUSED else ""
+
+
+def in_the_way(operation: Operation, stage: Stage, phase: Phase, elapsed_s: float, primary: Problem | None) -> Problem:
+    """Why no other operation can begin, and which call ends that one: some end by themselves, and some never do."""
+    name = f"{operation.kind.name.lower()} {operation.operation_id}"
+    text, step = f"{name} runs since {elapsed_s:.1f} s, in {phase.name.lower()}.", ""
+    if stage == Stage.FAILED_PAUSED:
+        cause = f" It failed because: {primary.message}" if primary is not None else ""
+        text = f"{name} of {operation.snapshot_id} has failed, and everybody stays paused until it is aborted.{cause}"
+        step = "`safepoint abort` opens everybody without the snapshot. `safepoint why` says what has to be mended before the next try."
+    elif stage == Stage.RESTORED:
+        text = f"{name} of {operation.snapshot_id} is done, and everybody is paused until it is resumed."
+        step = "`safepoint resume` goes on with what was loaded, `safepoint abort` without it."
+    return Problem(Reason.FENCED, text, step, operation_id=operation.operation_id)
 
 
 def unattended(stage: Stage, waited_s: float) -> str:

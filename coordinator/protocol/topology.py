@@ -87,6 +87,10 @@ class Finding:
     next_step: str
 
 
+NEVER: Final = "not heard of since this coordinator started"  # begins the `why` of who took part before that
+STARTING_S: Final = 60.0  # servers that start beside the coordinator are not alarming for so long
+_NAMED: Final = 5
+
 # Kinds that are not listed (the raw proxy, adapters of others) may have any role.
 KIND_ROLES: Final[Mapping[str, frozenset[Role]]] = MappingProxyType(
     {
@@ -108,7 +112,7 @@ def validate(topology: Topology, quiesce_mode: QuiesceMode = QuiesceMode.UNSPECI
         *_names(topology.participants),
         *_gone(topology.missing),
         *(finding for p in topology.participants for finding in _one(p, quiesce_mode)),
-        *_dependencies(topology.participants),
+        *_dependencies(topology),
         *_policy_endpoints(topology),
     ]
     return sorted(found, key=lambda f: (not f.blocking, f.participant_id, f.reason, f.message))
@@ -199,7 +203,11 @@ def _whole(topology: Topology) -> Iterator[Finding]:
     roles = {p.role for p in topology.participants}
     invalid = Reason.TOPOLOGY_INVALID
     if not topology.participants:
-        yield _finding(invalid, "", "Nobody is registered.", "Start the shims, or list them in the configuration.")
+        yield _finding(
+            invalid, "", "Nobody is registered.",
+            "Start the servers with the gate, or list their shims in the configuration. If they have been started, their log "
+            "says what became of them: that of your `gym env start`, or of `safepoint serve`.",
+        )  # fmt: skip
         return
     if Role.AGENT not in roles:
         # Engines alone hold prefixes that are worth a snapshot; with any other server a missing agent loses rollouts.
@@ -238,15 +246,35 @@ def _names(participants: tuple[Participant, ...]) -> Iterator[Finding]:
 
 
 def _gone(missing: tuple[Missing, ...]) -> Iterator[Finding]:
+    starting = [gone for gone in missing if gone.why.startswith(NEVER) and gone.since_s < STARTING_S]
+    if starting:
+        names = [gone.participant.participant_id for gone in starting]
+        shown = [f"`{gone.participant.participant_id}`{_last_heard(gone)}" for gone in starting[:_NAMED]]
+        more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
+        have = "have" if len(names) > 1 else "has"
+        yield _finding(
+            Reason.TOPOLOGY_INVALID, names[0] if len(names) == 1 else "",
+            f"Not back yet, {max(gone.since_s for gone in starting):.0f} s after this coordinator has started: "
+            f"{', '.join(shown)}{more}, which {have} taken part before.",
+            "Wait until the servers have started, which takes NeMo Gym a minute or two. If one is gone for good, save once "
+            f"with `--without {names[0] if len(names) == 1 else 'NAME'}`.",
+        )  # fmt: skip
     for gone in missing:
+        if gone in starting:
+            continue
         p = gone.participant
         yield _finding(
             Reason.TOPOLOGY_INVALID, p.participant_id,
             f"`{p.participant_id}` ({p.role.name.lower()}, {p.address}) took part and is missed for {gone.since_s:.0f} s: "
             f"{gone.why.rstrip('.')}. What it holds would be missing in the snapshot.",
-            f"Start `{p.participant_id}` again; its shim's log says why it ended. If it is gone for good, save once with "
-            f"`--without {p.participant_id}`.",
+            f"Start `{p.participant_id}` again (under `gym env start` that is all of its servers, and then a restore); its "
+            f"shim's log says why it ended. If it is gone for good, save once with `--without {p.participant_id}`.",
         )  # fmt: skip
+
+
+def _last_heard(gone: Missing) -> str:
+    detail = gone.why.removeprefix(NEVER).strip("; .")
+    return f" ({detail})" if detail else ""
 
 
 def _one(p: Participant, quiesce_mode: QuiesceMode) -> Iterator[Finding]:
@@ -318,11 +346,14 @@ def _mode(p: Participant) -> Iterator[Finding]:
         )  # fmt: skip
 
 
-def _dependencies(participants: tuple[Participant, ...]) -> Iterator[Finding]:
-    known = {str(p.participant_id): p for p in participants}
+def _dependencies(topology: Topology) -> Iterator[Finding]:
+    known = {str(p.participant_id): p for p in topology.participants}
+    missed = {
+        str(gone.participant.participant_id) for gone in topology.missing
+    }  # has a finding of its own, which blocks
     callers: dict[str, list[str]] = defaultdict(list)
-    for p in participants:
-        for name in sorted(set(p.depends_on)):
+    for p in topology.participants:
+        for name in sorted(set(p.depends_on) - missed):
             target = known.get(name)
             if target is None:
                 yield _finding(

@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
+from coordinator.wire import failpoints
 from coordinator.wire.beneath import Directory, FileDigest, storage_error
 from coordinator.wire.errors import Reason, refuse
 
@@ -62,6 +63,8 @@ class Chunks:
         Raises STORAGE_FULL, STORAGE_FAILED: then it is not there.
         """
         digest = FileDigest(len(data), hashlib.sha256(data).hexdigest())
+        with self._told(digest.sha256):
+            failpoints.reach("chunks.before_write", digest.sha256)
         with self._folder(digest.sha256, make=True) as folder:
             try:
                 folder.write_new(digest.sha256, data, digest)
@@ -142,9 +145,13 @@ class Chunks:
             return None
 
     def remove(self, sha256: str) -> None:
-        """Delete a chunk. One that is not there is no error."""
+        """Delete a chunk. One that is not there is no error. Raises STORAGE_FAILED."""
+        with self._told(sha256):
+            failpoints.reach("chunks.before_remove", sha256)
         with suppress(FileNotFoundError), self._folder(sha256) as folder:
             folder.remove_file(sha256)
+        with self._told(sha256):
+            failpoints.reach("chunks.after_remove", sha256)
 
     def discard_temporaries(self, older_than_s: float) -> None:
         """Remove what writers that were killed have left, of before that time. Raises STORAGE_FAILED."""
@@ -177,6 +184,13 @@ class Chunks:
                 folder = chunks.ensure_child(prefix)  # and with its name those of all that were there
                 self._durable.update(there, (prefix,))
                 return folder
+
+    @contextmanager
+    def _told(self, sha256: str) -> Generator[None]:
+        try:
+            yield
+        except OSError as error:
+            raise storage_error(error, f"using {self.path(sha256)}") from error
 
     def _sync(self, directory: Directory) -> None:
         try:

@@ -15,14 +15,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from enum import IntEnum
 from types import MappingProxyType
 from typing import Final
 
-from coordinator.wire.terms import Phase
+from coordinator.wire.terms import Named, Phase
 
 
-class Reason(IntEnum):
+class Reason(Named):
     """Stable codes; numbers equal those of `errors.proto`."""
 
     UNSPECIFIED = 0
@@ -115,7 +114,7 @@ CATALOG: Final[Mapping[Reason, CatalogEntry]] = MappingProxyType({
     Reason.POLICY_NOT_SERVED:       _entry("FAILED_PRECONDITION", False, "Set role auxiliary on the named model server."),
     Reason.TOPOLOGY_INVALID:        _entry("FAILED_PRECONDITION", False, "Mend every finding; `safepoint topology` lists them."),
     Reason.FINGERPRINT_MISMATCH:    _entry("FAILED_PRECONDITION", False, "Bring the servers back to the configuration of the snapshot, or start without it."),
-    Reason.WORKERS_MISSING:         _entry("ABORTED", False, "Restart the server whose worker is missing."),
+    Reason.WORKERS_MISSING:         _entry("ABORTED", False, "Repeat in a few seconds: a server replaces a worker that has died. Restart the server if it stays missing, or if its log has a line that begins with `safepoint:`."),
     Reason.UNREACHABLE:             _entry("UNAVAILABLE", True, "See whether the named process lives; then start a new operation."),
     Reason.PROTOCOL_VIOLATION:      _entry("ABORTED", True, "Abort, and report it to the maker of the participant."),
     Reason.UNSUPPORTED:             _entry("UNIMPLEMENTED", False, "Ask for something the participant's capabilities offer."),

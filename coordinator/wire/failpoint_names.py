@@ -55,6 +55,8 @@ _ALL: Final = (
     *_rows(COORDINATOR, [
         ("journal.before_append", "an entry is written"),
         ("journal.before_fsync", "an entry is made durable"),
+        ("chunks.before_remove", "a chunk that nothing names is deleted"),
+        ("chunks.after_remove", "the next one is looked at"),
     ], disk=True),
     # ---- the coordinator's waves: the detail is the participant
     *_rows(COORDINATOR, [
@@ -163,6 +165,7 @@ _ALL: Final = (
     ], disk=True),
     # ---- below all of them: the detail is the name of the file
     *_rows(ANY, [
+        ("chunks.before_write", "a chunk is written, or found to be there"),
         ("disk.before_make", "a directory is made"),
         ("disk.before_write", "a file is written under its temporary name"),
         ("disk.before_fsync", "that file is made durable"),

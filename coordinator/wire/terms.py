@@ -8,7 +8,14 @@ from __future__ import annotations
 from enum import IntEnum
 
 
-class Role(IntEnum):
+class Named(IntEnum):
+    """A number on the wire, a name for people: `print(rollout.state)` says `COMPLETED`, and it equals its number."""
+
+    def __str__(self) -> str:
+        return self.name
+
+
+class Role(Named):
     """Which place a server has among the waves of a phase. There is no default."""
 
     UNSPECIFIED = 0
@@ -19,7 +26,7 @@ class Role(IntEnum):
     ENGINE = 5
 
 
-class Phase(IntEnum):
+class Phase(Named):
     """One step of an operation."""
 
     UNSPECIFIED = 0
@@ -33,7 +40,7 @@ class Phase(IntEnum):
     ABORT = 8
 
 
-class CheckpointMode(IntEnum):
+class CheckpointMode(Named):
     """How the state of a participant survives."""
 
     UNSPECIFIED = 0
@@ -43,7 +50,7 @@ class CheckpointMode(IntEnum):
     STATELESS = 4
 
 
-class QuiesceMode(IntEnum):
+class QuiesceMode(Named):
     """What happens to work in flight when admission closes."""
 
     UNSPECIFIED = 0
@@ -52,7 +59,7 @@ class QuiesceMode(IntEnum):
     ABORT = 3
 
 
-class StragglerPolicy(IntEnum):
+class StragglerPolicy(Named):
     """What becomes of an operation when a rollout cannot be captured in time."""
 
     UNSPECIFIED = 0
@@ -60,7 +67,7 @@ class StragglerPolicy(IntEnum):
     FAIL = 2
 
 
-class ParticipantState(IntEnum):
+class ParticipantState(Named):
     """Where a participant stands."""
 
     UNSPECIFIED = 0
@@ -74,7 +81,7 @@ class ParticipantState(IntEnum):
     RESTORED = 8
 
 
-class Activity(IntEnum):
+class Activity(Named):
     """Where a live rollout stands at one participant."""
 
     UNSPECIFIED = 0
@@ -84,7 +91,7 @@ class Activity(IntEnum):
     CALLING = 4
 
 
-class RolloutState(IntEnum):
+class RolloutState(Named):
     """Where a rollout stands at the cut; exactly one of them (DESIGN rule 11)."""
 
     UNSPECIFIED = 0
@@ -94,7 +101,7 @@ class RolloutState(IntEnum):
     EXCLUDED = 4
 
 
-class OperationKind(IntEnum):
+class OperationKind(Named):
     """What an operation does."""
 
     UNSPECIFIED = 0

@@ -153,7 +153,10 @@ class GateLink:
         if self._end:
             with contextlib.suppress(TimeoutError):  # a log on a file server that hangs holds nobody up
                 async with asyncio.timeout(END_SEEN_WITHIN_S):
-                    self._words = await asyncio.to_thread(last_words, self._log_path)
+                    who = self.hello
+                    self._words = await asyncio.to_thread(
+                        last_words, self._log_path, who.server_name, who.configured_workers
+                    )
 
     @property
     def fate(self) -> str:

@@ -50,23 +50,29 @@ class Gates:
 
     def all(self, reason: Reason) -> list[GateLink]:
         """Every configured worker, by name. Raises `reason` when one is missing, with its name and what has become of it."""
+        missing = self.missing()
+        if missing:
+            raise refuse(reason, f"{missing}.{self._last_words()}")
+        return [self.here[name] for name in sorted(self.here)]
+
+    def missing(self) -> str:
+        """Which configured workers are not here, and what has become of each, as a sentence without its end; else empty."""
         links = [self.here[name] for name in sorted(self.here)]
         known = [*links, *self.left.values()]
         configured = known[0].hello.configured_workers if known else 1
-        if len(links) < configured:
-            there = ", ".join(link.worker_id for link in links) or "none"
-            expected = [f"worker-{n}" for n in range(configured)]
-            absent = [
-                f"{n} (pid {self.left[n].hello.pid}: {self.left[n].fate})" if n in self.left else n
-                for n in expected
-                if n not in self.here
-            ] or [f"{configured - len(links)} more"]
-            raise refuse(
-                reason,
-                f"{len(links)} of {configured} workers of {self._participant_id} are connected ({there}); "
-                f"missing: {', '.join(absent)}.{self._last_words()}",
-            )
-        return links
+        if len(links) >= configured:
+            return ""
+        there = ", ".join(link.worker_id for link in links) or "none"
+        expected = [f"worker-{n}" for n in range(configured)]
+        absent = [
+            f"{n} (pid {self.left[n].hello.pid}: {self.left[n].fate})" if n in self.left else n
+            for n in expected
+            if n not in self.here
+        ] or [f"{configured - len(links)} more"]
+        return (
+            f"{len(links)} of {configured} workers of {self._participant_id} are connected ({there}); "
+            f"missing: {', '.join(absent)}"
+        )
 
     def _last_words(self) -> str:
         return next((link.last_words for name, link in sorted(self.left.items()) if name not in self.here), "")

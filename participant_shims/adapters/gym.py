@@ -280,14 +280,13 @@ class GymAdapter:
         answered = await self._gates.refresh(links, max_rollouts)
         statuses = [link.status for link in links]
         rollouts = sorted((r for s in statuses for r in s.rollouts), key=lambda r: -r.age_s)
-        configured = links[0].hello.configured_workers if links else 1
         remarks = [
             f"{link.worker_id} does not answer. {link.standing}"
             for link, ok in zip(links, answered, strict=True)
             if not ok
         ]
-        if len(links) < configured:
-            remarks.append(f"{len(links)} of {configured} workers are connected")
+        if missing := self._gates.missing():
+            remarks.append(missing)
         closed_for = [s.closed_for_s for s in statuses if s.closed_for_s is not None]
         return Snapshot(
             workers=self._workers(),

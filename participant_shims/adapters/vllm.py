@@ -1,8 +1,7 @@
 """One vLLM server, behind the proxy that owns its admission.
 
-The rule: frozen is a state with proof. The doors are closed, the pause was acknowledged, the engine itself says that it is
-paused, and for 100 ms no byte has come out of any stream. Drained is a count of the proxy's own requests, never vLLM's
-word for it. A pause that somebody else had made is respected: it is not undone when we open.
+The rule: doors, records and the engine's pause move together. How it is frozen is `vllm_freeze`'s, what a restore brought
+`vllm_restored`'s, what a snapshot holds `vllm_cut`'s.
 
 Modes: HOLD freezes what runs (`keep`), token-exact after opening. DRAIN waits until our own set is empty, at most
 `drain_limit_s`, then freezes what is left. ABORT ends what runs; the callers are told by the engine.
@@ -19,16 +18,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
-from coordinator.wire import failpoints
 from coordinator.wire.errors import Reason, SafepointError, refuse
-from coordinator.wire.terms import Activity, CheckpointMode, QuiesceMode, Role
+from coordinator.wire.terms import CheckpointMode, QuiesceMode, Role
 from participant_shims.adapter import (
     Closed,
-    Counts,
     Description,
     Drain,
     Exported,
-    LiveRollout,
     Loaded,
     Opened,
     Progress,
@@ -38,33 +34,25 @@ from participant_shims.adapter import (
     WrittenFile,
 )
 from participant_shims.adapters.vllm_cut import check_weights, totals_of, write_cut
-from participant_shims.admission import ANONYMOUS, Doors, Released, Standing
+from participant_shims.adapters.vllm_freeze import PATIENT_S, Freeze, live
+from participant_shims.adapters.vllm_restored import Restored
+from participant_shims.admission import Doors, Released
 from participant_shims.engine.control import EngineControl
 from participant_shims.engine.discovery import Engine
 from participant_shims.engine.front import Front, HttpFront, IsStale
-from participant_shims.engine.pause_note import PauseNote
 from participant_shims.engine.pool import Pool
 from participant_shims.engine.proxy import EngineProxy
 from participant_shims.engine.record import Record
 from participant_shims.engine.requests_file import REQUESTS, Origin, read_requests
-from participant_shims.engine.restored_note import RestoredNote
-from participant_shims.engine.sharing import Sharing, group_of
-from participant_shims.identity import CallIdentity
+from participant_shims.engine.sharing import group_of
 from participant_shims.running import Pulse
 
 log = logging.getLogger(__name__)
 
-QUIET_S: Final = 0.1  # no byte for so long, and nothing is on its way any more
-QUIET_WITHIN_S: Final = 3.0
-PATIENT_S: Final = 5.0  # on a machine that is busy, an API server takes a second to say whether it is paused
-READS: Final = 4  # turns of the event loop from the arrival of a byte to its record
-ABORT_WITHIN_S: Final = 5.0
 DIGEST_S: Final = 120.0
 LOOK_AGAIN_S: Final = 1.0
 LOOK_S: Final = 0.05
 SPEAKS_S: Final = 30.0  # how long running streams may be silent after an opening; inside a long prefill they are
-MAX_REPLACED: Final = 200_000  # rollouts whose older attempts are refused; a trainer retires them long before
-SHOWN: Final = 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,26 +86,21 @@ class VllmAdapter:
         self._pulse = Pulse()
         self._changed: Callable[[], None] = lambda: None
         self.doors = Doors(on_change=self._moved, on_lapse=self._lapsed)
-        self.sharing = Sharing(options.root, options.participant_id)
-        self.pool = Pool(self.sharing)
+        self.restored = Restored(options.participant_id, options.life, options.root)
+        self.pool, is_stale = self.restored.pool, self.restored.is_stale
         self._settling: asyncio.Task[None] | None = None
         self.front: Front = (
-            make_front(self.doors, self.pool, self._is_stale)
+            make_front(self.doors, self.pool, is_stale)
             if make_front is not None
-            else HttpFront(
-                options.listen, options.upstream, self.doors, self.pool, self._is_stale, rejects=options.rejects
-            )
+            else HttpFront(options.listen, options.upstream, self.doors, self.pool, is_stale, rejects=options.rejects)
         )
         self.front.on_steered = self._steered
-        self._restored = RestoredNote(options.life)
-        self.pool.on_over = self._restored.over
-        self._min_attempt_before: dict[str, int] | None = None  # as it was before the last load
-        self._note = PauseNote(options.life)
-        self._min_attempt: dict[str, int] = {}
+        self.freeze = Freeze(
+            options.participant_id, options.life, options.drain_limit_s, self.front, self.doors, self._pulse,
+            self._same_engine,
+        )  # fmt: skip
         self._engine: Engine | None = None
         self._looking: asyncio.Task[Engine] | None = None
-        self._ours = False  # whether a pause of ours may be in force
-        self._frozen_at: float | None = None  # loop time from which on nothing may come any more
         self._released: Released | None = None  # what an opening has released that is not over yet
         self._wedged = ""
         self._tasks: set[asyncio.Task[Any]] = set()
@@ -146,7 +129,7 @@ class VllmAdapter:
 
     async def start(self, on_change: Callable[[], None]) -> None:
         self._changed = on_change
-        if self._restored.there():
+        if self.restored.left_behind():
             # Whoever had asked the shim before this one asks again within a moment, and must not be answered anew.
             with contextlib.suppress(SafepointError, TimeoutError):
                 async with asyncio.timeout(PATIENT_S):
@@ -159,15 +142,15 @@ class VllmAdapter:
 
     async def stop(self) -> None:
         self.doors.open("stop")
-        if self._ours:
+        if self.freeze.ours:
             try:
                 async with asyncio.timeout(2.0):
-                    await self._resume()
+                    await self.freeze.resume()
             except (SafepointError, TimeoutError) as error:
                 log.error("vLLM at %s may still be paused: %s", self.target, error)
         for task in [*self._tasks, *([self._looking] if self._looking else [])]:
             task.cancel()
-        self.sharing.close()
+        self.restored.sharing.close()
         await self.front.stop()
 
     async def describe(self) -> Description:
@@ -195,79 +178,23 @@ class VllmAdapter:
         if self._engine is None:
             self._engine = engine
             self.front.knows(engine)
-            await self._bring_back(engine)
+            await self.restored.bring_back(engine)
         return self._engine
 
     # ---- closing --------------------------------------------------------------------------------------------------
 
     async def close(self, operation_id: str, mode: QuiesceMode, lease_ttl_s: float) -> Closed:
         await self.describe()
-        self._frozen_at = None
+        self.freeze.over()
         generation = self.doors.close(operation_id, mode, lease_ttl_s)
         # A rank of a data-parallel engine has no voice of its own: all of them have stopped, or the pause fails.
-        return Closed(self._workers(), self._counts(), generation)
+        return Closed(self._workers(), self.freeze.counts(), generation)
 
-    async def quiesce(self, mode: QuiesceMode, exclude_after_s: float | None) -> AsyncIterator[Drain]:
-        aborted: list[LiveRollout] = []
-        # Its metrics take a while to write: whether it is still the same is looked at while it stops.
-        looking = asyncio.create_task(self._same_engine())
-        try:
-            async for drain in self._quiesce(mode, exclude_after_s, aborted):
-                yield drain
-            await looking
-        except SafepointError as error:
-            if error.reason is not Reason.UNAVAILABLE:
-                raise
-            # It was waited for: asking again shortly would only wait once more, with everybody paused.
-            raise refuse(
-                Reason.DECLINED, error.problem.message,
-                next_step=f"See whether vLLM at {self.target} lives, by its log; then save again.",
-            ) from error  # fmt: skip
-        finally:
-            looking.cancel()
-            await asyncio.gather(looking, return_exceptions=True)
-        await self._until_quiet()
-        self._frozen_at = asyncio.get_running_loop().time()
-        failpoints.reach("engine.after_quiet")
-        counts = self._counts()
-        yield Drain(Counts(0, counts.parked, counts.held + counts.in_flight), quiesced=True, excluded=tuple(aborted))
-
-    async def _quiesce(
-        self, mode: QuiesceMode, exclude_after_s: float | None, aborted: list[LiveRollout]
-    ) -> AsyncIterator[Drain]:
-        if mode is QuiesceMode.DRAIN:
-            limit = self._options.drain_limit_s
-            async for drain in self._until_empty(limit if exclude_after_s is None else min(limit, exclude_after_s)):
-                yield drain
-        elif mode is QuiesceMode.ABORT:
-            aborted += self._all_running()
-            yield Drain(self._counts(), tuple(aborted[:SHOWN]), len(aborted))
-            await self._pause("abort")
-            async for drain in self._until_empty(ABORT_WITHIN_S):
-                yield drain
-            if left := self.front.end_all():
-                log.error("vLLM told nobody that it aborted %s: their connections were cut", ", ".join(left[:20]))
-                async for drain in self._until_empty(ABORT_WITHIN_S):
-                    yield drain
-        if mode is not QuiesceMode.ABORT:
-            await self._pause("keep")
-        self.doors.mode = QuiesceMode.HOLD  # what is left is frozen, and so is its way to the caller
+    def quiesce(self, mode: QuiesceMode, exclude_after_s: float | None) -> AsyncIterator[Drain]:
+        return self.freeze.quiesce(mode, exclude_after_s)
 
     async def still(self) -> Stillness:
-        generation = self.doors.generation
-        if not self.doors.closed:
-            return Stillness(generation, "Admission is open.")
-        if self._frozen_at is None:
-            return Stillness(generation)
-        if self.front.spoke_at > self._frozen_at:
-            return Stillness(generation, f"{self._options.participant_id} generated after it was frozen.")
-        try:
-            if not await self.front.is_paused(PATIENT_S):
-                return Stillness(generation, f"Somebody has resumed vLLM at {self.target}, or it was restarted.")
-        except SafepointError as error:
-            # Whether it kept still nobody can say; an engine that is gone has not.
-            return Stillness(generation, f"{error.problem.message} See whether it lives, by its log.", Reason.DECLINED)
-        return Stillness(generation)
+        return await self.freeze.still()
 
     async def _same_engine(self) -> None:
         """Look again when the server was started anew behind us. Raises INCARNATION_CHANGED when it is another one now."""
@@ -287,59 +214,6 @@ class VllmAdapter:
         self._engine = now
         self.front.knows(now)
 
-    async def _until_empty(self, limit_s: float) -> AsyncIterator[Drain]:
-        """Progress until nothing of ours runs, or `limit_s` seconds are over."""
-        loop = asyncio.get_running_loop()
-        end = loop.time() + limit_s
-        while True:
-            seen = self._pulse.beats
-            self._check_closed()
-            counts = self._counts()
-            if counts.in_flight == 0 or loop.time() >= end:
-                return
-            standing, count = self.doors.rollouts(SHOWN, only=(Activity.RUNNING,))
-            yield Drain(counts, tuple(_live(s) for s in standing), count)
-            await self._pulse.wait(seen, min(1.0, end - loop.time()))
-
-    async def _pause(self, mode: str) -> None:
-        """Raises UNAVAILABLE, ABORTED; LEASE_LAPSED when the doors opened meanwhile."""
-        self._check_closed()
-        if not self._ours and await self.front.is_paused(PATIENT_S):
-            log.warning("vLLM at %s is paused already, by somebody else; it stays so when we open", self.target)
-            return
-        self._ours = True
-        self._note.write(self.doors.operation_id)
-        failpoints.reach("engine.before_pause")
-        await self.front.pause(mode)
-        failpoints.reach("engine.after_pause")
-        self._check_closed()
-
-    async def _until_quiet(self) -> None:
-        loop = asyncio.get_running_loop()
-        begun = loop.time()
-        while True:
-            quiet_at = max(begun, self.front.spoke_at) + QUIET_S
-            if quiet_at <= loop.time():
-                # Were we the ones who stood still, what came meanwhile is read only now.
-                for _ in range(READS):
-                    await asyncio.sleep(0.001)
-                if quiet_at == max(begun, self.front.spoke_at) + QUIET_S:
-                    return
-                continue
-            if loop.time() - begun > QUIET_WITHIN_S:
-                who = ", ".join(sorted(r.request_id for r in self.front.in_flight.values() if not r.finished)[:5])
-                raise refuse(
-                    Reason.ACTIVITY_AFTER_PREPARED,
-                    f"vLLM at {self.target} says that it is paused and goes on generating ({who or 'unrecorded requests'}).",
-                    next_step="Restart it: a rank of it did not stop.",
-                )
-            await asyncio.sleep(max(0.0, quiet_at - loop.time()))
-            self._check_closed()
-
-    def _check_closed(self) -> None:
-        if not self.doors.closed:
-            raise refuse(Reason.LEASE_LAPSED, f"{self._options.participant_id} has opened by its lease.")
-
     # ---- state ----------------------------------------------------------------------------------------------------
 
     async def export(self, directory: Path) -> AsyncIterator[Progress | Exported]:
@@ -355,8 +229,7 @@ class VllmAdapter:
 
     async def load(self, directory: Path, files: Sequence[WrittenFile]) -> AsyncIterator[Progress | Loaded]:
         records: list[Record] = []
-        origin = Origin("", "", "")
-        shared: tuple[str, str] | None = None
+        origin, group = Origin("", "", ""), ""
         if any(f.path == REQUESTS for f in files):
             origin, records = await asyncio.to_thread(read_requests, directory)
             digest = await self.front.weight_digest(DIGEST_S) if self._options.weight_digest else ""
@@ -366,67 +239,36 @@ class VllmAdapter:
             check_weights(origin, now, self.target, marks=marks)
             model = self._engine.model if self._engine else ""
             weights = [] if marks else [now.weight_version, now.weight_digest]
-            shared = self.doors.operation_id, group_of(self._options.policy, model, weights)
-        if self._min_attempt_before is None:
-            self._min_attempt_before = dict(self._min_attempt)
-        self._take(records)
-        if shared is not None:
-            await asyncio.to_thread(self.sharing.publish, shared, records)
-        engine_life = self._engine.life if self._engine else ""
-        await asyncio.to_thread(self._restored.write, self.doors.operation_id, engine_life, origin, records, shared)
+            group = group_of(self._options.policy, model, weights)
+        await self.restored.take(records, origin, self.doors.operation_id, self._engine, group)
         size = sum(f.size_bytes for f in files)
         yield Progress(size, size, len(records), len(records))
         yield Loaded(sessions=len(records), totals=totals_of(records), generation=self.doors.generation)
 
     async def unload(self) -> None:
         """Forget what a load brought. May be repeated."""
-        if not await self.loaded_by():
-            return
-        self.pool.replace([])
-        if self._min_attempt_before is not None:
-            self._min_attempt, self._min_attempt_before = self._min_attempt_before, None
-        else:  # the shim that loaded is gone: what it had replaced before is not known, and retired long since
-            self._min_attempt.clear()
-        await asyncio.to_thread(self.sharing.withdraw)
-        await asyncio.to_thread(self._restored.forget)
+        await self.restored.unload()
 
     async def loaded_by(self) -> str:
         """Whose load is in here, and was neither kept nor forgotten."""
-        return await asyncio.to_thread(self._restored.loaded_by)
+        return await self.restored.loaded_by()
 
     async def keep(self) -> None:
         """What was loaded is there for good."""
-        self._min_attempt_before = None
-        await asyncio.to_thread(self._restored.keep)
-
-    async def _bring_back(self, engine: Engine) -> None:
-        """What a shim before us had loaded into this engine, and nobody has asked for yet."""
-        records = await asyncio.to_thread(self._restored.read, engine.life)
-        if records and not len(self.pool):
-            log.info("%d restored requests of the shim before this one wait for their callers", len(records))
-            self._take(records)
-        where = await asyncio.to_thread(self._restored.shared, engine.life)
-        # While its restore is not resumed nobody looks for what others have: not all of it may be there.
-        self.sharing.join(where, records, opened=not await self.loaded_by())
-
-    def _take(self, records: Sequence[Record]) -> None:
-        self.pool.replace(records)
-        for record in records:
-            if record.rollout_id:
-                self._replace(record.rollout_id, record.attempt + 1)
+        await self.restored.keep()
 
     # ---- opening --------------------------------------------------------------------------------------------------
 
     async def open(self) -> Opened:
         """The engine first, so that what is released does not wait for it again. Doors open whatever it says."""
-        was_ours = self._ours
+        was_ours = self.freeze.ours
         try:
             if was_ours:
-                await self._resume()
+                await self.freeze.resume()
         finally:
-            self.sharing.open()
+            self.restored.sharing.open()
             released = self.doors.open()
-            self._frozen_at = None
+            self.freeze.over()
             if released.closed_for_s is not None:
                 self._released = released
         shown, self._released = self._released or released, None
@@ -438,9 +280,7 @@ class VllmAdapter:
         self.doors.renew(lease_ttl_s)
 
     async def retire(self, attempts: Sequence[tuple[str, int]]) -> int:
-        for rollout_id, attempt in attempts:
-            self._replace(rollout_id, attempt + 1)
-        return self.pool.retire(attempts)
+        return self.restored.retire(attempts)
 
     async def status(self, max_rollouts: int) -> Snapshot:
         shown, count = self.doors.rollouts(max_rollouts)
@@ -453,10 +293,10 @@ class VllmAdapter:
             remarks.append(f"restored requests: {self.pool.tally}")
         return Snapshot(
             workers=self._workers(),
-            counts=self._counts(),
+            counts=self.freeze.counts(),
             generation=self.doors.generation,
             closed=self.doors.closed,
-            rollouts=tuple(_live(s) for s in shown),
+            rollouts=tuple(live(s) for s in shown),
             rollout_count=count,
             waiting_for="; ".join(remarks),
             anonymous_requests=self.doors.anonymous_total,
@@ -465,22 +305,10 @@ class VllmAdapter:
 
     # ---- parts ----------------------------------------------------------------------------------------------------
 
-    async def _resume(self) -> None:
-        failpoints.reach("engine.before_resume")
-        await self.front.resume()
-        failpoints.reach("engine.after_resume")
-        self._ours = False
-        self._note.remove()
-
     async def _settle(self) -> None:
-        """Undo what a shim before us has left paused: its noted pause, never somebody else's. Then get to know the
-        engine, however long it takes to start: requests are recorded only from then on."""
-        if self._note.there():
-            log.warning("the shim before this one ended while vLLM at %s was paused by it", self.target)
-            try:
-                await self._resume()
-            except SafepointError as error:
-                log.error("%s", error)
+        """Undo a pause that a shim before us has left. Then get to know the engine, however long it takes to start: requests
+        are recorded only from then on."""
+        await self.freeze.settle()
         while self._engine is None:
             try:
                 await self.describe()
@@ -523,9 +351,9 @@ class VllmAdapter:
             self._changed()
 
     def _lapsed(self, operation_id: str) -> None:
-        if self._ours:
+        if self.freeze.ours:
             log.warning("the lease of %s lapsed: resuming vLLM at %s", operation_id, self.target)
-            self._spawn(self._resume)
+            self._spawn(self.freeze.resume)
 
     def _steered(self, path: str) -> None:
         self._spawn(self._learn_weights)
@@ -534,25 +362,9 @@ class VllmAdapter:
     async def _learn_weights(self) -> None:
         self.front.weights_are(await self.front.weight_version())
 
-    def _all_running(self) -> tuple[LiveRollout, ...]:
-        count = self.doors.rollouts(0, only=(Activity.RUNNING,))[1]
-        return tuple(_live(s) for s in self.doors.rollouts(count, only=(Activity.RUNNING,))[0])
-
-    def _counts(self) -> Counts:
-        tally = self.doors.counts()
-        return Counts(tally.in_flight, tally.parked, tally.held)
-
     def _workers(self) -> tuple[Worker, ...]:
         ranks = self._engine.ranks if self._engine else 1
         return tuple(Worker(f"rank-{n}", os.getpid(), True) for n in range(ranks))
-
-    def _is_stale(self, call: CallIdentity) -> bool:
-        return call.attempt < self._min_attempt.get(call.rollout_id, 0)
-
-    def _replace(self, rollout_id: str, min_attempt: int) -> None:
-        self._min_attempt[rollout_id] = max(min_attempt, self._min_attempt.pop(rollout_id, 0))
-        while len(self._min_attempt) > MAX_REPLACED:
-            del self._min_attempt[next(iter(self._min_attempt))]
 
     def _moved(self) -> None:
         self._pulse.beat()
@@ -569,7 +381,3 @@ class VllmAdapter:
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
         return task
-
-
-def _live(s: Standing) -> LiveRollout:
-    return LiveRollout(s.rollout_id or ANONYMOUS, s.activity, s.attempt, s.turn, s.age_s, s.waiting_on)

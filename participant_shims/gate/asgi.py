@@ -223,11 +223,10 @@ class GateMiddleware:
         body = await read_body(receive)
         if body is None:
             return
-        found = rollout_of(body, headers, gate.name, gate.warn)
-        if found is None:
+        rollout_id = rollout_of(body, headers, gate.name, gate.warn)
+        if rollout_id is None:
             await self._anonymous(scope, receive, send, body)
             return
-        rollout_id, explicit = found
         sha256 = body_sha256(body)
         entry = gate.doors.enter(rollout_id, waiting_on="POST /run")
         execution: Execution | None = None
@@ -237,7 +236,7 @@ class GateMiddleware:
             if not await gate.doors.admitted(entry):
                 return
             while True:
-                claim = gate.dispatches.claim(rollout_id, explicit, sha256, body, headers.get("cookie", ""))
+                claim = gate.dispatches.claim(rollout_id, sha256, body, headers.get("cookie", ""))
                 entry.attempt = claim.attempt
                 if claim.verdict is Verdict.JOIN and rollout_id not in gate.dispatches.running:
                     gate.count("dispatches joined")
@@ -249,6 +248,7 @@ class GateMiddleware:
                 caller.keep(body)
                 await self._beside(rollout_id, claim, entry, scope, caller.receive, send)
             elif claim.verdict is Verdict.ANSWER and claim.result is not None:
+                gate.count("results given again")
                 if await gate.doors.hold(entry):
                     await send_answer(send, claim.result)
                     gate.log.delivered(rollout_id, claim.attempt)
@@ -277,7 +277,8 @@ class GateMiddleware:
             gate.warn(
                 "id with two inputs",
                 f"Rollout {rollout_id} was dispatched again with another input while it runs. The second one runs, but its"
-                " calls are not logged, and a save leaves both out. Give every row an id of its own.",
+                " calls are not logged, and a save leaves both out. Repeats of a row that share its _ng_rollout_id do this: leave"
+                " it out, and Gym's indices tell them apart.",
             )
 
         async def held_send(message: Message) -> None:

@@ -353,14 +353,14 @@ def _records(db: sqlite3.Connection, rollout_id: str, state: RolloutState, count
 
 def _rollout(db: sqlite3.Connection, rollout_id: str, state: RolloutState) -> Iterator[dict[str, Any]]:
     for r in db.execute(
-        "SELECT attempt, base, explicit, input_sha256, input, cookie, guest, turns, status, headers, body"
+        "SELECT attempt, base, input_sha256, input, cookie, guest, turns, status, headers, body"
         " FROM rollouts WHERE rollout_id=?",
         (rollout_id,),
     ):
         yield {
-            "t": "rollout", "rollout_id": rollout_id, "attempt": r[0], "base": r[1], "explicit": r[2],
-            "input_sha256": r[3], "input": _text(r[4]), "cookie": r[5], "state": int(state), "guest": r[6],
-            "turns": r[7], "status": r[8], "headers": json.loads(r[9]), "body": _text(r[10]),
+            "t": "rollout", "rollout_id": rollout_id, "attempt": r[0], "base": r[1],
+            "input_sha256": r[2], "input": _text(r[3]), "cookie": r[4], "state": int(state), "guest": r[5],
+            "turns": r[6], "status": r[7], "headers": json.loads(r[8]), "body": _text(r[9]),
         }  # fmt: skip
 
 

@@ -1,7 +1,8 @@
 """The call log as a file of a snapshot, as it is read: `calls.rope` or `calls.jsonl` (written by `calllog_export`).
 
 The rule: a file is read strictly and as a whole before anything is installed. Formats: `gym-calls-v3`, the lines of one rollout
-after those of another; `gym-calls-v2`, all lines of a kind after those of another; `gym-calls-v1`, as v2 and without counts.
+after those of another; `gym-calls-v2`, all lines of a kind after those of another, and a rollout has `explicit`, which says
+nothing any more; `gym-calls-v1`, as v2 and without counts.
 
     exported = export(log, directory)     # files are fsynced; ledger lines are for the manifest
     loaded = load(log, [directory / "calls.jsonl"], excluded={})
@@ -177,10 +178,10 @@ def _clear(log: CallLog) -> None:
 def _install_rollout(log: CallLog, r: Mapping[str, Any]) -> None:
     done = r["state"] == RolloutState.COMPLETED
     log.db.execute(
-        "INSERT INTO rollouts(rollout_id, attempt, base, explicit, input_sha256, input, cookie, state, guest,"
-        " restored, claimed, turns, status, headers, body) VALUES(?,?,?,?,?,?,?,?,?,1,0,?,?,?,?)",
+        "INSERT INTO rollouts(rollout_id, attempt, base, input_sha256, input, cookie, state, guest,"
+        " restored, claimed, turns, status, headers, body) VALUES(?,?,?,?,?,?,?,?,1,0,?,?,?,?)",
         (
-            r["rollout_id"], r["attempt"] if done else r["attempt"] + 1, r["base"], r["explicit"], r["input_sha256"],
+            r["rollout_id"], r["attempt"] if done else r["attempt"] + 1, r["base"], r["input_sha256"],
             r["input"], r["cookie"], "completed" if done else "interrupted", r["guest"],
             r["turns"], r["status"],
             json.dumps(r["headers"], separators=(",", ":")), r["body"],
@@ -193,9 +194,9 @@ def _install_rollout(log: CallLog, r: Mapping[str, Any]) -> None:
 def _install_excluded(log: CallLog, r: Mapping[str, Any], reason: str) -> None:
     # Whoever dispatches it begins from the input; a snapshot that is made before that must not have forgotten it.
     log.db.execute(
-        "INSERT INTO rollouts(rollout_id, attempt, base, explicit, input_sha256, input, cookie, state, restored, claimed,"
-        " reason) VALUES(?,?,?,?,?,x'','','excluded',1,0,?)",
-        (r["rollout_id"], r["attempt"], r["base"], r["explicit"], r["input_sha256"], reason[:1000]),
+        "INSERT INTO rollouts(rollout_id, attempt, base, input_sha256, input, cookie, state, restored, claimed,"
+        " reason) VALUES(?,?,?,?,x'','','excluded',1,0,?)",
+        (r["rollout_id"], r["attempt"], r["base"], r["input_sha256"], reason[:1000]),
     )
 
 
@@ -205,7 +206,7 @@ _S, _I, _H, _B = "string", "integer", "headers", "body"
 _FIELDS: Final[Mapping[str, Mapping[str, str]]] = {
     "excluded": {"rollout_id": _S, "attempt": _I, "reason": _S},
     "rollout": {
-        "rollout_id": _S, "attempt": _I, "base": _I, "explicit": _I, "input_sha256": _S, "input": _B, "cookie": _S,
+        "rollout_id": _S, "attempt": _I, "base": _I, "input_sha256": _S, "input": _B, "cookie": _S,
         "state": _I, "guest": _I, "turns": _I, "status": _I, "headers": _H, "body": _B,
     },
     "call": {
@@ -247,7 +248,7 @@ def read(files: Sequence[Path], progress: Callable[[int], None] | None = None) -
                     if number == 1:
                         order.by_rollout = _check_header(record, path)
                         continue
-                    checked = _checked(record)
+                    checked = _checked(record, before_v3=not order.by_rollout)
                     order.check(checked)
                     yield checked
                 except (ValueError, KeyError, TypeError, RecursionError) as error:
@@ -299,10 +300,13 @@ def _check_header(record: Any, path: Path) -> bool:
     return known == FORMAT
 
 
-def _checked(record: Any) -> dict[str, Any]:
+def _checked(record: Any, before_v3: bool) -> dict[str, Any]:
     if not isinstance(record, dict):
         raise ValueError("not an object")
-    return _checked_fields(dict(cast("Mapping[str, Any]", record)))
+    fields = dict(cast("Mapping[str, Any]", record))
+    if before_v3 and fields["t"] == "rollout" and type(fields.pop("explicit")) is not int:
+        raise ValueError("explicit is not of type integer")
+    return _checked_fields(fields)
 
 
 def _checked_fields(record: dict[str, Any]) -> dict[str, Any]:

@@ -1,6 +1,6 @@
 """Root dispatches at an agent: which rollout a `/run` belongs to, and its attempts.
 
-The rule kept here: a rollout that has finished is not run again, one that was cut short goes on from its recorded
+The rule kept here: a result that nobody has yet is not made again, a rollout that was cut short goes on from its recorded
 calls, and one that cannot repeat them restarts from its input, visibly, behind the back of its client.
 """
 
@@ -32,8 +32,8 @@ _MALFORMED: Final = "malformed rollout id"
 
 def rollout_of(
     body: bytes, headers: dict[str, str], agent: str, warn: Callable[[str, str], None] = lambda kind, sentence: None
-) -> tuple[str, bool] | None:
-    """The rollout id of a row and whether it is explicit (unique for ever); None for work without identity.
+) -> str | None:
+    """The rollout id of a row; None for work without identity.
 
     Indices are those of one batch and come again in the next one, where the row may be another agent's; the servers that
     agents share must not take its first attempt for an old one of the other. So an id made of indices names its agent.
@@ -48,16 +48,16 @@ def rollout_of(
     if isinstance(row, dict):
         explicit = row.get("_ng_rollout_id")  # pyright: ignore[reportUnknownMemberType, reportUnknownVariableType]
         if isinstance(explicit, (str, int)) and not isinstance(explicit, bool) and is_rollout_id(str(explicit)):
-            return str(explicit), True
+            return str(explicit)
         if explicit is not None:
             warn(_MALFORMED, _malformed("_ng_rollout_id", explicit))  # pyright: ignore[reportUnknownArgumentType]
         task, index = row.get("_ng_task_index"), row.get("_ng_rollout_index")  # pyright: ignore
         if isinstance(task, (int, str)) and isinstance(index, (int, str)) and is_rollout_id(f"{task}-{index}@{agent}"):
-            return f"{task}-{index}@{agent}", False
+            return f"{task}-{index}@{agent}"
     given = headers.get(ROLLOUT_HEADER, "")
     if given and not is_rollout_id(given):
         warn(_MALFORMED, _malformed(ROLLOUT_HEADER, given))
-    return (given, True) if is_rollout_id(given) else None
+    return given if is_rollout_id(given) else None
 
 
 def _malformed(where: str, value: object) -> str:
@@ -79,10 +79,10 @@ class Dispatches:
         self.attempts: dict[str, Dispatch] = {}
         self.diverged_total = 0
 
-    def claim(self, rollout_id: str, explicit: bool, sha256: str, body: bytes, cookie: str) -> Claim:
+    def claim(self, rollout_id: str, sha256: str, body: bytes, cookie: str) -> Claim:
         """As CallLog.claim; the caller starts what it is told in the same event-loop step."""
         failpoints.reach("gate.before_claim")
-        claim = self._log.claim(rollout_id, explicit, sha256, body, cookie)
+        claim = self._log.claim(rollout_id, sha256, body, cookie)
         failpoints.reach("gate.after_claim")
         return claim
 

@@ -44,12 +44,11 @@ class DispatchLog(LogFile):
     """The table `rollouts`, and the calls of a rollout as far as they begin and end with it."""
 
     @tolerated(Claim(Verdict.CONFLICT, reason="the call log failed"))
-    def claim(self, rollout_id: str, explicit: bool, sha256: str, body: bytes, cookie: str) -> Claim:
+    def claim(self, rollout_id: str, sha256: str, body: bytes, cookie: str) -> Claim:
         """Decide about a dispatch of `rollout_id` with this input, and record that it runs if it does.
 
-        An explicit id is unique for ever: completed, it is answered from its record. An index id may come again (the
-        next epoch): only a record that was restored and not yet claimed, or whose response never reached its client,
-        answers it.
+        An id may come again (the next epoch), and then asks for a new result. A recorded one answers when it is not known
+        that anybody has it: it was restored and not yet claimed, or its response never reached its client.
         """
         with self.together():
             row = self.db.execute(
@@ -59,13 +58,13 @@ class DispatchLog(LogFile):
             floor = self.db.execute("SELECT min_attempt FROM marks WHERE rollout_id=?", (rollout_id,)).fetchone()
             lowest = int(floor[0]) if floor else 0
             if row is None or row[11]:
-                return self._begin(rollout_id, explicit, sha256, body, cookie, lowest, "")
+                return self._begin(rollout_id, sha256, body, cookie, lowest, "")
             attempt, base, known, state, restored, claimed, delivered, pid = row[:8]
             same = known == sha256
             waiting = bool(restored and not claimed)
             if state in ("running", "diverged") and lives(pid, row[13]):
                 return Claim(Verdict.JOIN if same else Verdict.CONFLICT, attempt, base)
-            if state == "completed" and same and (explicit or waiting or not delivered):
+            if state == "completed" and same and (waiting or not delivered):
                 self.db.execute("UPDATE rollouts SET claimed=1 WHERE rollout_id=?", (rollout_id,))
                 return Claim(Verdict.ANSWER, attempt, base, result=answer_of(row[8], row[9], row[10]))
             if state in ("running", "interrupted"):
@@ -79,18 +78,16 @@ class DispatchLog(LogFile):
                     )
                     return Claim(Verdict.REPLAY, attempt, base, cookie=row[12])
                 reason = self.damaged.get(rollout_id, "input changed")
-                return self._begin(rollout_id, explicit, sha256, body, cookie, max(attempt, lowest), reason)
+                return self._begin(rollout_id, sha256, body, cookie, max(attempt, lowest), reason)
             reason = "" if same else "input changed"
-            return self._begin(rollout_id, explicit, sha256, body, cookie, max(attempt + 1, lowest), reason)
+            return self._begin(rollout_id, sha256, body, cookie, max(attempt + 1, lowest), reason)
 
-    def _begin(
-        self, rollout_id: str, explicit: bool, sha256: str, body: bytes, cookie: str, attempt: int, reason: str
-    ) -> Claim:
+    def _begin(self, rollout_id: str, sha256: str, body: bytes, cookie: str, attempt: int, reason: str) -> Claim:
         self.db.execute("DELETE FROM calls WHERE rollout_id=?", (rollout_id,))
         self.db.execute(
-            "INSERT OR REPLACE INTO rollouts(rollout_id, attempt, base, explicit, input_sha256, input, cookie, state,"
-            " reason, pid, began) VALUES(?,?,?,?,?,?,?,'running',?,?,?)",
-            (rollout_id, attempt, attempt, int(explicit), sha256, body, cookie, reason, *own()),
+            "INSERT OR REPLACE INTO rollouts(rollout_id, attempt, base, input_sha256, input, cookie, state,"
+            " reason, pid, began) VALUES(?,?,?,?,?,?,'running',?,?,?)",
+            (rollout_id, attempt, attempt, sha256, body, cookie, reason, *own()),
         )
         self.damaged.pop(rollout_id, None)  # its log is whole again: empty
         return Claim(Verdict.RUN, attempt, attempt, reason)
@@ -182,7 +179,7 @@ class DispatchLog(LogFile):
             if row is not None and row[1] < call.base:
                 self.db.execute("DELETE FROM calls WHERE rollout_id=?", (call.rollout_id,))
             self.db.execute(
-                "INSERT OR REPLACE INTO rollouts(rollout_id, attempt, base, explicit, input_sha256, input, cookie,"
-                " state, guest, pid, began) VALUES(?,?,?,0,'',x'','','running',1,?,?)",
+                "INSERT OR REPLACE INTO rollouts(rollout_id, attempt, base, input_sha256, input, cookie,"
+                " state, guest, pid, began) VALUES(?,?,?,'',x'','','running',1,?,?)",
                 (call.rollout_id, call.attempt, call.base, *own()),
             )

@@ -9,6 +9,7 @@ leaves; SimpleServer.setup_exception_middleware: the server object).
 from __future__ import annotations
 
 import functools
+import gc
 import importlib.util
 import logging
 import os
@@ -147,6 +148,9 @@ def _wrap(loaded: Any) -> Any:
     if server is None or not life:
         return None
     _gate = build_gate(server, Path(life), loaded)
+    # A gate doubles what lives while a request runs, and with it how often Python looks through all objects: most of those
+    # are the server's modules (Ray, pydantic, ...), which stay anyway, and a look at them stops all rollouts for a while.
+    gc.freeze()
     return GateMiddleware(loaded, _gate)
 
 

@@ -81,6 +81,15 @@ def server_process(life: Path) -> tuple[int, str] | None:
         return None
 
 
+def server_of(life: Path) -> tuple[str, int]:
+    """The server's name and how many workers it was started with; empty and 1 when `life` has no such note."""
+    try:
+        record = json.loads((life / _RECORD).read_text())
+        return str(record["server_name"]), int(record["configured_workers"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return "", 1
+
+
 def sweep(safe_name: str, parent: Path) -> int:
     """Remove the directories of this server's lives whose process is gone; how many."""
     removed = 0

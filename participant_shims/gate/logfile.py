@@ -34,7 +34,7 @@ FINISHED: Final = (
 )
 _SCHEMA: Final = f"""
 CREATE TABLE IF NOT EXISTS rollouts(
-  rollout_id TEXT PRIMARY KEY, attempt INTEGER NOT NULL, base INTEGER NOT NULL, explicit INTEGER NOT NULL,
+  rollout_id TEXT PRIMARY KEY, attempt INTEGER NOT NULL, base INTEGER NOT NULL,
   input_sha256 TEXT NOT NULL, input BLOB NOT NULL, cookie TEXT NOT NULL, state TEXT NOT NULL,
   restored INTEGER NOT NULL DEFAULT 0, claimed INTEGER NOT NULL DEFAULT 1, delivered INTEGER NOT NULL DEFAULT 0,
   guest INTEGER NOT NULL DEFAULT 0, reason TEXT NOT NULL DEFAULT '', turns INTEGER NOT NULL DEFAULT 0,
@@ -64,7 +64,7 @@ CREATE TABLE IF NOT EXISTS touched(rollout_id TEXT PRIMARY KEY) WITHOUT ROWID;
 """
 # What of each table is in a snapshot: a rollout of which any of it changes is written anew by the next save.
 _WATCHED: Final = {
-    "rollouts": "attempt, base, explicit, input_sha256, input, cookie, state, turns, status, headers, body, guest, reason",
+    "rollouts": "attempt, base, input_sha256, input, cookie, state, turns, status, headers, body, guest, reason",
     "calls": "",
     "executed": "",
     "sessions": "",

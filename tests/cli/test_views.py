@@ -10,8 +10,8 @@ from safepoint.v1 import coordinator_service_pb2 as pb
 
 from coordinator.cli_live import Look, view
 from coordinator.cli_output import show
-from coordinator.cli_views import operation_text, table, topology_view
-from coordinator.client_results import describe
+from coordinator.cli_views import operation_text, snapshot_text, table, topology_view
+from coordinator.client_results import SnapshotSummary, Totals, describe
 from coordinator.wire.errors import Reason
 from coordinator.wire.terms import CheckpointMode, Role
 
@@ -119,3 +119,9 @@ def test_a_shim_that_was_refused_is_no_cost_but_refused(capsys: pytest.CaptureFi
     refused = pb.Finding(reason=int(Reason.UNAUTHENTICATED), message="A shim on 10.0.0.3 was refused", next_step="-")  # type: ignore[arg-type]
     show(topology_view(pb.GetTopologyResponse(findings=[refused])))
     assert "REFUSED: A shim on 10.0.0.3" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("count", [0, 1])
+def test_a_snapshot_that_excludes_rollouts_says_how_to_learn_which(count: int) -> None:
+    text = snapshot_text(SnapshotSummary("step-1", "save-1", 0.0, 1, Totals(excluded=count), (), "", {}))
+    assert ("`safepoint snapshots show step-1 --rollouts`" in text) is bool(count)

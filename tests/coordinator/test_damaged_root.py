@@ -243,6 +243,28 @@ async def test_a_journal_that_is_removed_or_emptied_beneath_a_root_is_refused_un
         await (await started(tmp_path)).kill()
 
 
+@pytest.mark.parametrize("damage", [Path.unlink, _empty])
+async def test_a_coordinator_that_runs_writes_its_journal_anew_when_somebody_has_removed_or_emptied_it(
+    tmp_path: Path, damage: Callable[[Path], None], caplog: pytest.LogCaptureFixture
+) -> None:
+    running = await started(tmp_path)
+    try:
+        running.operations.journal.append(Entry(OperationId("save-0"), "outcome", OUTCOME))
+        assert await running._why_unfit() is None
+        damage(running.operations.journal.path)
+        caplog.clear()
+        assert await running._why_unfit() is None
+        assert await running._why_unfit() is None
+        assert sum("removed or changed" in line for line in caplog.messages) == 1
+    finally:
+        await running.kill()
+    after = await started(tmp_path)
+    try:
+        assert list(after.operations.journal.contents.outcomes) == ["save-0"]
+    finally:
+        await after.kill()
+
+
 async def test_after_its_epochs_were_removed_a_coordinator_has_none_of_those_that_were(tmp_path: Path) -> None:
     first = await started(tmp_path)
     try:

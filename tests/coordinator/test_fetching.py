@@ -170,8 +170,8 @@ async def test_a_prune_never_meets_a_fetch_and_all_that_ask_for_it_wait_for_one_
     first, second = (asyncio.create_task(fetch(other, "step-1")) for _ in range(2))
     await until(held.reached.is_set)
     async with operations.storage_lock:
-        assert (await operations.prune(Retention(1))).deleted == ()
-    await operations.sweep()
+        assert (await operations.housekeeping.prune(Retention(1))).deleted == ()
+    await operations.housekeeping.sweep()
     with pytest.raises(SafepointError) as caught:
         await other.save("save-1", "step-1")
     assert caught.value.reason in (Reason.SNAPSHOT_EXISTS, Reason.TOPOLOGY_INVALID)

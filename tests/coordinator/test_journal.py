@@ -146,11 +146,13 @@ def test_damage_in_the_middle_stops_the_coordinator(tmp_path: Path) -> None:
 def refused(folder: Path, reason: Reason, match: str) -> None:
     """A start changes nothing, says what helps, and goes on with a higher epoch once that is done."""
     before = {path.name for path in folder.iterdir() if path.name.startswith("journal-")}
+    epochs = {path.name for path in folder.glob("epoch-*")}
     for _ in range(2):
         with pytest.raises(SafepointError, match=match) as caught:
             opened(folder)
         assert caught.value.reason is reason
     assert {path.name for path in folder.iterdir() if path.name.startswith("journal-")} == before
+    assert {path.name for path in folder.glob("epoch-*")} == epochs, "who runs goes on"
     assert f"touch {folder / ACCEPT}" in caught.value.problem.next_step
     (folder / ACCEPT).touch()
     after = opened(folder)

@@ -8,11 +8,15 @@ from typing import Any
 
 import pytest
 from grpc import aio
+from safepoint.v1 import capabilities_pb2, errors_pb2
 from safepoint.v1 import coordinator_service_pb2 as pb
 
+from coordinator.preflight import RUNS, workers_problem
+from coordinator.protocol.topology import Participant
 from coordinator.wire.errors import Problem, Reason, SafepointError
+from coordinator.wire.ids import IncarnationId, ParticipantId
 from coordinator.wire.rpc import error_from_rpc
-from coordinator.wire.terms import Role
+from coordinator.wire.terms import CheckpointMode, Role
 from tests.coordinator.conftest import Bench, collect, kinds, unary, until
 from tests.fakes import NEVER, FakeShim, Knobs
 
@@ -314,6 +318,11 @@ async def test_a_failed_restore_stays_paused_and_says_what_is_legal_next(bench: 
     with pytest.raises(SafepointError) as fenced:
         await bench.restore("restore-2")
     assert reason_of(fenced) is Reason.FENCED
+    assert "served work" in fenced.value.problem.message
+    assert "safepoint abort" in fenced.value.problem.advice
+    assert "Wait" not in fenced.value.problem.advice, "it never ends by itself"
+    found = await unary(bench.stub().GetTopology(pb.GetTopologyRequest(), timeout=5))
+    assert [f.reason for f in found.findings if f.blocking] == [errors_pb2.REASON_FENCED]
     await bench.abort("restore-1")
     assert bench.all_open()
     bench.shims["resources-0"].knobs.fail_on.clear()
@@ -418,6 +427,51 @@ async def test_a_shim_without_a_role_is_seen_and_refuses_every_operation(bench: 
         await bench.save()
     assert caught.value.reason is Reason.ROLE_INVALID
     assert bench.all_open()
+
+
+@pytest.mark.parametrize("refresh", [False, True])
+async def test_a_worker_that_is_missing_is_a_finding_before_a_save_is_refused_by_it(
+    bench: Bench, refresh: bool
+) -> None:
+    await bench.start(models=1, resources=0)
+    shim = await bench.add("cart-0", Role.RESOURCES, Knobs(silent_workers=1), workers=2)
+    asked = pb.GetTopologyRequest(refresh=refresh)
+    found = await unary(bench.stub().GetTopology(asked, timeout=5))
+    (finding,) = [each for each in found.findings if each.blocking]
+    assert (finding.participant_id, finding.reason) == ("cart-0", errors_pb2.REASON_WORKERS_MISSING)
+    assert "1 of 2" in finding.message
+    with pytest.raises(SafepointError) as caught:
+        await bench.save()
+    assert caught.value.reason is Reason.WORKERS_MISSING
+    shim.knobs.silent_workers = 0  # its server has started another one
+    assert not [f for f in (await unary(bench.stub().GetTopology(asked, timeout=5))).findings if f.blocking]
+
+
+@pytest.mark.parametrize(
+    ("workers", "waiting_for", "said"),
+    [
+        (2, "", ""),
+        (1, "1 of 2 workers of cart are connected (worker-0); missing: worker-1 (pid 7: its process was ended by signal 9)",
+         "was ended by signal 9)."),
+        (0, "", ""),  # of a participant that counts no workers in its status
+        (0, "0 of 2 workers of cart are connected (none)", "0 of 2"),
+        (2, "worker-1 does not answer. Its process (pid 7) is stopped: `kill -CONT 7` lets it go on", "kill -CONT 7"),
+        (2, f"worker-1 does not answer. Its process (pid 7) {RUNS}: see how busy its machine is", ""),
+        (2, "vLLM at 127.0.0.1:1 does not answer", ""),
+    ],
+)  # fmt: skip
+def test_a_status_says_whether_a_save_would_miss_a_worker(workers: int, waiting_for: str, said: str) -> None:
+    """A busy worker is waited for by a save: it is no finding."""
+    who = Participant(
+        ParticipantId("cart"), Role.RESOURCES, "gym.resources", CheckpointMode.EXPORT_RESTORE, IncarnationId("i-1"), "a:1",
+        configured_workers=2,
+    )  # fmt: skip
+    seen = capabilities_pb2.ParticipantStatus(waiting_for=waiting_for)
+    for number in range(workers):
+        seen.workers.add(worker_id=f"worker-{number}", acknowledged=True)
+    problem = workers_problem(who, seen)
+    assert (problem is None) is (not said)
+    assert problem is None or (said in problem.message and problem.reason is Reason.WORKERS_MISSING)
 
 
 async def test_a_restart_during_a_save_voids_it(bench: Bench) -> None:

@@ -357,8 +357,8 @@ async def test_a_coordinator_that_was_replaced_deletes_nothing_and_pins_nothing(
             await unary(call)
         assert caught.value.reason is Reason.STALE_EPOCH
     operations = bench.running.operations
-    await operations.sweep()
-    await operations._discard(SnapshotId("in-progress"))  # pyright: ignore[reportPrivateUsage]
+    await operations.housekeeping.sweep()
+    await operations.housekeeping.discard(SnapshotId("in-progress"))
     newer.close()
     assert sorted(path.name for path in (bench.root / "snapshots").iterdir()) == ["in-progress", "step-0", "step-1"]
     assert pruning.pins(store) == {"step-0": "why"}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 from safepoint.v1 import capabilities_pb2, manifest_pb2
@@ -127,6 +128,23 @@ def test_chunks_of_a_save_that_is_not_published_and_young_ones_stay(store: Snaps
     assert Chunks(store.root).touch(touched)
     assert sweeping.sweep(store).chunks == 1
     assert there(store) == {b"published", b"in the making", b"written ahead of a save", b"asked for"}
+
+
+def test_a_chunk_that_is_asked_for_while_it_is_looked_who_names_it_stays(
+    store: SnapshotStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wanted, unwanted = Chunks(store.root).write(b"of a save that begins"), Chunks(store.root).write(b"of nobody")
+    grow_old(store)
+    named = sweeping.named
+
+    def while_reading(*args: Any) -> set[str]:
+        found = named(*args)
+        assert Chunks(store.root).touch(wanted)
+        return found
+
+    monkeypatch.setattr(sweeping, "named", while_reading)
+    assert sweeping.sweep(store) == sweeping.Swept(1, unwanted.size_bytes)
+    assert there(store) == {b"of a save that begins"}
 
 
 def test_a_part_that_cannot_be_read_keeps_every_chunk(store: SnapshotStore) -> None:

@@ -7,6 +7,7 @@ from safepoint.v1 import coordinator_service_pb2 as pb
 
 from coordinator.doctor import Severity, engines, fleet
 from coordinator.doctor.finding import Finding
+from coordinator.preflight import RUNS
 from coordinator.wire.errors import Problem, Reason
 from coordinator.wire.rpc import detail_from_problem
 
@@ -47,39 +48,52 @@ def test_a_shim_that_is_kept_out_is_a_warning_and_blocks_nothing() -> None:
     assert well.severity is Severity.OK
 
 
-def test_whoever_does_not_answer_or_lacks_a_worker_is_an_error_and_its_warnings_are_warnings() -> None:
-    worker = capabilities_pb2.WorkerStatus(worker_id="worker-0", acknowledged=True)
+def test_whoever_does_not_answer_is_an_error_and_what_others_warn_of_are_warnings() -> None:
+    counter = who("counter", capabilities_pb2.ROLE_RESOURCES)
     status = pb.GetCoordinatorStatusResponse(
         participants=[
             pb.ParticipantHealth(info=who("agent", capabilities_pb2.ROLE_AGENT), problem="connection refused"),
             pb.ParticipantHealth(
-                info=who("counter", capabilities_pb2.ROLE_RESOURCES, configured_workers=2), reachable=True,
-                status=capabilities_pb2.ParticipantStatus(workers=[worker], warnings=["an id is no id"]),
-            ),
-            pb.ParticipantHealth(
-                info=who("policy", capabilities_pb2.ROLE_POLICY_MODEL), reachable=True,
-                status=capabilities_pb2.ParticipantStatus(workers=[worker]),
+                info=counter, reachable=True,
+                status=capabilities_pb2.ParticipantStatus(
+                    warnings=["an id is no id"], waiting_for=f"worker-0 does not answer. Its process (pid 7) {RUNS}",
+                ),
             ),
         ]
     )  # fmt: skip
     findings = list(fleet.participants(status))
-    assert bad(findings) == [(Severity.ERROR, "agent"), (Severity.ERROR, "counter"), (Severity.WARNING, "counter")]
-    assert [finding.reason for finding in findings[:2]] == [Reason.UNREACHABLE, Reason.WORKERS_MISSING]
+    assert bad(findings) == [(Severity.ERROR, "agent"), (Severity.WARNING, "counter"), (Severity.WARNING, "counter")]
+    assert findings[0].reason is Reason.UNREACHABLE
     assert "10.0.0.3:7001" in findings[0].message
 
 
-def test_a_worker_that_is_stopped_is_an_error_that_says_how_it_goes_on() -> None:
-    seen = capabilities_pb2.ParticipantStatus(
-        workers=[capabilities_pb2.WorkerStatus(worker_id="worker-0", acknowledged=True)],
-        waiting_for="worker-0 does not answer. Its process (pid 7) is stopped: `kill -CONT 7` lets it go on",
-    )
-    info = who("counter", capabilities_pb2.ROLE_RESOURCES)
-    status = pb.GetCoordinatorStatusResponse(
-        participants=[pb.ParticipantHealth(info=info, reachable=True, status=seen)]
-    )
-    (found,) = fleet.participants(status)
-    assert (found.severity, found.reason) == (Severity.ERROR, Reason.WORKERS_MISSING)
-    assert "kill -CONT 7" in found.message
+def test_a_shim_that_is_refused_is_the_error_and_that_somebody_is_missed_follows_from_it() -> None:
+    """Whoever mends the first finding must not be told to start what runs."""
+    nobody = pb.Finding(blocking=True, reason=errors_pb2.REASON_TOPOLOGY_INVALID, message="Nobody is registered.")
+    refused = pb.Finding(reason=errors_pb2.REASON_UNAUTHENTICATED, message="A shim was refused", next_step="a token")
+    findings = [f for f in fleet.topology(pb.GetTopologyResponse(findings=[nobody, refused])) if f.severity]
+    assert [(f.severity, f.message) for f in findings] == [
+        (Severity.ERROR, "A shim was refused"), (Severity.NOTE, "Nobody is registered."),
+    ]  # fmt: skip
+    assert findings[0].reason is Reason.UNAUTHENTICATED
+    agent = who("agent", capabilities_pb2.ROLE_AGENT)
+    its_own = pb.Finding(blocking=True, reason=errors_pb2.REASON_TOPOLOGY_INVALID, participant_id="agent", message="x")
+    answer = pb.GetTopologyResponse(participants=[agent], findings=[its_own, refused])
+    assert [f.severity for f in fleet.topology(answer)] == [Severity.WARNING, Severity.ERROR]
+
+
+def test_a_restore_that_has_failed_is_an_error_that_only_an_abort_ends_and_it_is_said_once() -> None:
+    status = pb.GetCoordinatorStatusResponse()
+    status.operation.operation_id = "restore-1"
+    status.operation.outcome = pb.OPERATION_OUTCOME_FAILED_PAUSED
+    status.operation.failure.primary.message = "cart has served work"
+    (_, found) = fleet.coordinator(status, 0.01)
+    assert (found.severity, found.reason, found.subject) == (Severity.ERROR, Reason.FENCED, "restore-1")
+    assert "cart has served work" in found.message
+    assert "abort" in found.fix
+    assert "resume" not in found.fix
+    fenced = pb.Finding(blocking=True, reason=errors_pb2.REASON_FENCED, message="restore-1 has failed")
+    assert list(fleet.topology(pb.GetTopologyResponse(findings=[fenced]))) == []
 
 
 def test_a_slow_coordinator_and_one_that_keeps_everybody_paused_are_warnings() -> None:

@@ -24,6 +24,7 @@ class Trigger(Enum):
     START = "a start of the coordinator"
     SHIM_START = "a start of the shim"
     TRAFFIC = "rollouts, nothing else"
+    PRUNE = "a prune"
     RESTORE = "a restore into fresh servers"
     RESUME = "rollouts that go on after a restore"
 
@@ -108,6 +109,9 @@ _WHERE: dict[str, tuple[Trigger, str, str]] = {
     "snapshots.after_void": (Trigger.RECOVERY, "", ""),
     "snapshots.before_discard": (Trigger.FAILED_SAVE, "", ""),
     "snapshots.after_discard": (Trigger.FAILED_SAVE, "", ""),
+    "chunks.before_remove": (Trigger.PRUNE, "", ""),
+    "chunks.after_remove": (Trigger.PRUNE, "", ""),
+    "chunks.before_write": (Trigger.SAVE, "agent", ""),
     "driver.before_prepare": (Trigger.SAVE, "", "counter"),
     "driver.after_prepare": (Trigger.SAVE, "", "agent"),
     "driver.before_commit": (Trigger.SAVE, "", "agent"),
@@ -168,8 +172,9 @@ _TURN = ("agent", "counter", "policy_model")
 def _at(name: str, fault: str, number: int) -> Case:
     trigger, server, detail = _WHERE.get(name, (Trigger.SAVE, "", ""))
     kind = PLACES[name].process
+    below = f"{server}/shim" if server else "coordinator"
     server = server or _TURN[number % 3]
-    process = {COORDINATOR: "coordinator", ANY: "coordinator", SHIM: f"{server}/shim", GATE: server}[kind]
+    process = {COORDINATOR: "coordinator", ANY: below, SHIM: f"{server}/shim", GATE: server}[kind]
     return Case(process, name, fault, trigger, detail)
 
 
@@ -182,6 +187,7 @@ def _kills() -> Iterator[Case]:
     for name in ("disk.before_make", "disk.before_write", "disk.before_fsync", "disk.before_link", "disk.after_link"):
         detail = "" if name == "disk.before_make" else "manifest.json"
         yield Case("counter/shim", name, "kill", Trigger.SAVE, detail)
+    yield Case("counter", "chunks.before_write", "kill", Trigger.SAVE)
     yield Case("counter", "gate.before_open", "kill", Trigger.FAILED_SAVE)
     yield Case("agent/shim", "shim.before_open", "kill", Trigger.FAILED_SAVE)
 
@@ -194,6 +200,8 @@ def _errors() -> Iterator[Case]:
         detail = "" if name == "disk.before_make" else "manifest.json"
         for error in ("error(EIO)", "error(ENOSPC)"):
             yield Case("agent/shim", name, error, Trigger.SAVE, detail)
+    for error in ("error(EIO)", "error(ENOSPC)"):
+        yield Case("counter", "chunks.before_write", error, Trigger.SAVE)
     yield Case("coordinator", "disk.before_make", "error(EROFS)", Trigger.SAVE)
     yield Case("policy_model/shim", "calllog.before_write", "error(EROFS)", Trigger.SAVE)
 
@@ -205,6 +213,7 @@ def _stops() -> Iterator[Case]:
         ("coordinator", "driver.before_confirm", "agent"),
         ("coordinator", "snapshots.before_publish", ""),
         ("coordinator", "snapshots.after_publish", ""),
+        ("agent/shim", "chunks.before_write", ""),
         ("agent/shim", "shim.after_close", ""),
         ("policy_model/shim", "shim.after_manifest", ""),
         ("counter/shim", "shim.before_confirmed", ""),

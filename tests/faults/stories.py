@@ -7,10 +7,12 @@ been answered; what is left is judged elsewhere.
 from __future__ import annotations
 
 import asyncio
+import os
 import signal
 import time
 from collections.abc import Awaitable, Callable
 
+from coordinator.wire.chunks import Chunks
 from tests.faults.cases import Trigger
 from tests.faults.cut import compare_sessions, generated, recorded_of
 from tests.faults.fleet import COORDINATOR, LEASE_S, SERVERS
@@ -56,6 +58,19 @@ async def _recovery(lane: Lane) -> None:
     lane.f.arm(COORDINATOR, lane.case.specification)
     lane.f.start(COORDINATOR)
     await lane.fault_in(saving)
+
+
+async def _prune(lane: Lane) -> None:
+    chunks = Chunks(lane.f.root)
+    old = [chunks.path(chunks.write(f"of nobody, {lane.name('chunk')}".encode()).sha256) for _ in range(3)]
+    for path in old:
+        os.utime(path, (0, 0))
+    lane.f.arm(lane.case.owner, lane.case.specification)
+    await lane.fault_in(lane.call("prune", lane.client.prune(1, timeout=SAVE_S)))
+    await lane.healthy()
+    await lane.client.prune(1, timeout=SAVE_S)
+    if left := [path.name for path in old if path.exists()]:
+        lane.result.blame(f"chunks that nothing names are left: {', '.join(left)}")
 
 
 async def _start(lane: Lane) -> None:
@@ -139,6 +154,7 @@ STORY: dict[Trigger, Callable[[Lane], Awaitable[None]]] = {
     Trigger.START: _start,
     Trigger.SHIM_START: _shim_start,
     Trigger.TRAFFIC: _traffic,
+    Trigger.PRUNE: _prune,
     Trigger.RESTORE: _restore,
     Trigger.RESUME: _resume,
 }

@@ -26,14 +26,16 @@ from coordinator.protocol.operation import Operation, Outcome
 from coordinator.protocol.topology import Topology
 from coordinator.wire import manifest_file, rpc
 from coordinator.wire.beneath import Directory
+from coordinator.wire.chunks import Chunks, ChunkWriter
 from coordinator.wire.errors import Blocked, Problem, Reason
 from coordinator.wire.ids import OperationId, SnapshotId
+from coordinator.wire.rope import Rope
 from coordinator.wire.terms import OperationKind, Phase, Role, RolloutState
 from participant_shims.gate.state import codec
 from participant_shims.gate.state.file import SavedSession, Writer
 from participant_shims.gate.state.reexecute import Exchange, Request, Response
 from tests.fuzz.fuzzing import CORPUS
-from tests.fuzz.targets import TARGETS
+from tests.fuzz.targets import A_CHUNK, TARGETS
 from tests.protocol.transcript import participant
 
 SHA = "0a" * 32
@@ -98,6 +100,16 @@ def _session_file(top: Path) -> bytes:
     writer.write_sessions([SavedSession(f"s-{n}", f"r-{n}", 0, {"state": same}) for n in range(2)])
     writer.close()
     return (top / "sessions.jsonl").read_bytes()
+
+
+def _ropes(top: Path) -> list[bytes]:
+    out, empty, mixed = ChunkWriter(Chunks(top)), Rope(), Rope()
+    whole = out.add(A_CHUNK)
+    out.seal()
+    segment = whole[0]
+    for part in (b"head\n", (segment, 0, 10), (segment, 50, 50), b"between\n", (segment, 10, 1)):
+        mixed.add_inline(part) if isinstance(part, bytes) else mixed.add(part)
+    return [empty.to_bytes(), mixed.to_bytes()]
 
 
 def _journal(top: Path) -> bytes:
@@ -172,6 +184,7 @@ def made(top: Path) -> dict[str, list[bytes]]:
         "journal_records": [_json([{"kind": r.kind.value, "data": r.data} for r in _records()])],
         "ledger_line": [ledger_lines.encode(line)],
         "call_log": [_calls()],
+        "rope": _ropes(top),
         "session_lines": [_session_file(top)],
         "session_document": [
             codec.dumps(codec.encode({"a": [1, (2, 3)], "b": {4, 5}, "c": b"x", "d": 1 << 70, "e": frozenset({1})})).encode()

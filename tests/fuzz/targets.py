@@ -26,7 +26,9 @@ from coordinator.protocol import records
 from coordinator.protocol.events import Record, RecordKind
 from coordinator.settings import load_settings
 from coordinator.wire import manifest_file, rpc
+from coordinator.wire import rope as rope_file
 from coordinator.wire.beneath import Directory, segments
+from coordinator.wire.chunks import Chunks
 from coordinator.wire.errors import Problem, SafepointError
 from participant_shims import identity, messages
 from participant_shims.adapters import gate_link
@@ -39,6 +41,8 @@ from participant_shims.gate.state.reexecute import Exchange
 from participant_shims.proxy_http import BrokenMessage, Head, Messages, load_httptools
 
 Target = Callable[[bytes], None]
+A_CHUNK: Final = b"0123456789" * 10  # what ropes may refer to
+_MOST_READ: Final = 1 << 20
 
 
 @cache
@@ -140,6 +144,19 @@ def call_log(data: bytes) -> None:
     """An exported call log."""
     for record in calllog_files.read([_file(data)]):
         assert record["rollout_id"]
+
+
+def rope(data: bytes) -> None:
+    """A rope, and all that it says its content is."""
+    listed = rope_file.parse(data, "file")
+    assert sum(listed.ranges[2::3]) == listed.size_bytes
+    if listed.size_bytes > _MOST_READ:
+        return
+    chunks = Chunks(root())
+    chunks.write(A_CHUNK)
+    _file(data)
+    with Directory.open(root()) as directory, rope_file.open_rope(directory, "file", chunks) as content:
+        assert len(content.read()) == listed.size_bytes
 
 
 def session_lines(data: bytes) -> None:
@@ -385,7 +402,7 @@ def participant_status(data: bytes) -> None:
 TARGETS: Final[dict[str, Target]] = {
     target.__name__: target
     for target in (
-        participant_manifest, snapshot_manifest, path, journal_file, journal_records, ledger_line, call_log,
+        participant_manifest, snapshot_manifest, path, journal_file, journal_records, ledger_line, call_log, rope,
         session_lines, session_document, recorded_request, settings, history_lines, gate_line, hello_line, status_line,
         stack_lines,
         identity_headers, cookies, http_request, http_response, hello_message, save_options, proofs,

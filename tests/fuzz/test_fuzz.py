@@ -45,5 +45,5 @@ def test_nothing_is_written_outside(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     for target in TARGETS:
         fuzz(target, 1, derandomize=True)
     assert not list(tmp_path.iterdir())
-    assert {path.name for path in root().iterdir()} <= {"below", "file", "journal-1.log", "settings.yaml"}
+    assert {path.name for path in root().iterdir()} <= {"below", "chunks", "file", "journal-1.log", "settings.yaml"}
     assert not list((root() / "below").iterdir())

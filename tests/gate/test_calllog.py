@@ -32,7 +32,7 @@ def log(tmp_path: Path) -> Iterator[CallLog]:
 
 
 def dispatched(log: CallLog, rollout_id: str = "r-1", calls: int = 2) -> CallIdentity:
-    claim = log.claim(rollout_id, True, "sha", b'{"a": 1}', "c=1")
+    claim = log.claim(rollout_id, "sha", b'{"a": 1}', "c=1")
     here = root(rollout_id, claim.attempt, claim.base)
     for n in range(1, calls + 1):
         log.issue(here.child(n), here.call_id, n, "model", False, "POST", "/v1", f"d{n}")
@@ -57,17 +57,17 @@ def test_a_commit_outlives_a_process_that_is_killed(tmp_path: Path) -> None:
     records = log.records("r-1", "0")
     assert [(r.call_id, r.answer) for r in records] == [("0.1", BINARY), ("0.2", None)]
     # Its owner is gone: the next dispatch continues it.
-    claim = log.claim("r-1", True, "sha", b'{"a": 1}', "")
+    claim = log.claim("r-1", "sha", b'{"a": 1}', "")
     assert (claim.verdict, claim.attempt, claim.base, claim.cookie) == (Verdict.REPLAY, 1, 0, "c=1")
     log.close()
 
 
 def test_a_process_that_has_the_pid_of_a_dead_one_is_not_taken_for_it(log: CallLog) -> None:
-    log.claim("r-1", True, "sha", b"{}", "")
-    assert log.claim("r-1", True, "sha", b"{}", "").verdict is Verdict.JOIN
+    log.claim("r-1", "sha", b"{}", "")
+    assert log.claim("r-1", "sha", b"{}", "").verdict is Verdict.JOIN
     log.db.execute("UPDATE rollouts SET began='1'")  # whoever had this pid then
     assert not log.runs_elsewhere("r-1")
-    claim = log.claim("r-1", True, "sha", b"{}", "")
+    claim = log.claim("r-1", "sha", b"{}", "")
     assert (claim.verdict, claim.attempt) == (Verdict.REPLAY, 1)
 
 
@@ -110,7 +110,7 @@ def test_the_ledger_has_each_rollout_in_one_state(log: CallLog, tmp_path: Path) 
     new = CallLog(tmp_path / "new.db")
     loaded = calllog_files.load(new, [out / calllog_files.FILE])
     assert {line.rollout_id for line in loaded.restarted} == {"failed", "excluded", "elsewhere"}
-    assert new.claim("excluded", True, "sha", b"", "").attempt == 1
+    assert new.claim("excluded", "sha", b"", "").attempt == 1
     new.close()
 
 
@@ -139,7 +139,7 @@ def test_a_rollout_that_must_restart_stays_in_the_ledger_until_it_is_dispatched(
     last = CallLog(tmp_path / "last.db")
     calllog_files.load(last, [file])
     for rollout_id in ("failed", "slow", "lost"):
-        claim = last.claim(rollout_id, True, "sha", b"{}", "")
+        claim = last.claim(rollout_id, "sha", b"{}", "")
         assert (claim.verdict, claim.attempt, claim.base) == (Verdict.RUN, 1, 1)
     assert {line.state for line in calllog_files.export(last, tmp_path).ledger} == {RolloutState.PARKED}
     last.close()
@@ -165,16 +165,16 @@ def test_a_commit_that_fails_leaves_no_transaction_behind(log: CallLog) -> None:
     log.db = disk
     for _ in range(2):  # the second is not refused for a transaction that the first has left open
         with pytest.raises(sqlite3.OperationalError, match="full"):
-            log.claim("r-1", True, "sha", b"{}", "")
+            log.claim("r-1", "sha", b"{}", "")
         assert not log.db.in_transaction
     disk.full = False
-    assert log.claim("r-1", True, "sha", b"{}", "").verdict is Verdict.RUN
+    assert log.claim("r-1", "sha", b"{}", "").verdict is Verdict.RUN
 
 
 def test_a_call_that_the_disk_did_not_take_costs_a_place_in_the_cut_and_no_request(tmp_path: Path) -> None:
     log = CallLog(tmp_path / "full.db", tolerant=True)
     here = root("r-1", 0, 0)
-    assert log.claim("r-1", True, "sha", b"{}", "").verdict is Verdict.RUN
+    assert log.claim("r-1", "sha", b"{}", "").verdict is Verdict.RUN
     disk: Any = FullDisk(log.db, "INSERT OR REPLACE INTO calls")
     log.db = disk
     log.issue(here.child(1), "0", 1, "model", False, "POST", "/v1", "d1")
@@ -183,7 +183,7 @@ def test_a_call_that_the_disk_did_not_take_costs_a_place_in_the_cut_and_no_reque
     assert "could not be logged" in log.damaged["r-1"]
     # Cut short, it begins from its input: the call that is missing in the log would be made again.
     log.interrupt("r-1", 0)
-    claim = log.claim("r-1", True, "sha", b"{}", "")
+    claim = log.claim("r-1", "sha", b"{}", "")
     assert (claim.verdict, claim.attempt, claim.base) == (Verdict.RUN, 1, 1)
     assert not log.damaged
     assert not log.respond(here.child(1), TEXT, False)  # and this one is stale
@@ -218,7 +218,7 @@ def test_a_load_may_be_repeated_until_the_first_dispatch(log: CallLog, tmp_path:
     for _ in range(3):
         assert calllog_files.load(new, [file]).totals == {RolloutState.PENDING: 1}
     assert new.attempt_of("r-1") == 1
-    new.claim("r-1", True, "sha", b"", "")
+    new.claim("r-1", "sha", b"", "")
     with pytest.raises(Refused):
         calllog_files.load(new, [file])
     new.close()
@@ -272,7 +272,7 @@ def test_a_damaged_file_is_refused_and_nothing_is_installed(log: CallLog, tmp_pa
 
 def test_only_finished_calls_that_the_callee_must_have_counted_are_told(log: CallLog) -> None:
     here = root("r-1", 0, 0)
-    log.claim("r-1", True, "sha", b"{}", "")
+    log.claim("r-1", "sha", b"{}", "")
     stream = Answer(200, (("Content-Type", "text/event-stream; charset=utf-8"),), b"data: 1")
     failed = Answer(500, (), b"")  # of a handler that raised
     given = [("POST", TEXT), ("PUT", TEXT), ("GET", TEXT), ("POST", stream), ("POST", failed), ("POST", None)]
@@ -363,7 +363,7 @@ def test_retired_attempts_are_forgotten_and_refused(log: CallLog, tmp_path: Path
     assert log.sessions() == {}
     assert log.stale(CallIdentity("r-2", 1, "0.5")) is Stale.ATTEMPT
     assert log.stale(CallIdentity("r-2", 2, "0.5")) is None
-    assert log.claim("r-1", True, "sha", b"", "").attempt == 1
+    assert log.claim("r-1", "sha", b"", "").attempt == 1
     out = tmp_path / "out"
     out.mkdir()
     assert [line.rollout_id for line in calllog_files.export(log, out).ledger] == ["r-1"]

@@ -34,7 +34,7 @@ def call(log: CallLog, rollout_id: str, number: int, *, answered: bool = True) -
 
 
 def rollout(log: CallLog, rollout_id: str, calls: int = 3) -> None:
-    log.claim(rollout_id, True, "sha", b'{"a": 1}', "c=1")
+    log.claim(rollout_id, "sha", b'{"a": 1}', "c=1")
     for number in range(1, calls + 1):
         call(log, rollout_id, number)
 

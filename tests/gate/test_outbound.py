@@ -54,7 +54,7 @@ async def test_news_is_told_again_until_a_call_that_carried_it_is_answered(log: 
         await outbound.request(callee.request, None, "counter", "/add", "POST", json={})
 
     for rollout_id in ("r-0", "r-1"):
-        log.claim(rollout_id, True, "sha", b"{}", "")
+        log.claim(rollout_id, "sha", b"{}", "")
         CURRENT.set(Scope(root(rollout_id, 0, 0), [], Dispatch(rollout_id, 0, 0)))
         await call()
     outbound.finished("r-0", 0)

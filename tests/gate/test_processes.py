@@ -73,6 +73,24 @@ def test_a_gate_that_fails_is_said_once_and_the_server_runs(tmp_path: Path) -> N
     assert "broken" in done.stderr
 
 
+def test_what_a_server_has_loaded_is_not_looked_through_again_and_again_for_garbage() -> None:
+    done = python(
+        "import gc, os\n"
+        "import participant_shims.gate.asgi as asgi\n"
+        "from participant_shims.gate import install, life\n"
+        "app = object()\n"
+        "install._servers.append((app, object()))\n"
+        "os.environ[life.LIFE_VARIABLE] = '/nowhere'\n"
+        "install.build_gate = lambda server, life, app: None\n"
+        "asgi.GateMiddleware = lambda app, gate: app\n"
+        "before = gc.get_freeze_count()\n"
+        "install._wrap(app)\n"
+        "print(before, gc.get_freeze_count() > 10_000)",
+        PYTHONPATH=bootstrap_path() + os.pathsep + os.pathsep.join(sys.path),
+    )
+    assert done.stdout.split() == ["0", "True"], done.stderr
+
+
 def test_an_unimportable_gate_does_not_stop_a_server(tmp_path: Path) -> None:
     fake = tmp_path / "participant_shims"
     fake.mkdir()
@@ -233,7 +251,7 @@ async def test_status_is_answered_while_the_event_loop_is_busy(tmp_path: Path) -
     log = CallLog(tmp_path / "calls.db")
     gate = Gate(Server("model", "gym.model", "policy_model", 1), log)
     control = Control(gate, tmp_path / "gate.sock")
-    busy, done = threading.Event(), threading.Event()
+    busy, blocked, done, over = (threading.Event() for _ in range(4))
 
     async def serve() -> None:  # the server's own loop, in a thread here
         gate.doors.enter("r-7", waiting_on="POST /v1/responses")
@@ -241,20 +259,26 @@ async def test_status_is_answered_while_the_event_loop_is_busy(tmp_path: Path) -
         await gate.start()
         while not busy.is_set():
             await asyncio.sleep(0.01)
+        blocked.set()
         done.wait(20)  # a handler that blocks the loop
+        while not over.is_set():
+            await asyncio.sleep(0.01)
 
-    thread = threading.Thread(target=lambda: asyncio.run(serve()))
+    thread = threading.Thread(target=lambda: asyncio.run(serve()), daemon=True)
     async with ShimLine(tmp_path) as shim:
         thread.start()
         line = await shim.worker()
         busy.set()
+        assert await asyncio.to_thread(blocked.wait, 20)
         status = await line.ask("status", within_s=5, max_rollouts=10)
         assert status["rollouts"][0]["rollout_id"] == "r-7"
         closing = asyncio.create_task(line.ask("close", operation_id="op", mode="hold", lease_s=5))
+        await asyncio.sleep(0)  # it is sent before the question that it must not delay
         await line.ask("status", within_s=5, max_rollouts=0)
         assert not closing.done()  # closing is the loop's affair
         done.set()
         await closing
+    over.set()
     control.stop()
     thread.join(10)
     log.close()

@@ -64,20 +64,21 @@ async def test_an_undisturbed_rollout_ends_as_without_a_gate(world: World) -> No
     assert world.agent.log.excluded() == []
 
 
-async def test_a_completed_rollout_with_an_explicit_id_is_answered_from_its_record(world: World) -> None:
-    first = await world.run(ROW)
-    second = await world.run(ROW)
-    assert second.body == first.body
-    assert second.headers == first.headers
-    assert len(world.model_calls) == 3
+BY_INDICES = {"_ng_task_index": 7, "_ng_rollout_index": 1, "input": "abc", "start": 5}
+BOTH_IDS = pytest.mark.parametrize(
+    ("row", "rollout_id"), [(ROW, "r-1"), (BY_INDICES, "7-1@agent")], ids=["its own id", "indices"]
+)
 
 
-async def test_an_index_id_runs_again_in_the_next_epoch(world: World) -> None:
-    row = {"_ng_task_index": 7, "_ng_rollout_index": 1, "input": "abc", "start": 5}
+@BOTH_IDS
+async def test_a_rollout_whose_result_somebody_has_runs_again(
+    world: World, row: dict[str, Any], rollout_id: str
+) -> None:
+    """The next epoch: yesterday's answer would be that of an older policy."""
     assert (await world.run(row)).json() == EXPECTED
     assert (await world.run(row)).json() == EXPECTED
     assert len(world.model_calls) == 6
-    assert world.agent.log.attempt_of("7-1@agent") == 1
+    assert world.agent.log.attempt_of(rollout_id) == 1
 
 
 async def test_a_running_duplicate_joins(world: World) -> None:
@@ -362,8 +363,10 @@ async def test_a_restored_rollout_with_another_input_begins_anew(world: World, t
     await asyncio.gather(running, return_exceptions=True)
 
 
-async def test_a_restored_completed_index_id_answers_once_and_then_runs_again(world: World, tmp_path: Path) -> None:
-    row = {"_ng_task_index": 1, "_ng_rollout_index": 0, "input": "abc", "start": 5}
+@BOTH_IDS
+async def test_a_restored_result_answers_once_and_then_its_rollout_runs_again(
+    world: World, tmp_path: Path, row: dict[str, Any], rollout_id: str
+) -> None:
     first = await world.run(row)
     close_all(world)
     new = world.restarted(tmp_path / "second")
@@ -371,11 +374,14 @@ async def test_a_restored_completed_index_id_answers_once_and_then_runs_again(wo
     assert new.model_calls == []
     assert (await new.run(row)).json() == EXPECTED
     assert len(new.model_calls) == 3
+    assert new.agent.log.attempt_of(rollout_id) == 1
     new.close()
 
 
-async def test_a_response_that_never_reached_its_client_answers_the_retry(world: World) -> None:
-    row = {"_ng_task_index": 1, "_ng_rollout_index": 0, "input": "abc", "start": 5}
+@BOTH_IDS
+async def test_a_response_that_never_reached_its_client_answers_the_retry(
+    world: World, row: dict[str, Any], rollout_id: str
+) -> None:
     world.block["/v1/responses"] = asyncio.Event()
     client = Client()
     running = asyncio.create_task(world.run(row, client))
@@ -386,7 +392,7 @@ async def test_a_response_that_never_reached_its_client_answers_the_retry(world:
     await running
     assert (await world.run(row)).json() == EXPECTED
     assert len(world.model_calls) == 3
-    assert not world.agent.gate.doors.is_inside("1-0@agent")
+    assert not world.agent.gate.doors.is_inside(rollout_id)
 
 
 async def test_a_call_that_is_retried_after_its_response_was_lost_is_executed_once(world: World) -> None:
@@ -550,9 +556,11 @@ KINDS = ("excluded", "rollout", "call", "executed", "session", "mark", "count")
 @pytest.mark.parametrize("version", [1, 2])
 async def test_a_snapshot_of_an_earlier_version_is_continued(world: World, tmp_path: Path, version: int) -> None:
     def as_before(file: Path) -> None:  # the first did not count executed calls; both had their lines by kind
-        _, *lines = file.read_text().splitlines()
-        kinds = [KINDS.index(json.loads(line)["t"]) for line in lines]
-        kept = [line for kind, line in sorted(zip(kinds, lines, strict=True)) if version > 1 or KINDS[kind] != "count"]
+        records = [json.loads(line) for line in file.read_text().splitlines()[1:]]
+        records = [
+            r | {"explicit": 1} if r["t"] == "rollout" else r for r in records if version > 1 or r["t"] != "count"
+        ]
+        kept = [json.dumps(r) for r in sorted(records, key=lambda r: KINDS.index(r["t"]))]
         head = json.dumps({"t": "header", "format": f"gym-calls-v{version}"}, separators=(",", ":"))
         file.write_text("\n".join([head, *kept]) + "\n")
 

@@ -9,7 +9,10 @@ import pytest
 
 from coordinator.protocol.phases import PHASES, RESTORE, SAVE, STAGES, STOPS, waves
 from coordinator.protocol.topology import (
+    NEVER,
+    STARTING_S,
     Finding,
+    Missing,
     Participant,
     Topology,
     difference,
@@ -112,6 +115,38 @@ def test_one_fault_is_one_finding_with_its_next_step(
     assert finding.blocking is blocking
     assert words in finding.message + finding.next_step
     assert finding.next_step
+
+
+def gone(name: str, since_s: float, why: str) -> Topology:
+    """The healthy topology without that one."""
+    here = tuple(p for p in HEALTHY if p.participant_id != name)
+    (lost,) = (p for p in HEALTHY if p.participant_id == name)
+    return Topology(here, missing=(Missing(lost, since_s, why),))
+
+
+def test_whoever_is_missed_is_one_finding_and_its_callers_say_nothing_of_it() -> None:
+    finding = only(validate(gone("box", 5.0, "it was killed")))
+    assert (finding.blocking, finding.participant_id) == (True, "box")
+    assert "it was killed" in finding.message
+
+
+def test_servers_that_start_beside_the_coordinator_are_not_back_yet_for_a_minute_and_one_finding() -> None:
+    why = f"{NEVER}; last heard at noon by the one before"
+    (finding,) = [f for f in validate(gone("box", 3.0, why)) if f.blocking]
+    assert finding.participant_id == "box"
+    assert finding.message.startswith("Not back yet")
+    assert "last heard at noon" in finding.message
+    assert "--without box" in finding.next_step
+    (later,) = [f for f in validate(gone("box", STARTING_S, why)) if f.blocking]
+    assert "is missed for" in later.message
+    many = tuple(Missing(participant(f"b-{n}", Role.RESOURCES), 3.0, why) for n in range(9))
+    (all_of_them,) = [f for f in validate(Topology(HEALTHY, missing=many)) if f.blocking]
+    assert "and 4 more" in all_of_them.message
+    assert all_of_them.participant_id == ""
+
+
+def test_where_nobody_is_registered_the_log_of_the_servers_is_named() -> None:
+    assert "`gym env start`" in only(validate(Topology(()))).next_step
 
 
 def test_several_policy_models_are_legal() -> None:

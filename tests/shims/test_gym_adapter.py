@@ -322,7 +322,7 @@ async def test_what_a_restore_loaded_is_known_to_the_next_shim_until_it_is_resum
     saved = short_path / "snap" / "agent"
     saved.mkdir(parents=True)
     log = CallLog(short_path / "before.db")
-    log.claim("r-1", True, "sha", b"{}", "")
+    log.claim("r-1", "sha", b"{}", "")
     written = calllog_files.export(log, saved).files
     log.close()
     life = short_path / "life"
@@ -351,8 +351,8 @@ async def test_an_agent_does_not_continue_what_an_aborted_restore_had_loaded(sho
     saved = short_path / "snap" / "agent"
     saved.mkdir(parents=True)
     log = CallLog(short_path / "before.db")
-    log.claim("r-1", True, "sha", b"{}", "")
-    log.claim("r-2", True, "sha", b"{}", "")
+    log.claim("r-1", "sha", b"{}", "")
+    log.claim("r-2", "sha", b"{}", "")
     log.finish("r-2", 0, Answer(200, (), b"{}"))
     written = calllog_files.export(log, saved).files
     log.close()
@@ -373,12 +373,12 @@ async def test_an_agent_does_not_continue_what_an_aborted_restore_had_loaded(sho
         await close(bench, "op-3")
         assert [step async for step in bench.adapter.load(saved, written)]
         await bench.adapter.open()
-        assert gate.log.claim("r-1", True, "sha", b"{}", "").verdict is Verdict.REPLAY
+        assert gate.log.claim("r-1", "sha", b"{}", "").verdict is Verdict.REPLAY
         gate.served = True
         await bench.adapter.unload()
         assert gate.log.attempt_of("r-2") == -1
         assert gate.log.diverged("r-1", 1)
-        assert gate.log.claim("r-3", True, "sha", b"{}", "").verdict is Verdict.RUN
+        assert gate.log.claim("r-3", "sha", b"{}", "").verdict is Verdict.RUN
         await bench.adapter.unload()  # a repeat
         assert gate.log.attempt_of("r-3") == 0
 

@@ -47,3 +47,29 @@ def test_what_is_no_readable_file_is_not_quoted(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "fifo")
     for path in ("", str(tmp_path / "absent"), str(tmp_path), str(tmp_path / "fifo"), "/dev/zero"):
         assert last_words(path) == ""
+
+
+SHARED = "(cart) INFO:     started\n(policy) INFO: GET /v1\nINFO: head server polled\n"
+
+
+@pytest.mark.parametrize(
+    ("text", "workers", "quoted"),
+    [
+        (SHARED, 1, ' The last of its log: "INFO: started".'),
+        (SHARED, 2, ' The last of its log: "INFO: started".'),
+        (SHARED.replace("(cart) ", "(agent) "), 1, ""),
+        ("(cart) INFO: started\nINFO: head server polled\n", 1, ' The last of its log: "INFO: started".'),
+        ("(cart) INFO: started\nKeyError: 'x'\n", 2, ' The last of its log: "INFO: started", "KeyError: \'x\'".'),
+        ("(raylet) ERROR: no memory\n(cart_2 pid=7) INFO: x\n", 1,
+         ' The last of its log: "(raylet) ERROR: no memory", "(cart_2 pid=7) INFO: x".'),
+        ("(cart) ERROR: " + "x" * 60_000 + "\n" + "INFO: head server polled\n" * 100 + "(policy) INFO: x\n", 1,
+         f' The last of its log: "ERROR: {"x" * 100}...".'),
+    ],
+    ids=["shared", "shared by a server of several workers", "nothing of it left", "the head beside it", "a worker of its own",
+         "prefixes of Ray and of others", "long ago"],
+)  # fmt: skip
+def test_nobody_is_quoted_for_another_server_that_writes_into_the_same_file(
+    text: str, workers: int, quoted: str, tmp_path: Path
+) -> None:
+    (tmp_path / "log").write_text(text)
+    assert last_words(str(tmp_path / "log"), "cart", workers) == quoted

@@ -407,12 +407,13 @@ class Story:
         world, trainer, plan = self.world, self.trainer, self.plan
         if not plan.ages:
             return
-        # A save that is given up has written chunks that its writers count on, and that no snapshot names.
-        saving = trainer.process.spawn(trainer.save("given-up", "given-up"))
-        await asyncio.sleep(world.random.uniform(0.02, 0.2))
-        await self._as_trainer(trainer.abort("given-up"))
-        await saving
+        # A save that is given up has written chunks that no snapshot names, and its writers count on them.
+        await self._give_up("given-up-1")
+        await self._as_trainer(trainer.prune(1))
+        await self._must_save("young")
+        await self._give_up("given-up-2")
         await asyncio.sleep(GRACE_S + SETTLED_FOR_S)
+        await self._give_up("given-up-3")  # asks for what is old by now
         world.trace("EVENT", f"what is old is swept: {plan.ages}")
         pruning = trainer.process.spawn(trainer.prune(1))
         await asyncio.sleep(world.random.uniform(0.0, 0.03))
@@ -420,6 +421,8 @@ class Story:
         await asyncio.sleep(world.random.uniform(0.0, 0.05))
         saving = trainer.process.spawn(trainer.save("meanwhile", "meanwhile"))
         await asyncio.wait({pruning, saving})
+        if plan.ages == "quiet" and "meanwhile" not in world.checks.published:
+            world.violation("L3: nothing is wrong, and a save does not succeed after what is old was swept")
         world.heal()
         await self._settle(rows)
         await self._must_save("aged")
@@ -428,6 +431,12 @@ class Story:
         await self._as_trainer(trainer.prune(1))
         world.checks.all_whole()
         world.checks.nothing_left(chunks=True)
+
+    async def _give_up(self, name: str) -> None:
+        saving = self.trainer.process.spawn(self.trainer.save(name, name))
+        await asyncio.sleep(self.world.random.uniform(0.005, 0.1))
+        await self._as_trainer(self.trainer.abort(name))
+        await saving
 
     def _disturb(self, how: str) -> None:
         world, process = self.world, self.world.coordinator_process

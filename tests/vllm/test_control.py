@@ -320,7 +320,7 @@ async def test_a_token_after_the_freeze_voids_it(tmp_path: Path) -> None:
         assert (await adapter.still()).activity == ""
         engine.leaks = True
         engine.step()
-        await until(lambda: bool(adapter.proxy.spoke_at > (adapter._frozen_at or 0)))
+        await until(lambda: bool(adapter.proxy.spoke_at > (adapter.freeze._frozen_at or 0)))
         assert "generated after it was frozen" in (await adapter.still()).activity
         stream.cancel()
         await asyncio.gather(stream, return_exceptions=True)
@@ -426,7 +426,7 @@ async def test_an_opening_overtakes_a_pause_that_hangs(tmp_path: Path) -> None:
 
 async def test_an_abort_that_tells_nobody_still_ends_every_call(tmp_path: Path, monkeypatch: Any) -> None:
     async with scripted() as engine, covered(engine, tmp_path) as (adapter, caller):
-        monkeypatch.setattr("participant_shims.adapters.vllm.ABORT_WITHIN_S", 0.3)
+        monkeypatch.setattr("participant_shims.adapters.vllm_freeze.ABORT_WITHIN_S", 0.3)
         headers = CallIdentity("r-1", 0, "0.1").headers()
         asked = asyncio.create_task(caller.whole(ASK, headers))
         await until(lambda: bool(engine.running))

@@ -135,7 +135,7 @@ async def failed(call: Any) -> tuple[str, float]:
 async def test_an_engine_that_is_stopped_is_named_long_before_the_deadline_and_holds_nobody(
     short_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("participant_shims.adapters.vllm.PATIENT_S", 2.0)
+    monkeypatch.setattr("participant_shims.adapters.vllm_freeze.PATIENT_S", 2.0)
     async with fleet(short_path) as its:
         ill = its.engines[1]
         ill.stop()

@@ -124,7 +124,7 @@ async def test_a_generation_in_flight_is_saved_and_goes_on_after_everything_died
 async def test_an_engine_that_hangs_is_named_at_once_and_the_others_go_on(
     short_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("participant_shims.adapters.vllm.PATIENT_S", 0.3)
+    monkeypatch.setattr("participant_shims.adapters.vllm_freeze.PATIENT_S", 0.3)
     async with (
         scripted() as well, scripted() as hung, beside(well, short_path, "engine-0") as (one, first, _),
         beside(hung, short_path, "engine-1") as (other, second, _), coordinating(short_path) as (core, stub),

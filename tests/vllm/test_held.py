@@ -178,7 +178,7 @@ async def test_what_has_no_way_in_at_a_later_token_begins_anew(tmp_path: Path, m
 async def test_an_abort_ends_every_caller_also_when_the_engine_tells_nobody(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, silently: bool
 ) -> None:
-    monkeypatch.setattr("participant_shims.adapters.vllm.ABORT_WITHIN_S", 0.2)
+    monkeypatch.setattr("participant_shims.adapters.vllm_freeze.ABORT_WITHIN_S", 0.2)
     llm = FakeLLM(aborts_silently=silently)
     async with held(llm, tmp_path) as (adapter, front):
         asked = asyncio.create_task(told(front, caller=CallIdentity("r-1", 0, "0.1")))

@@ -72,7 +72,7 @@ async def test_what_nobody_has_got_yet_is_in_the_next_cut_also_of_the_next_shim(
             assert left == {f"sp-{n}" for n in range(3) if n not in done}
             await saved(adapter, tmp_path / "two")
             assert {r.request_id for r in read_requests(tmp_path / "two")[1]} == left
-            assert adapter._is_stale(CallIdentity("r-2", 0, "0.1"))
+            assert adapter.restored.is_stale(CallIdentity("r-2", 0, "0.1"))
 
 
 async def test_a_restore_that_is_given_up_leaves_nothing_also_after_its_shim_was_killed(tmp_path: Path) -> None:
@@ -85,7 +85,7 @@ async def test_a_restore_that_is_given_up_leaves_nothing_also_after_its_shim_was
                 adapter.pool.put(restored(1))
                 exported = await saved(adapter, tmp_path / f"cut-{killed}")
                 await load(adapter, tmp_path / f"cut-{killed}", exported)
-                assert adapter._is_stale(MINE)
+                assert adapter.restored.is_stale(MINE)
                 assert await adapter.loaded_by() == "op-load"
                 if not killed:
                     await adapter.unload()
@@ -101,7 +101,7 @@ async def test_a_restore_that_is_given_up_leaves_nothing_also_after_its_shim_was
                 assert await adapter.loaded_by() == ("op-load" if killed else "")
                 await adapter.unload()
                 assert len(adapter.pool) == 0
-                assert not adapter._is_stale(MINE)
+                assert not adapter.restored.is_stale(MINE)
             async with covered(engine, life) as (adapter, _):
                 assert len(adapter.pool) == 0
 
@@ -115,7 +115,7 @@ async def test_a_resumed_restore_is_kept_whatever_is_given_up_later(tmp_path: Pa
         await adapter.keep()
         await adapter.unload()
         assert len(adapter.pool) == 1
-        assert adapter._is_stale(MINE)
+        assert adapter.restored.is_stale(MINE)
 
 
 async def test_an_engine_that_was_started_anew_is_not_given_what_another_one_was_restored_to(tmp_path: Path) -> None:

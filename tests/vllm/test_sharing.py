@@ -186,7 +186,7 @@ async def test_what_was_retired_or_given_up_goes_on_nowhere(tmp_path: Path) -> N
     async with fleet(tmp_path, {}, {}) as its:
         await its.restore([record(1, "r-1"), record(2, "r-2", min_tokens=2)], [])
         assert await its.adapters[0].retire([("r-1", 0)]) == 1
-        await asyncio.gather(*its.adapters[0].sharing._ending)
+        await asyncio.gather(*its.adapters[0].restored.sharing._ending)
         assert (await its.ask(1, CallIdentity("r-1", 1, "0.1"))).label == ""
         for adapter in its.adapters:
             await adapter.close("op-2", QuiesceMode.HOLD, 60)
@@ -242,3 +242,11 @@ async def test_a_caller_that_leaves_while_its_record_is_claimed_has_not_lost_it(
                 await asyncio.gather(asked, return_exceptions=True)
                 await until(lambda number=number: not its.adapters[number].proxy.in_flight)
             assert (await its.ask(number)).label == "exact; kept=3"
+
+
+async def test_a_restore_removes_what_the_one_before_it_left(tmp_path: Path) -> None:
+    async with fleet(tmp_path, {}, {}) as its:
+        await its.restore([record(1)], [record(2)], operation="op-1")
+        await its.restore([record(3)], [], operation="op-2")
+        assert [path.name for path in (its.root / "continuing").iterdir()] == ["op-2"]
+        assert [(await its.ask(1)).label for _ in range(2)] == ["exact; kept=3", ""]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import json
 import os
 import re
 from enum import IntEnum
@@ -51,7 +52,7 @@ def test_names_and_numbers_equal_those_of_the_proto(ours: type[IntEnum], theirs:
 
 
 def test_every_enum_of_the_terms_is_compared_with_the_proto() -> None:
-    named = set(re.findall(r"^class (\w+)\(IntEnum\)", Path(terms.__file__).read_text(encoding="utf-8"), re.MULTILINE))
+    named = set(re.findall(r"^class (\w+)\(Named\)", Path(terms.__file__).read_text(encoding="utf-8"), re.MULTILINE))
     compared = {"Role", "Phase", "CheckpointMode", "QuiesceMode", "StragglerPolicy", "ParticipantState", "Activity",
                 "RolloutState", "OperationKind"}  # fmt: skip
     assert named == compared
@@ -157,3 +158,9 @@ def test_a_directory_whose_sync_fails_is_named(tmp_path: Path, monkeypatch: pyte
     with Directory.open(tmp_path) as folder, pytest.raises(OSError, match="broken") as caught:
         folder.sync()
     assert str(tmp_path) in storage_error(caught.value, "commit").problem.message
+
+
+@pytest.mark.parametrize("term", [Reason.NOT_FRESH, terms.RolloutState.COMPLETED, terms.Phase.PREPARE])
+def test_a_term_is_a_name_for_people_and_a_number_for_programs(term: terms.Named) -> None:
+    assert (str(term), f"{term}", f"{term:d}") == (term.name, term.name, str(term.value))
+    assert (json.dumps({term: term}), term == int(term)) == (f'{{"{term.value}": {term.value}}}', True)
