@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -50,6 +51,7 @@ from coordinator.wire.manifest_file import (
 _CHUNKS: Final = ".chunks"  # no snapshot can have this name, nor the next one
 _EPOCHS: Final = ".epochs"
 _AT_ONCE: Final = 8  # manifests that a list reads
+_REFRESH_S: Final = 600.0  # far less than sweeping.GRACE_S
 _NAMED: Final = 10  # copies that a refusal names
 NO_COPY: Final = "Correct the URL, or push a snapshot there first: `safepoint snapshots push`."
 
@@ -180,7 +182,13 @@ def _mark_epoch(objects: Objects, epoch: int) -> None:
         os.close(file)
 
 
-def pull(objects: Objects, snapshot_id: str, root: Path, still_valid: Callable[[], None] = lambda: None) -> Copied:
+def pull(
+    objects: Objects,
+    snapshot_id: str,
+    root: Path,
+    still_valid: Callable[[], None] = lambda: None,
+    clock: Callable[[], float] = time.monotonic,
+) -> Copied:
     """Copy a snapshot out of a store into a root, which is made and claimed for its job when it is new.
 
     No coordinator may run on the root: `still_valid` is asked right before the manifest is written, and raises to forbid it.
@@ -197,7 +205,7 @@ def pull(objects: Objects, snapshot_id: str, root: Path, still_valid: Callable[[
     _begin(store, name)
     with store.open(name) as directory:
         try:
-            copied = _fetch(objects, manifest, directory, root)
+            copied = _fetch(objects, manifest, directory, root, clock)
             still_valid()
             directory.write_new(MANIFEST_NAME, raw)
             store.verify(name)
@@ -382,8 +390,16 @@ def _put(directory: Directory, path: str, expected: FileDigest, objects: Objects
     return True
 
 
-def _fetch(objects: Objects, manifest: manifest_pb2.SnapshotManifest, directory: Directory, root: Path) -> Copied:
+def _fetch(
+    objects: Objects,
+    manifest: manifest_pb2.SnapshotManifest,
+    directory: Directory,
+    root: Path,
+    clock: Callable[[], float],
+) -> Copied:
     name, size, files = manifest.snapshot_id, 0, 0
+    taken: list[Chunk] = []
+    refreshed = clock()
     for reference in manifest.participants:
         if not reference.manifest_sha256:
             continue
@@ -392,6 +408,11 @@ def _fetch(objects: Objects, manifest: manifest_pb2.SnapshotManifest, directory:
         shared = Chunks(root)
         for entry in part.chunks:
             chunk = Chunk(entry.sha256, entry.size_bytes)
+            if clock() - refreshed > _REFRESH_S:  # nothing names them yet: a prune would take those of an hour ago
+                for earlier in taken:
+                    shared.touch(earlier)
+                refreshed = clock()
+            taken.append(chunk)
             shared.take(chunk, _first(_at_most(objects.chunks(_key(chunk)), chunk.size_bytes), objects, _key(chunk)))
             size += chunk.size_bytes
             files += 1
