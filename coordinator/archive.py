@@ -51,6 +51,9 @@ from coordinator.wire.manifest_file import (
 _CHUNKS: Final = ".chunks"  # no snapshot can have this name, nor the next one
 _EPOCHS: Final = ".epochs"
 _AT_ONCE: Final = 8  # manifests that a list reads
+_MOST_BELIEVED: Final = (
+    MAX_EPOCH // 2
+)  # epochs count starts: who writes more into a store must not use up a root's numbers
 _REFRESH_S: Final = 600.0  # far less than sweeping.GRACE_S
 _NAMED: Final = 10  # copies that a refusal names
 NO_COPY: Final = "Correct the URL, or push a snapshot there first: `safepoint snapshots push`."
@@ -166,7 +169,7 @@ def newest_epoch(objects: Objects) -> int:
     coordinator before it has left in the store.
     """
     found = (int(name) for name in objects.names(_EPOCHS) if name.isdecimal() and len(name) <= 18)
-    return max((epoch for epoch in found if epoch <= MAX_EPOCH), default=0)  # no copy has a higher one
+    return max((epoch for epoch in found if epoch <= _MOST_BELIEVED), default=0)
 
 
 def _mark_epoch(objects: Objects, epoch: int) -> None:

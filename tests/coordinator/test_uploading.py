@@ -20,6 +20,7 @@ from coordinator.snapshots import SnapshotStore
 from coordinator.uploading import Uploaded, Uploader, epoch_in_store
 from coordinator.wire.chunks import Chunks
 from coordinator.wire.errors import Reason, refuse
+from coordinator.wire.manifest_file import MAX_EPOCH
 from tests.coordinator.conftest import Bench, until
 from tests.coordinator.test_snapshots import make, refused
 from tests.coordinator.test_sweeping import save
@@ -286,7 +287,7 @@ def test_an_older_coordinator_than_the_store_has_seen_uploads_nothing_that_would
 
 
 def test_what_is_no_epoch_in_a_store_is_none(store: Store, tmp_path: Path) -> None:
-    for name in ("7", "x", "9" * 18, "9" * 30, "-3", ".tmp"):
+    for name in ("7", "x", str(MAX_EPOCH), "9" * 18, "9" * 30, "-3", ".tmp"):
         (tmp_path / "objects" / ".epochs").mkdir(parents=True, exist_ok=True)
         (tmp_path / "objects" / ".epochs" / name).touch()
     assert archive.newest_epoch(store) == 7
