@@ -6,7 +6,7 @@ keep those inside from saving.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import Final
 
@@ -17,9 +17,17 @@ from coordinator.wire.errors import CATALOG, Problem, Reason
 from coordinator.wire.refusals import KeptOut
 
 NAMED: Final = 3  # in an error; the rest is in `safepoint topology`
-_TOKEN: Final = "Give its server the SAFEPOINT_TOKEN_FILE of the coordinator, and start it again."
+_TOKEN: Final = (
+    "Put the coordinator's token into the file that its server's SAFEPOINT_TOKEN_FILE names: it is read again, and the shim "
+    "is in within seconds. A server that was started without that variable is started again with it."
+)
 # What a refused shim may be the cause of: somebody is not there.
 _ABSENCE: Final = frozenset({Reason.TOPOLOGY_INVALID, Reason.FINGERPRINT_MISMATCH, Reason.UNREACHABLE})
+
+
+def still(refused: Iterable[KeptOut], is_here: Callable[[str], bool]) -> list[KeptOut]:
+    """Without those that are in by now: a token that was corrected heals within seconds."""
+    return [one for one in refused if not (one.says and is_here(one.says))]
 
 
 def finding(one: KeptOut) -> pb.Finding:
@@ -35,14 +43,15 @@ def blaming(problem: Problem, refused: Sequence[KeptOut]) -> Problem:
     if not refused or problem.reason not in _ABSENCE:
         return problem
     named = sorted(refused, key=lambda one: one.ago_s)[:NAMED]
-    more = f" So were shims on {len(refused) - NAMED} more hosts." if len(refused) > NAMED else ""
+    more = f" So were {len(refused) - NAMED} more." if len(refused) > NAMED else ""
     text = " ".join([problem.message, *map(_sentence, named)]) + more
     return replace(problem, message=text, next_step=" ".join(dict.fromkeys([*map(_step, named), problem.advice])))
 
 
 def _sentence(one: KeptOut) -> str:
     times = f" {one.tries} times, the last one" if one.tries > 1 else ""
-    return f"A shim on {one.host} was refused{times} {one.ago_s:.0f} s ago, and takes no part: {one.problem.message}"
+    whose = f", of `{one.says}` as it says," if one.says else ""
+    return f"A shim on {one.host}{whose} was refused{times} {one.ago_s:.0f} s ago, and takes no part: {one.problem.message}"
 
 
 def _step(one: KeptOut) -> str:

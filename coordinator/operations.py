@@ -178,6 +178,8 @@ class Operations:
                 else:
                     checked = await self._in_thread(check_restorable, self.store, drive.operation, topology)
                     drive.operation, drive.manifest = checked
+            if drive.operation.kind is OperationKind.RESTORE:
+                await self.discovery.ask_fresh(drive.operation)
             await self.membership.settled()
             drive.reporter.announce(core.PhaseFinished(Phase.DISCOVER, self.clock() - begun))
             # Whoever came or went while we checked is seen now: membership is fixed by Begin.

@@ -17,11 +17,12 @@ from safepoint.v1 import capabilities_pb2, manifest_pb2
 from coordinator import convert
 from coordinator.participants import Participants
 from coordinator.protocol.operation import Operation, RestorePart
+from coordinator.protocol.sentences import names
 from coordinator.protocol.topology import Participant, Topology, difference, fingerprint
 from coordinator.registry import Registry
 from coordinator.snapshot_reading import as_it_was
 from coordinator.snapshots import SnapshotStore
-from coordinator.wire.errors import Problem, Reason, Refused, SafepointError
+from coordinator.wire.errors import Problem, Reason, Refused, SafepointError, refuse
 from coordinator.wire.ids import ParticipantId
 from coordinator.wire.terms import Phase, Role
 
@@ -93,6 +94,28 @@ class Discovery:
 
         joins = [who for who in self.registry.participants() if who.role is not Role.AUXILIARY_MODEL]
         return [problem for problem in await asyncio.gather(*map(one, joins)) if problem is not None]
+
+    async def ask_fresh(self, operation: Operation) -> None:
+        """That nobody of a restore has done work. Raises NOT_FRESH with all who have; who does not say is asked by Restore."""
+        into = [who for who in self.registry.participants() if who.participant_id in operation.parts]
+        told = await asyncio.gather(*map(self._served, into))
+        used = [who.participant_id for who, served in zip(into, told, strict=True) if served]
+        if used:
+            have = "has" if len(used) == 1 else "have"
+            raise refuse(
+                Reason.NOT_FRESH,
+                f"{names(used)} {have} served work since the start: nothing can be restored there. Nobody was paused.",
+                next_step=f"Restart {'it' if len(used) == 1 else 'them'} (under `gym env start` that is all of its servers), and "
+                "restore before there is work.",
+                phase=Phase.DISCOVER, participant_id=used[0] if len(used) == 1 else "",
+            )  # fmt: skip
+
+    async def _served(self, who: Participant) -> bool:
+        try:
+            status, _ = await self.participants.status(who, 0, STATUS_TIMEOUT_S)
+        except SafepointError:
+            return False
+        return status.served
 
     async def _ask(self, address: str) -> Problem | None:
         try:

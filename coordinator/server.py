@@ -29,6 +29,7 @@ from coordinator.feed import Feed
 from coordinator.fetching import Fetching
 from coordinator.history_writing import HistoryWriter
 from coordinator.journal import ADDRESS_NAME, Journal
+from coordinator.kept_out import still
 from coordinator.metrics import Metrics, MetricsServer, metrics_address
 from coordinator.objects import objects_at
 from coordinator.operations import Chronicle, Operations
@@ -280,7 +281,7 @@ async def serve(
         registry, Participants(journal.epoch, security, dial), settings.participants, settings.policy_endpoints
     )
     operations = Operations(settings, store, journal, discovery, Feed())
-    operations.kept_out = door.refusals.kept_out
+    operations.kept_out = lambda: still(door.refusals.kept_out(), lambda name: registry.get(name) is not None)
     history: HistoryWriter | None = None
     if tracer is not None:
         operations.keep(_traces(operations, tracer))

@@ -28,6 +28,7 @@ from coordinator.wire.access import Access
 from coordinator.wire.auth import Tokens
 from coordinator.wire.errors import SafepointError
 from coordinator.wire.record import look_up
+from coordinator.wire.refusals import introduced
 from coordinator.wire.rpc import error_from_rpc
 from participant_shims.gate.life import is_ending, server_of, server_process
 from participant_shims.gate.process import fate, lives, output_of
@@ -88,7 +89,8 @@ async def report(
     while True:
         try:
             record = look_up(target)
-            metadata = (*(tokens.metadata(Access.SHIM) if tokens else ()), *record.metadata())
+            mine = tokens.metadata(Access.SHIM) if tokens else ()
+            metadata = (*mine, *record.metadata(), *introduced(gone.participant_id))
             async with dial(record.address) as link:
                 stub = cast(Any, coordinator_service_pb2_grpc.CoordinatorStub(link))
                 await stub.ReportEnd(request, timeout=REPORT_CALL_S, metadata=metadata)

@@ -302,6 +302,7 @@ def status(snapshot: Snapshot) -> capabilities_pb2.ParticipantStatus:
         rollout_count=snapshot.rollout_count,
         waiting_for=snapshot.waiting_for,
         anonymous_requests=snapshot.anonymous_requests,
+        served=not snapshot.fresh,
         warnings=[warning(w) for w in snapshot.warnings[-MAX_LISTED:]],
         replayed_calls=snapshot.replayed_calls,
         diverged_rollouts=snapshot.diverged_rollouts,

@@ -24,6 +24,7 @@ from coordinator.wire.access import Access
 from coordinator.wire.auth import Tokens
 from coordinator.wire.errors import Problem, Reason, SafepointError, Unanswered
 from coordinator.wire.record import look_up
+from coordinator.wire.refusals import introduced
 from coordinator.wire.rpc import channel, error_from_rpc
 from participant_shims.messages import seconds
 
@@ -126,7 +127,10 @@ class Registration:
         async with self._dial(record.address) as link:
             failpoints.reach("shim.before_register")
             stub = coordinator_service_pb2_grpc.CoordinatorStub(link)
-            metadata = (*(self._tokens.metadata(Access.SHIM) if self._tokens else ()), *record.metadata())
+            metadata = (
+                *(self._tokens.metadata(Access.SHIM) if self._tokens else ()), *record.metadata(),
+                *introduced(capabilities.participant_id),
+            )  # fmt: skip
             self._outgoing = outgoing
             self._over.clear()
             call = stub.Register(requests(), timeout=STREAM_DEADLINE_S, metadata=metadata)

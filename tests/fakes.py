@@ -47,6 +47,7 @@ class Knobs:
     crash_on: set[str] = field(default_factory=set)  # raises something unexpected
     die_at: str = ""  # the process ends in this method, after its first step
     silent_workers: int = 0  # of the configured ones
+    served: bool = False  # what its status says of work since the start
     ack_but_ignore: set[str] = field(default_factory=set)  # says OK and does nothing
     lose_reply: dict[str, int] = field(default_factory=dict)  # does it, then the connection "breaks", so many times
     lie: str = ""  # "operation", "digest", "missing-file", "generation", "no-proof"
@@ -514,6 +515,7 @@ class FakeShim(participant_service_pb2_grpc.ParticipantServicer):
             status=capabilities_pb2.ParticipantStatus(
                 participant_id=self.participant_id, incarnation_id=self.incarnation_id, state=self.state,
                 operation_id=self.operation_id, coordinator_epoch=self.epoch, workers=self._workers(),
+                served=self.knobs.served,
             )
         )  # fmt: skip
 

@@ -202,6 +202,8 @@ def _finding(reason: Reason, who: str, message: str, next_step: str = "", *, blo
 def _whole(topology: Topology) -> Iterator[Finding]:
     roles = {p.role for p in topology.participants}
     invalid = Reason.TOPOLOGY_INVALID
+    if not topology.participants and topology.missing:
+        return  # who is missed is said one by one, with what became of them
     if not topology.participants:
         yield _finding(
             invalid, "", "Nobody is registered.",

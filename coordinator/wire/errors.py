@@ -118,7 +118,7 @@ CATALOG: Final[Mapping[Reason, CatalogEntry]] = MappingProxyType({
     Reason.UNREACHABLE:             _entry("UNAVAILABLE", True, "See whether the named process lives; then start a new operation."),
     Reason.PROTOCOL_VIOLATION:      _entry("ABORTED", True, "Abort, and report it to the maker of the participant."),
     Reason.UNSUPPORTED:             _entry("UNIMPLEMENTED", False, "Ask for something the participant's capabilities offer."),
-    Reason.NOT_FRESH:               _entry("FAILED_PRECONDITION", True, "Abort, restart the named server, and restore before it gets work."),
+    Reason.NOT_FRESH:               _entry("FAILED_PRECONDITION", True, "Abort, restart the servers (under `gym env start` all of them), and restore before they get work."),
     Reason.SNAPSHOT_NOT_FOUND:      _entry("NOT_FOUND", False, "Look at `safepoint snapshots ls` for the snapshots there are."),
     Reason.SNAPSHOT_EXISTS:         _entry("ALREADY_EXISTS", False, "Choose a new snapshot_id: ids are never reused."),
     Reason.SNAPSHOT_CORRUPT:        _entry("DATA_LOSS", False, "Restore an older snapshot: `safepoint restore latest` takes the newest one that verifies."),

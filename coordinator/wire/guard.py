@@ -16,7 +16,7 @@ from coordinator.wire.access import ANYBODY, METHODS, Caller, Method, caller_fro
 from coordinator.wire.auth import TOKEN_METADATA_KEY, Tokens, bearer
 from coordinator.wire.errors import Problem, Reason, Refused, refuse
 from coordinator.wire.lanes import Lanes
-from coordinator.wire.refusals import Refusals
+from coordinator.wire.refusals import PARTICIPANT_METADATA_KEY, Refusals
 
 _PEER_URI: Final = "peer_uri"  # gRPC's name for the URIs of the peer's certificate
 
@@ -64,7 +64,8 @@ class Guard:
 
     def refused(self, name: str, problem: Problem, context: Any) -> None:
         """A call ends so: said in our log when it is because of who calls."""
-        self.refusals.note(str(context.peer()), name, problem)
+        sent = dict(context.invocation_metadata() or ())
+        self.refusals.note(str(context.peer()), name, problem, str(sent.get(PARTICIPANT_METADATA_KEY, "")))
 
     def enter(self, name: str, method: Method, who: Caller) -> AbstractContextManager[None]:
         """Serve a call in its lane. Raises PERMISSION_DENIED, LIMIT_EXCEEDED."""

@@ -18,6 +18,7 @@ from urllib.parse import unquote
 
 from coordinator.wire.access import METHODS, Access
 from coordinator.wire.errors import Problem, Reason
+from coordinator.wire.ids import is_wire_id
 
 log = logging.getLogger(__name__)
 
@@ -36,17 +37,27 @@ KEPT_OUT: Final = frozenset({
     Reason.UNAUTHENTICATED, Reason.PERMISSION_DENIED, Reason.INVALID_ARGUMENT, Reason.MALFORMED_ID, Reason.ROLE_INVALID,
     Reason.UNSUPPORTED, Reason.PROTOCOL_VIOLATION,
 })  # fmt: skip
+PARTICIPANT_METADATA_KEY: Final = "safepoint-participant"  # of a shim's call, so that a refusal can name it
 _FOR_SHIMS: Final = frozenset({Access.SHIM})
 
 
 @dataclass(frozen=True, slots=True)
 class KeptOut:
-    """A shim that was refused for who or what it is. `ago_s`: seconds since its last try; `tries`: without a long break."""
+    """A shim that was refused for who or what it is. `ago_s`: seconds since its last try; `tries`: without a long break.
+
+    `says`: the participant that it says it is, which is an id and else unproven; empty when it did not say.
+    """
 
     host: str
     ago_s: float
     problem: Problem
     tries: int = 1
+    says: str = ""
+
+
+def introduced(participant_id: str) -> tuple[tuple[str, str], ...]:
+    """What a shim's call carries so that whoever refuses it unheard can say whose it was."""
+    return ((PARTICIPANT_METADATA_KEY, participant_id),) if is_wire_id(participant_id) else ()
 
 
 class Refusals:
@@ -56,16 +67,18 @@ class Refusals:
         self._clock = clock
         self._told: OrderedDict[tuple[str, str, Reason], tuple[float, int]] = OrderedDict()  # when, and how many since
         self._window, self._lines, self._unshown = float("-inf"), 0, 0
-        self._kept_out: OrderedDict[tuple[str, Reason], tuple[float, Problem, int]] = OrderedDict()
+        self._kept_out: OrderedDict[tuple[str, str, Reason], tuple[float, Problem, int]] = OrderedDict()
 
-    def note(self, peer: str, method: str, problem: Problem) -> None:
-        """One call was refused. `peer`: as gRPC names it, `ipv4:10.0.0.3:4711`; `method`: its whole name."""
+    def note(self, peer: str, method: str, problem: Problem, says: str = "") -> None:
+        """One call was refused. `peer`: as gRPC names it, `ipv4:10.0.0.3:4711`; `method`: its whole name; `says`: the
+        participant that the caller says it is, whatever it sent."""
         # A name that is not in the table is the caller's own text.
         host, name = _host(peer), method.rpartition("/")[2] if method in METHODS else "an unknown method"
         key, now = (host, name, problem.reason), self._clock()
         if problem.reason in KEPT_OUT and method in METHODS and METHODS[method].access == _FOR_SHIMS:
-            before, _, tries = self._kept_out.pop((host, problem.reason), (now, problem, 0))
-            self._kept_out[host, problem.reason] = now, problem, 1 if now - before > RECENT_S else tries + 1
+            who = (host, says if is_wire_id(says) else "", problem.reason)
+            before, _, tries = self._kept_out.pop(who, (now, problem, 0))
+            self._kept_out[who] = now, problem, 1 if now - before > RECENT_S else tries + 1
             while len(self._kept_out) > LINES:
                 self._kept_out.popitem(last=False)
         if problem.reason not in LOGGED:
@@ -91,11 +104,11 @@ class Refusals:
         )  # fmt: skip
 
     def kept_out(self) -> list[KeptOut]:
-        """The shims that were refused within the last RECENT_S for who they are, one for each host and reason."""
+        """The shims that were refused within the last RECENT_S for who they are, one for each host, name and reason."""
         now = self._clock()
         return [
-            KeptOut(host, now - at, problem, tries)
-            for (host, _), (at, problem, tries) in self._kept_out.items()
+            KeptOut(host, now - at, problem, tries, says)
+            for (host, says, _), (at, problem, tries) in self._kept_out.items()
             if now - at <= RECENT_S
         ]
 

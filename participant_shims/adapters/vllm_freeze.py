@@ -28,6 +28,7 @@ QUIET_S: Final = 0.1  # no byte for so long, and nothing is on its way any more
 QUIET_WITHIN_S: Final = 3.0
 PATIENT_S: Final = 5.0  # on a machine that is busy, an API server takes a second to say whether it is paused
 READS: Final = 4  # turns of the event loop from the arrival of a byte to its record
+SPEAKS_EVERY_S: Final = 0.005
 ABORT_WITHIN_S: Final = 5.0
 SHOWN: Final = 20
 
@@ -43,6 +44,7 @@ class Freeze:
         self._participant_id, self._drain_limit_s = participant_id, drain_limit_s
         self._front, self._doors, self._pulse, self._look = front, doors, pulse, look
         self._note = PauseNote(life)
+        self._paused_at = 0.0  # loop time
         self.ours = False  # whether a pause of ours may be in force
         self._frozen_at: float | None = None  # loop time from which on nothing may come any more
 
@@ -63,7 +65,6 @@ class Freeze:
         try:
             async for drain in self._stop(mode, exclude_after_s, aborted):
                 yield drain
-            paused_at = asyncio.get_running_loop().time()
             await looking
         except SafepointError as error:
             if error.reason is not Reason.UNAVAILABLE:
@@ -76,7 +77,7 @@ class Freeze:
         finally:
             looking.cancel()
             await asyncio.gather(looking, return_exceptions=True)
-        await self._until_quiet(paused_at)
+        await self._until_quiet()
         self._frozen_at = asyncio.get_running_loop().time()
         failpoints.reach("engine.after_quiet")
         counts = self.counts()
@@ -143,15 +144,28 @@ class Freeze:
     async def _pause(self, mode: str) -> None:
         """Raises UNAVAILABLE, ABORTED; LEASE_LAPSED when the doors opened meanwhile."""
         self._check_closed()
-        if not self.ours and await self._front.is_paused(PATIENT_S):
+        if not self.ours and await self._is_paused():
+            self._paused_at = asyncio.get_running_loop().time()
             log.warning("vLLM at %s is paused already, by somebody else; it stays so when we open", self._front.where)
             return
         self.ours = True
         self._note.write(self._doors.operation_id)
         failpoints.reach("engine.before_pause")
-        await self._front.pause(mode)
+        self._paused_at = await self._front.pause(mode)
         failpoints.reach("engine.after_pause")
         self._check_closed()
+
+    async def _is_paused(self) -> bool:
+        """Whether somebody else has paused it. Who generates now is not: a server that is busy takes longer to say so."""
+        asking = asyncio.ensure_future(self._front.is_paused(PATIENT_S))
+        try:
+            await self._read()  # what had come before says nothing
+            begun = asyncio.get_running_loop().time()
+            while not asking.done() and self._front.spoke_at <= begun:
+                await asyncio.wait({asking}, timeout=SPEAKS_EVERY_S)
+            return await asking if asking.done() else False
+        finally:
+            asking.cancel()
 
     async def _until_empty(self, limit_s: float) -> AsyncIterator[Drain]:
         """Progress until nothing of ours runs, or `limit_s` seconds are over."""
@@ -167,17 +181,16 @@ class Freeze:
             yield Drain(counts, tuple(live(s) for s in standing), count)
             await self._pulse.wait(seen, min(1.0, end - loop.time()))
 
-    async def _until_quiet(self, paused_at: float) -> None:
+    async def _until_quiet(self) -> None:
         """Until no byte has come for QUIET_S, counted from the pause on."""
         loop = asyncio.get_running_loop()
         begun = loop.time()
         while True:
-            quiet_at = max(paused_at, self._front.spoke_at) + QUIET_S
+            quiet_at = max(self._paused_at, self._front.spoke_at) + QUIET_S
             if quiet_at <= loop.time():
                 # Were we the ones who stood still, what came meanwhile is read only now.
-                for _ in range(READS):
-                    await asyncio.sleep(0.001)
-                if quiet_at == max(paused_at, self._front.spoke_at) + QUIET_S:
+                await self._read()
+                if quiet_at == max(self._paused_at, self._front.spoke_at) + QUIET_S:
                     self._check_closed()
                     return
                 continue
@@ -191,6 +204,12 @@ class Freeze:
                 )
             await asyncio.sleep(max(0.0, quiet_at - loop.time()))
             self._check_closed()
+
+    @staticmethod
+    async def _read() -> None:
+        """Until what has come already is recorded."""
+        for _ in range(READS):
+            await asyncio.sleep(0.001)
 
     def _check_closed(self) -> None:
         if not self._doors.closed:

@@ -51,14 +51,15 @@ class EngineControl:
             raise refuse(Reason.UNAVAILABLE, f"vLLM at {self.target} answered /is_paused with {answer.status}.")
         return paused
 
-    async def pause(self, mode: str) -> None:
+    async def pause(self, mode: str) -> float:
         """Pause with `keep` (frozen; token-exact after resume) or `abort`; returns once `/is_paused` says so.
 
+        The time, in seconds of the event loop, from which on it was paused: that of the acknowledgement.
         Raises ABORTED when a resume was asked for meanwhile: then nothing was sent, or it is undone. Raises UNAVAILABLE
         when the engine can't be made to say that it is paused; it may be.
         """
         assert mode in ("keep", "abort")
-        await self._finish(self._pause(mode, self._resumes))
+        return await self._finish(self._pause(mode, self._resumes))
 
     async def resume(self) -> None:
         """Resume; returns once `/is_paused` says so, or the engine is not there any more. May be repeated."""
@@ -102,9 +103,10 @@ class EngineControl:
         if not task.cancelled() and task.exception() is not None:
             log.debug("a control call failed: %s", task.exception())
 
-    async def _pause(self, mode: str, resumes: int) -> None:
+    async def _pause(self, mode: str, resumes: int) -> float:
+        loop = asyncio.get_running_loop()
         async with self.turn(f"pause {mode}", SETTLE_S):
-            end = asyncio.get_running_loop().time() + SETTLE_S
+            end = loop.time() + SETTLE_S
             path = f"/pause?mode={mode}&clear_cache=false"
             while True:
                 if resumes != self._resumes:
@@ -112,8 +114,9 @@ class EngineControl:
                 answer = await self._send(path, end)
                 if answer is not None and answer.status != 200:
                     raise refuse(Reason.UNAVAILABLE, f"{path} was answered {answer.status}: {answer.body[:200]!r}.")
+                answered_at = loop.time()
                 if await self._settled(True, end):
-                    return
+                    return loop.time() if answer is None else answered_at
 
     async def _resume(self) -> None:
         async with self.turn("resume", SETTLE_S):

@@ -63,8 +63,11 @@ class Front(Protocol):
         """What the engine itself says. Raises UNAVAILABLE when it says nothing within `timeout_s` seconds."""
         ...
 
-    async def pause(self, mode: str) -> None:
-        """Pause with `keep` or `abort`. Raises UNAVAILABLE, ABORTED."""
+    async def pause(self, mode: str) -> float:
+        """Pause with `keep` or `abort`: the loop time of the acknowledgement, which the engine has confirmed since.
+
+        Raises UNAVAILABLE, ABORTED.
+        """
         ...
 
     async def resume(self) -> None:
@@ -136,8 +139,8 @@ class HttpFront:
     async def is_paused(self, timeout_s: float) -> bool:
         return await self.control.is_paused(timeout_s)
 
-    async def pause(self, mode: str) -> None:
-        await self.control.pause(mode)
+    async def pause(self, mode: str) -> float:
+        return await self.control.pause(mode)
 
     async def resume(self) -> None:
         await self.control.resume()

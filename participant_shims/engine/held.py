@@ -155,7 +155,7 @@ class HeldFront:
         except Exception as error:  # whatever a dead engine raises
             raise refuse(Reason.UNAVAILABLE, f"{self.where} does not say whether it is paused: {error!r}.") from error
 
-    async def pause(self, mode: str) -> None:
+    async def pause(self, mode: str) -> float:
         resumes = self._resumes
         async with self._turn:
             if resumes != self._resumes:
@@ -165,8 +165,10 @@ class HeldFront:
                     await self._llm.pause_generation(mode=mode, clear_cache=False)
             except Exception as error:
                 raise refuse(Reason.UNAVAILABLE, f"{self.where} can't be paused: {error!r}.") from error
+            paused_at = asyncio.get_running_loop().time()
             if not await self.is_paused(CALL_S):
                 raise refuse(Reason.UNAVAILABLE, f"{self.where} says that it is not paused.")
+            return paused_at
 
     async def resume(self) -> None:
         self._resumes += 1

@@ -331,6 +331,21 @@ async def test_a_failed_restore_stays_paused_and_says_what_is_legal_next(bench: 
     assert (await bench.restore("restore-2"))[-1].restored.snapshot.snapshot_id == "step-1"
 
 
+async def test_a_restore_into_servers_that_have_worked_names_all_of_them_and_pauses_nobody(bench: Bench) -> None:
+    await saved_and_restarted(bench)
+    for name in ("resources-0", "agent-0"):
+        bench.shims[name].knobs.served = True
+    with pytest.raises(SafepointError) as caught:
+        await bench.restore()
+    assert reason_of(caught) is Reason.NOT_FRESH
+    assert "agent-0, resources-0 have served" in caught.value.problem.message
+    assert all(shim.count("Restore") == 0 for shim in bench.shims.values())
+    assert bench.all_open()
+    for shim in bench.shims.values():
+        shim.knobs.served = False
+    assert (await bench.restore("restore-2"))[-1].restored.snapshot.snapshot_id == "step-1"
+
+
 async def test_an_operation_is_not_the_snapshot_it_loads(bench: Bench) -> None:  # D2
     await bench.start()
     await bench.save("save-1", "step-1")

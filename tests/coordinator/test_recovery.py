@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from safepoint.v1 import coordinator_service_pb2 as pb
 from coordinator.recovery import require_log
 from coordinator.wire.beneath import Directory
 from coordinator.wire.errors import Reason, SafepointError
+from coordinator.wire.refusals import introduced
 from tests.coordinator.conftest import Bench, collect, unary, until
 from tests.fakes import NEVER, Knobs
 
@@ -263,6 +265,35 @@ async def test_with_a_token_a_stranger_learns_nothing(bench: Bench, tmp_path: An
         )
     )
     assert status.coordinator_epoch == 1
+
+
+async def test_a_shim_that_was_refused_is_named_and_no_longer_told_of_once_it_is_in(
+    bench: Bench, tmp_path: Any
+) -> None:
+    token = tmp_path / "token"
+    token.write_text("a" * 64)
+    token.chmod(0o600)
+    bench.settings["token_file"] = str(token)
+    await bench.start_coordinator()
+    right, wrong = ((("authorization", f"Bearer {letter * 64}"), *introduced("cart")) for letter in "ab")
+    with pytest.raises(aio.AioRpcError):
+        await bench.stub().Register(iter(()), timeout=5, metadata=wrong).read()
+    status = await bench.stub().GetStatus(pb.GetCoordinatorStatusRequest(), timeout=5, metadata=right)
+    assert ["of `cart` as it says" in one.message for one in status.kept_out] == [True]
+    hello = pb.Hello(incarnation_id="i-1", address="127.0.0.1:1")
+    hello.capabilities.participant_id, hello.capabilities.configured_workers = "cart", 1
+    over = asyncio.Event()
+
+    async def requests() -> AsyncIterator[pb.RegisterRequest]:
+        yield pb.RegisterRequest(hello=hello)
+        await over.wait()
+
+    stream = bench.stub().Register(requests(), timeout=5, metadata=right)
+    assert (await stream.read()).HasField("welcome")
+    status = await bench.stub().GetStatus(pb.GetCoordinatorStatusRequest(), timeout=5, metadata=right)
+    assert list(status.kept_out) == []
+    over.set()
+    stream.cancel()
 
 
 async def test_a_shim_with_a_wrong_token_is_found_by_whoever_asks_who_takes_part(bench: Bench, tmp_path: Any) -> None:

@@ -149,6 +149,12 @@ def test_where_nobody_is_registered_the_log_of_the_servers_is_named() -> None:
     assert "`gym env start`" in only(validate(Topology(()))).next_step
 
 
+def test_where_everybody_is_missed_each_is_named_and_not_that_nobody_is_there() -> None:
+    lost = tuple(Missing(p, 5.0, "it was killed") for p in HEALTHY)
+    found = validate(Topology((), missing=lost))
+    assert [f.participant_id for f in found] == sorted(p.participant_id for p in HEALTHY)
+
+
 def test_several_policy_models_are_legal() -> None:
     assert validate(Topology((*HEALTHY, participant("policy-2", Role.POLICY_MODEL)))) == []
 

@@ -13,7 +13,7 @@ from safepoint.v1 import coordinator_service_pb2_grpc
 from coordinator.wire.auth import Token
 from coordinator.wire.errors import Problem, Reason, Refused
 from coordinator.wire.guard import Guard
-from coordinator.wire.refusals import EVERY_S, LINES, RECENT_S, Refusals
+from coordinator.wire.refusals import EVERY_S, LINES, PARTICIPANT_METADATA_KEY, RECENT_S, Refusals, introduced
 from coordinator.wire.rpc import SERVER_OPTIONS, ErrorInterceptor
 
 REGISTER = "/safepoint.v1.Coordinator/Register"
@@ -107,6 +107,18 @@ def test_only_shims_are_missed_and_only_those_refused_for_who_they_are(now: Now)
     refusals.note("ipv4:10.0.0.3:1", "/safepoint.v1.Coordinator/GetStatus", NO_TOKEN)
     refusals.note("ipv4:10.0.0.4:1", REGISTER, Problem(Reason.DUPLICATE_PARTICIPANT, "agent is here."))
     assert refusals.kept_out() == []
+
+
+def test_shims_of_one_host_are_told_apart_by_who_they_say_they_are_and_nonsense_is_not_repeated(
+    now: Now, caplog: pytest.LogCaptureFixture
+) -> None:
+    refusals = Refusals(now)
+    for says in ("cart", "agent", "cart", "", "\x1b[31mEvil", "x" * 500):
+        refusals.note("ipv4:10.0.0.3:1", REGISTER, NO_TOKEN, says)
+    assert {one.says: one.tries for one in refusals.kept_out()} == {"cart": 2, "agent": 1, "": 3}
+    assert "cart" not in caplog.text, "what a stranger sent is in no log"
+    assert introduced("cart") == ((PARTICIPANT_METADATA_KEY, "cart"),)
+    assert introduced("k\u00e4se") == (), "no header can carry it"
 
 
 def test_a_shim_that_tries_on_is_one_and_strangers_cannot_fill_the_memory(now: Now) -> None:

@@ -522,6 +522,7 @@ class ParticipantStatus(_message.Message):
     WARNINGS_FIELD_NUMBER: _builtins.int
     REPLAYED_CALLS_FIELD_NUMBER: _builtins.int
     DIVERGED_ROLLOUTS_FIELD_NUMBER: _builtins.int
+    SERVED_FIELD_NUMBER: _builtins.int
     participant_id: _builtins.str
     """REQUIRED. Who answers."""
     incarnation_id: _builtins.str
@@ -550,6 +551,10 @@ class ParticipantStatus(_message.Message):
     """REQUIRED. Calls that were answered from the call log since the start, where a restored rollout repeated them."""
     diverged_rollouts: _builtins.int
     """REQUIRED. Rollouts that did not repeat their recorded calls since the start, and so began again from their input."""
+    served: _builtins.bool
+    """OPTIONAL. Whether it has done stateful work since the start, so that nothing can be restored into it; false too where
+    nobody can say.
+    """
     @_builtins.property
     def lease_remaining(self) -> _duration_pb2.Duration:
         """OPTIONAL. What is left of the lease; absent when open."""
@@ -594,10 +599,11 @@ class ParticipantStatus(_message.Message):
         warnings: _abc.Iterable[_builtins.str] | None = ...,
         replayed_calls: _builtins.int = ...,
         diverged_rollouts: _builtins.int = ...,
+        served: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["closed_for", b"closed_for", "lease_remaining", b"lease_remaining"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["anonymous_requests", b"anonymous_requests", "closed_for", b"closed_for", "coordinator_epoch", b"coordinator_epoch", "diverged_rollouts", b"diverged_rollouts", "held", b"held", "in_flight", b"in_flight", "incarnation_id", b"incarnation_id", "last_failure", b"last_failure", "lease_remaining", b"lease_remaining", "operation_id", b"operation_id", "parked", b"parked", "participant_id", b"participant_id", "replayed_calls", b"replayed_calls", "rollout_count", b"rollout_count", "rollouts", b"rollouts", "state", b"state", "waiting_for", b"waiting_for", "warnings", b"warnings", "workers", b"workers"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["anonymous_requests", b"anonymous_requests", "closed_for", b"closed_for", "coordinator_epoch", b"coordinator_epoch", "diverged_rollouts", b"diverged_rollouts", "held", b"held", "in_flight", b"in_flight", "incarnation_id", b"incarnation_id", "last_failure", b"last_failure", "lease_remaining", b"lease_remaining", "operation_id", b"operation_id", "parked", b"parked", "participant_id", b"participant_id", "replayed_calls", b"replayed_calls", "rollout_count", b"rollout_count", "rollouts", b"rollouts", "served", b"served", "state", b"state", "waiting_for", b"waiting_for", "warnings", b"warnings", "workers", b"workers"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
