@@ -122,8 +122,9 @@ class PhaseRun:
     def too_late(self, now: float) -> Problem:
         """Why the phase did not end before its deadline, naming who is late and what they last said."""
         return sentences.deadline_passed(
-            self._operation, self.phase, self.wave, self._evidence.progress, now - self.began, called=self._called
-        )
+            self._operation, self.phase, self.wave, self._evidence.progress, now - self.began, called=self._called,
+            reserve_s=self._limits.reserve_s,
+        )  # fmt: skip
 
     def accept(self, running: Running, proof: Proof) -> list[Effect]:
         """Count a proof that was checked."""

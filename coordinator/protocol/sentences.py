@@ -115,21 +115,23 @@ def deadline_passed(
     waited_s: float,
     *,
     called: bool = True,
+    reserve_s: float = 0.0,
 ) -> Problem:
     """The Problem of a phase that did not end in time, with what those who are late last said.
 
-    `called` is False when the time was over before they could be called at all.
+    `called` is False when the time was over before they could be called at all. `reserve_s` of the caller's time are not
+    spent on phases: whoever has given 8 s and waited 5 is told where the rest is.
     """
     rollouts, count = blocked(who, progress)
     silent = not called or any(name not in progress for name in who)
     each = "; ".join(f"{name} ({_said(phase, progress.get(name), brief=bool(rollouts))})" for name in who[:_NAMED])
     draining = phase == Phase.PREPARE
+    kept = f" {reserve_s:.1f} s of the time that was given are kept for opening everybody." if reserve_s else ""
+    text = f"The deadline passed while {names(who)} {'was' if len(who) == 1 else 'were'} {_DOING.get(phase, 'busy')}: {each}."
     return Problem(
         # Work that does not end, a participant that works and is not done, and one that says nothing are three things.
         Reason.DRAIN_INCOMPLETE if draining else Reason.UNREACHABLE if silent else Reason.PHASE_INCOMPLETE,
-        f"The deadline passed while {names(who)} {'was' if len(who) == 1 else 'were'} {_DOING.get(phase, 'busy')}: {each}."
-        if called
-        else f"The deadline passed before {names(who)} could be called.",
+        (text if called else f"The deadline passed before {names(who)} could be called.") + kept,
         next_step="See whether the named participants still work, and give the operation more time."
         if silent and not draining
         else "",

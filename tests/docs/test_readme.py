@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import re
 import shlex
+import threading
+import urllib.request
+from http.server import ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -195,7 +199,7 @@ def test_the_public_names_of_the_client_are_what_it_says() -> None:
 
 
 def test_the_gym_configuration_of_the_readme_is_that_of_the_servers_that_tests_start() -> None:
-    (block,) = (text for text in blocks("bash") if "gym.yaml" in text)
+    (block,) = (text for text in blocks("bash") if "cat > gym.yaml" in text)
     (text,) = re.findall(r"cat > gym\.yaml <<'END'\n(.*?)^END$", block, re.DOTALL | re.MULTILINE)
     given, ours = yaml.safe_load(text), counter_config("http://127.0.0.1:8000/v1")
     for name, entry in given.items():
@@ -206,3 +210,37 @@ def test_the_gym_configuration_of_the_readme_is_that_of_the_servers_that_tests_s
     (roles,) = re.findall(r'SAFEPOINT_ROLES="(.*?)"', block)
     models = [name for name, entry in given.items() if "responses_api_models" in entry]
     assert [pair.partition("=")[0] for pair in roles.split(",")] == models
+
+
+def test_the_model_of_the_readme_does_the_task_of_the_example(tmp_path: Path) -> None:
+    """In its own words: the calls that its agent makes, and an end."""
+    (block,) = (text for text in blocks("bash") if "cat > model.py" in text)
+    (text,) = re.findall(r"cat > model\.py <<'END'\n(.*?)^END$", block, re.DOTALL | re.MULTILINE)
+    serving, last = text.rsplit("\n\n", 1)
+    assert last.startswith('ThreadingHTTPServer(("127.0.0.1", 8000), Model)')
+    module: dict[str, Any] = {}
+    exec(compile(serving.replace("time.sleep(5)", ""), "model.py", "exec"), module)
+    server = ThreadingHTTPServer(("127.0.0.1", 0), module["Model"])
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    messages: list[dict[str, Any]] = [{"role": "user", "content": "add 7 then add 8 then get the count"}]
+    called: list[tuple[str, str]] = []
+    try:
+        while not called or messages[-1]["role"] == "tool":
+            request = urllib.request.Request(
+                f"http://127.0.0.1:{server.server_port}/v1/chat/completions",
+                json.dumps({"messages": messages}).encode(),
+            )
+            with urllib.request.build_opener(urllib.request.ProxyHandler({})).open(request, timeout=5) as answer:
+                message = json.load(answer)["choices"][0]["message"]
+            messages.append(message)
+            for call in message.get("tool_calls", []):
+                called.append((call["function"]["name"], call["function"]["arguments"]))
+                messages.append({"role": "tool", "content": "{}", "tool_call_id": call["id"]})
+    finally:
+        server.shutdown()
+        server.server_close()
+    assert called == [
+        ("increment_counter", '{"count": 7}'),
+        ("increment_counter", '{"count": 8}'),
+        ("get_counter_value", "{}"),
+    ]
