@@ -7,6 +7,7 @@ the manifest last as a save does.
 
     <url>/<snapshot_id>/...          as below <root>/snapshots/<snapshot_id>/
     <url>/.chunks/<2>/<sha256>       as below <root>/chunks/: all copies share them, so a second push sends what has changed
+    <url>/.epochs/<n>                empty: there is, or is to be, a copy that a coordinator of epoch <n> has saved
 
 The root stays where a save is decided: journal, epochs and the commit point are on a file system that all machines see.
 A copy is made afterwards, while rollouts run. Everything here blocks: callers on an event loop use a thread.
@@ -15,9 +16,13 @@ A copy is made afterwards, while rollouts run. Everything here blocks: callers o
 from __future__ import annotations
 
 import hashlib
+import os
+import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import Final
@@ -25,7 +30,7 @@ from typing import Final
 from safepoint.v1 import manifest_pb2
 
 from coordinator.objects import Objects
-from coordinator.snapshot_reading import SnapshotReader
+from coordinator.snapshot_reading import Listing, SnapshotReader, Verification
 from coordinator.snapshots import SnapshotStore
 from coordinator.wire.beneath import Directory, FileDigest
 from coordinator.wire.chunks import Chunk, Chunks
@@ -34,6 +39,7 @@ from coordinator.wire.ids import SnapshotId, is_wire_id
 from coordinator.wire.manifest_file import (
     LEDGER_NAME,
     MANIFEST_NAME,
+    MAX_EPOCH,
     MAX_MANIFEST_BYTES,
     PARTICIPANT_KIND,
     SNAPSHOT_KIND,
@@ -42,7 +48,13 @@ from coordinator.wire.manifest_file import (
     read_participant_manifest,
 )
 
-_CHUNKS: Final = ".chunks"  # no snapshot can have this name
+_CHUNKS: Final = ".chunks"  # no snapshot can have this name, nor the next one
+_EPOCHS: Final = ".epochs"
+_AT_ONCE: Final = 8  # manifests that a list reads
+_MOST_BELIEVED: Final = (
+    MAX_EPOCH // 2
+)  # epochs count starts: who writes more into a store must not use up a root's numbers
+_REFRESH_S: Final = 600.0  # far less than sweeping.GRACE_S
 _NAMED: Final = 10  # copies that a refusal names
 NO_COPY: Final = "Correct the URL, or push a snapshot there first: `safepoint snapshots push`."
 
@@ -57,15 +69,35 @@ class Copied:
     found: int = 0
 
 
-def push(reader: SnapshotReader, snapshot_id: str, objects: Objects) -> Copied:
+@dataclass(frozen=True, slots=True)
+class Sending:
+    """How far a push is."""
+
+    files: int
+    size_bytes: int
+    files_done: int = 0
+    bytes_done: int = 0  # of what was sent or was there already
+
+
+def push(
+    reader: SnapshotReader,
+    snapshot_id: str,
+    objects: Objects,
+    *,
+    whole: bool = True,
+    before_each: Callable[[Sending], None] = lambda _: None,
+) -> Copied:
     """Copy a snapshot into a store. Every byte is verified first; the manifest goes last.
+
+    Without `whole` only what the store does not have is read and verified, each file right before it goes: what a push after
+    each save costs is what has changed. `before_each` is called before each object, and may wait, or raise to end it.
 
     Raises what `verify` raises, also when the snapshot is deleted meanwhile; SNAPSHOT_EXISTS when the store has another
     snapshot of that name, STORAGE_FULL, STORAGE_FAILED: then the store has no copy, or the one it had.
     """
     try:
-        manifest = reader.verify(snapshot_id).manifest
-        return _send(reader, manifest, objects)
+        manifest = reader.verify(snapshot_id).manifest if whole else reader.load(snapshot_id)
+        return _send(reader, manifest, objects, before_each)
     except (SafepointError, FileNotFoundError) as error:
         told = error if isinstance(error, SafepointError) else None
         if told is not None and told.reason not in (Reason.SNAPSHOT_CORRUPT, Reason.SNAPSHOT_UNSAFE):
@@ -87,23 +119,79 @@ def _is_there(reader: SnapshotReader, snapshot_id: str) -> bool:
         return snapshots.has(snapshot_id)
 
 
-def _send(reader: SnapshotReader, manifest: manifest_pb2.SnapshotManifest, objects: Objects) -> Copied:
+def _send(
+    reader: SnapshotReader,
+    manifest: manifest_pb2.SnapshotManifest,
+    objects: Objects,
+    before_each: Callable[[Sending], None],
+) -> Copied:
     snapshot_id = manifest.snapshot_id
-    size = found = files = 0
     with reader.open(snapshot_id) as directory:
         chunks = Chunks(reader.root)
-        for chunk in _chunks(directory, manifest):  # before everything that names them
-            found += not _put_chunk(chunks, chunk, objects)
-            size += chunk.size_bytes
-            files += 1
-        for path, expected in [*_listed(directory, manifest), (MANIFEST_NAME, directory.digest(MANIFEST_NAME))]:
-            found += not _put(directory, path, expected, objects, f"{snapshot_id}/{path}")
-            size += expected.size_bytes
-            files += 1
-    return Copied(snapshot_id, files, size, found)
+        steps: list[tuple[int, Callable[[], bool]]] = [  # chunks before everything that names them
+            (chunk.size_bytes, partial(_put_chunk, chunks, chunk, objects)) for chunk in _chunks(directory, manifest)
+        ]
+        listed = [*_listed(directory, manifest), (MANIFEST_NAME, directory.digest(MANIFEST_NAME))]
+        for path, expected in listed:
+            key = f"{snapshot_id}/{path}"
+            steps.append((expected.size_bytes, partial(_put, directory, path, expected, objects, key)))
+        done = Sending(len(steps), sum(size for size, _ in steps))
+        found = 0
+        for number, (size, put) in enumerate(steps, start=1):
+            before_each(done)
+            if number == len(steps):
+                _mark_epoch(objects, manifest.coordinator_epoch)
+            found += not put()
+            done = Sending(done.files, done.size_bytes, number, done.bytes_done + size)
+    return Copied(snapshot_id, done.files, done.size_bytes, found)
 
 
-def pull(objects: Objects, snapshot_id: str, root: Path, still_valid: Callable[[], None] = lambda: None) -> Copied:
+def has_copy(reader: SnapshotReader, snapshot_id: str, objects: Objects) -> bool:
+    """Whether the store has a copy of this very snapshot: one manifest is read, and it names the digests of the rest.
+
+    Raises SNAPSHOT_EXISTS when it has another of that name, what `load` raises, STORAGE_*.
+    """
+    reader.load(snapshot_id)
+    with reader.open(snapshot_id) as directory:
+        expected = directory.digest(MANIFEST_NAME)
+    key = f"{snapshot_id}/{MANIFEST_NAME}"
+    if objects.size(key) is None:
+        return False
+    if _digest(_first(_at_most(objects.chunks(key), expected.size_bytes), objects, key)) != expected:
+        raise refuse(Reason.SNAPSHOT_EXISTS, f"{objects.url} has another {key}.")
+    return True
+
+
+def newest_epoch(objects: Objects) -> int:
+    """The highest epoch of all copies, zero without any. One list, so that it can be asked at every start.
+
+    A coordinator that begins on an empty disk must have a higher one: what it saves would else count as older than what a
+    coordinator before it has left in the store.
+    """
+    found = (int(name) for name in objects.names(_EPOCHS) if name.isdecimal() and len(name) <= 18)
+    return max((epoch for epoch in found if epoch <= _MOST_BELIEVED), default=0)
+
+
+def _mark_epoch(objects: Objects, epoch: int) -> None:
+    key = f"{_EPOCHS}/{epoch}"
+    if objects.size(key) is not None:
+        return
+    file = os.memfd_create("epoch")
+    try:
+        objects.put_new(key, file)
+    except FileExistsError:
+        pass  # somebody was faster, and it says the same
+    finally:
+        os.close(file)
+
+
+def pull(
+    objects: Objects,
+    snapshot_id: str,
+    root: Path,
+    still_valid: Callable[[], None] = lambda: None,
+    clock: Callable[[], float] = time.monotonic,
+) -> Copied:
     """Copy a snapshot out of a store into a root, which is made and claimed for its job when it is new.
 
     No coordinator may run on the root: `still_valid` is asked right before the manifest is written, and raises to forbid it.
@@ -120,7 +208,7 @@ def pull(objects: Objects, snapshot_id: str, root: Path, still_valid: Callable[[
     _begin(store, name)
     with store.open(name) as directory:
         try:
-            copied = _fetch(objects, manifest, directory, root)
+            copied = _fetch(objects, manifest, directory, root, clock)
             still_valid()
             directory.write_new(MANIFEST_NAME, raw)
             store.verify(name)
@@ -158,17 +246,93 @@ def _begin(store: SnapshotStore, name: SnapshotId) -> None:
 
 def copies(objects: Objects) -> list[manifest_pb2.SnapshotManifest]:
     """Manifests of all copies in a store, newest first; what has none, or a damaged one, is passed over."""
-    found: list[manifest_pb2.SnapshotManifest] = []
-    for name in objects.names():
-        if is_wire_id(name):
-            try:
-                found.append(_manifest(objects, name)[1])
-            except SafepointError as error:
-                if error.reason in (Reason.STORAGE_FAILED, Reason.STORAGE_FULL):
-                    raise
-    return sorted(
-        found, key=lambda one: (one.coordinator_epoch, one.create_time.ToNanoseconds(), one.snapshot_id), reverse=True
-    )
+    return list(listing(objects).snapshots)
+
+
+def listing(objects: Objects) -> Listing:
+    """As `SnapshotReader.list`, of a store: what has no manifest is no copy, and is said to be none."""
+
+    def read(name: str) -> manifest_pb2.SnapshotManifest | str:
+        try:
+            return _manifest(objects, name)[1]
+        except SafepointError as error:
+            if error.reason in (Reason.STORAGE_FAILED, Reason.STORAGE_FULL):
+                raise
+            if error.reason is Reason.SNAPSHOT_NOT_FOUND:
+                return f"{objects.url}/{name} has no manifest: a copy that is being made, or was cut short."
+            return error.problem.message
+
+    names = [name for name in objects.names() if is_wire_id(name)]
+    with ThreadPoolExecutor(_AT_ONCE) as readers:
+        found = dict(zip(names, readers.map(read, names), strict=True))
+    valid = [one for one in found.values() if not isinstance(one, str)]
+    valid.sort(key=lambda one: (one.coordinator_epoch, one.create_time.ToNanoseconds(), one.snapshot_id), reverse=True)
+    return Listing(tuple(valid), {name: one for name, one in found.items() if isinstance(one, str)})
+
+
+def load(objects: Objects, snapshot_id: str) -> manifest_pb2.SnapshotManifest:
+    """The manifest of a copy. Raises MALFORMED_ID, SNAPSHOT_NOT_FOUND, SNAPSHOT_CORRUPT, SNAPSHOT_TOO_NEW, STORAGE_*."""
+    return _manifest(objects, snapshot_id)[1]
+
+
+def ledger(objects: Objects, snapshot_id: str) -> Iterator[bytes]:
+    """The lines of a copy's ledger, after its digest was compared. Raises as `load`."""
+    manifest = load(objects, snapshot_id)
+    key = f"{snapshot_id}/{LEDGER_NAME}"
+    expected = FileDigest(manifest.ledger_size_bytes, manifest.ledger_sha256)
+    if _digest(_first(_at_most(objects.chunks(key), expected.size_bytes), objects, key)) != expected:
+        raise _damaged(objects, key)
+    rest = b""
+    for block in objects.chunks(key):
+        *whole, rest = (rest + block).split(b"\n")
+        yield from whole
+    if rest:
+        yield rest
+
+
+def verify(objects: Objects, snapshot_id: str) -> Verification:
+    """Read every byte of a copy and compare all digests; nothing is written. Raises as `load`; the message names the object."""
+    raw, manifest = _manifest(objects, snapshot_id)
+    files, size = 1, len(raw)
+    for key, expected in _expected(objects, manifest):
+        if _digest(_first(_at_most(objects.chunks(key), expected.size_bytes), objects, key)) != expected:
+            raise _damaged(objects, key)
+        files, size = files + 1, size + expected.size_bytes
+    # The snapshot's own manifest is counted as in a root: with the files, and not with the bytes.
+    return Verification(manifest, files, size - len(raw), ())
+
+
+def _expected(objects: Objects, manifest: manifest_pb2.SnapshotManifest) -> Iterator[tuple[str, FileDigest]]:
+    """Every object of a copy but its manifest, chunks once. Manifests of parts are read on the way."""
+    name = manifest.snapshot_id
+    seen: set[str] = set()
+    for reference in manifest.participants:
+        if not reference.manifest_sha256:
+            continue
+        raw, part = _part_manifest(objects, name, reference)
+        yield f"{name}/{reference.participant_id}/{MANIFEST_NAME}", FileDigest(len(raw), reference.manifest_sha256)
+        for file in part.files:
+            yield f"{name}/{reference.participant_id}/{file.path}", FileDigest(file.size_bytes, file.sha256)
+        for entry in part.chunks:
+            if entry.sha256 not in seen:
+                seen.add(entry.sha256)
+                yield _key(Chunk(entry.sha256, entry.size_bytes)), FileDigest(entry.size_bytes, entry.sha256)
+    yield f"{name}/{LEDGER_NAME}", FileDigest(manifest.ledger_size_bytes, manifest.ledger_sha256)
+
+
+def _part_manifest(
+    objects: Objects, name: str, reference: manifest_pb2.ParticipantRef
+) -> tuple[bytes, manifest_pb2.ParticipantManifest]:
+    key = f"{name}/{reference.participant_id}/{MANIFEST_NAME}"
+    raw = _whole(objects, key)
+    where = f"{objects.url}/{key}"
+    if hashlib.sha256(raw).hexdigest() != reference.manifest_sha256:
+        raise refuse(Reason.SNAPSHOT_CORRUPT, f"{where} is not the one that the snapshot names.")
+    return raw, decode(PARTICIPANT_KIND, raw, manifest_pb2.ParticipantManifest, where)  # checks every path
+
+
+def _damaged(objects: Objects, key: str) -> SafepointError:
+    return refuse(Reason.SNAPSHOT_CORRUPT, f"{objects.url}/{key} is damaged: its bytes are not those that were saved.")
 
 
 def _listed(directory: Directory, manifest: manifest_pb2.SnapshotManifest) -> Iterator[tuple[str, FileDigest]]:
@@ -202,6 +366,7 @@ def _put_chunk(chunks: Chunks, chunk: Chunk, objects: Objects) -> bool:
     """False when the store has it. Its size is looked at, not its bytes: the store made it whole, under the name of its digest."""
     if objects.size(_key(chunk)) == chunk.size_bytes:
         return False
+    chunks.check(chunk)
     try:
         with chunks.opened(chunk.sha256) as file:
             objects.put_new(_key(chunk), file)
@@ -214,6 +379,10 @@ def _put_chunk(chunks: Chunks, chunk: Chunk, objects: Objects) -> bool:
 
 def _put(directory: Directory, path: str, expected: FileDigest, objects: Objects, key: str) -> bool:
     """False when the object was there, with the same bytes."""
+    if directory.digest(path) != expected:
+        raise refuse(
+            Reason.SNAPSHOT_CORRUPT, f"{directory.path / path} is damaged: its bytes are not those that were saved."
+        )
     try:
         with directory.opened(path) as file:
             objects.put_new(key, file)
@@ -224,20 +393,29 @@ def _put(directory: Directory, path: str, expected: FileDigest, objects: Objects
     return True
 
 
-def _fetch(objects: Objects, manifest: manifest_pb2.SnapshotManifest, directory: Directory, root: Path) -> Copied:
+def _fetch(
+    objects: Objects,
+    manifest: manifest_pb2.SnapshotManifest,
+    directory: Directory,
+    root: Path,
+    clock: Callable[[], float],
+) -> Copied:
     name, size, files = manifest.snapshot_id, 0, 0
+    taken: list[Chunk] = []
+    refreshed = clock()
     for reference in manifest.participants:
         if not reference.manifest_sha256:
             continue
         key = f"{name}/{reference.participant_id}"
-        raw = _whole(objects, f"{key}/{MANIFEST_NAME}")
-        where = f"{objects.url}/{key}/{MANIFEST_NAME}"
-        if hashlib.sha256(raw).hexdigest() != reference.manifest_sha256:
-            raise refuse(Reason.SNAPSHOT_CORRUPT, f"{where} is not the one that the snapshot names.")
-        part = decode(PARTICIPANT_KIND, raw, manifest_pb2.ParticipantManifest, where)  # checks every path
+        raw, part = _part_manifest(objects, name, reference)
         shared = Chunks(root)
         for entry in part.chunks:
             chunk = Chunk(entry.sha256, entry.size_bytes)
+            if clock() - refreshed > _REFRESH_S:  # nothing names them yet: a prune would take those of an hour ago
+                for earlier in taken:
+                    shared.touch(earlier)
+                refreshed = clock()
+            taken.append(chunk)
             shared.take(chunk, _first(_at_most(objects.chunks(_key(chunk)), chunk.size_bytes), objects, _key(chunk)))
             size += chunk.size_bytes
             files += 1
@@ -269,9 +447,7 @@ def _get(objects: Objects, key: str, directory: Directory, path: str, expected: 
         return
     written = directory.write_new(path, _first(_at_most(objects.chunks(key), expected.size_bytes), objects, key))
     if written != expected:
-        raise refuse(
-            Reason.SNAPSHOT_CORRUPT, f"{objects.url}/{key} is damaged: its bytes are not those that were saved."
-        )
+        raise _damaged(objects, key)
 
 
 def _clear(store: SnapshotStore, name: SnapshotId, directory: Directory) -> None:

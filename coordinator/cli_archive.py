@@ -14,7 +14,7 @@ import typer
 from coordinator.alone import require_alone
 from coordinator.cli_options import AsJson, Root, TokenFile, folder, say_root
 from coordinator.cli_output import emit, note, reporting, say
-from coordinator.cli_snapshots import SnapshotName, newest, open_store
+from coordinator.cli_snapshots import SnapshotName, newest, newest_copy, open_store
 from coordinator.wire.errors import Reason, refuse
 
 Url = Annotated[
@@ -88,14 +88,7 @@ def pull(
         )
         alone()
         objects = objects_at(url)
-        name = snapshot
-        if snapshot == "latest":
-            found = archive.copies(objects)
-            if not found:
-                raise refuse(
-                    Reason.SNAPSHOT_NOT_FOUND, f"There is no copy of a snapshot at {url}.", next_step=archive.NO_COPY
-                )
-            name = found[0].snapshot_id
+        name = newest_copy(objects) if snapshot == "latest" else snapshot
         watched = Watched(objects)
         done = watch(
             lambda: archive.pull(watched, name, into, alone), watched, lambda text: note(f"pull of {name}: {text}")

@@ -15,7 +15,8 @@ from safepoint.v1 import coordinator_service_pb2 as pb
 
 from coordinator.cli_output import short
 from coordinator.cli_views import operation_text, table
-from coordinator.client_results import no_client_s, seconds
+from coordinator.client_results import no_client_s, seconds, upload_from
+from coordinator.wire.rpc import problem_from_detail
 
 if TYPE_CHECKING:
     from rich.console import Group
@@ -97,6 +98,7 @@ def _line(text: str, bars: bool, style: str = "") -> Any:
 def _status(status: pb.GetCoordinatorStatusResponse, since_s: float, rollouts: int, bars: bool) -> Iterator[Any]:
     yield _line(f"coordinator epoch {status.coordinator_epoch}, job {status.job_id}, root {status.snapshot_root}", bars)
     yield _line(f"latest snapshot: {status.latest_snapshot_id or 'none yet'}", bars)
+    yield from (_line(text, bars) for text in upload_lines(status))
     yield _line(operation_text(status.operation) if status.HasField("operation") else "no operation yet", bars)
     if status.operation.HasField("phase_elapsed"):
         yield _phase(status.operation, since_s, bars)
@@ -132,6 +134,24 @@ def _phase(operation: pb.OperationStatus, since_s: float, bars: bool) -> Any:
                           complete_style="red" if late else "green"), text,
     )  # fmt: skip
     return row
+
+
+def upload_lines(status: pb.GetCoordinatorStatusResponse) -> Iterator[str]:
+    """What is on its way to the object store, and what keeps it from there."""
+    if not status.HasField("upload"):
+        return
+    upload = status.upload
+    last = f", {upload.uploaded_last} is there" if upload.uploaded_last else ""
+    waiting = (
+        f"{upload.waiting} snapshot{'s' if upload.waiting != 1 else ''} to go" if upload.waiting else "all is there"
+    )
+    if upload.looking and not upload.waiting:
+        waiting = "looking what is there"
+    yield f"upload to {upload.url}: {waiting}{last}"
+    told = [upload_from(one) for one in upload.snapshots]
+    yield from (f"upload of {one.snapshot_id}: {one.line}" for one in told if one.state in ("uploading", "failed"))
+    if upload.HasField("problem") and not any(one.state == "failed" for one in told):
+        yield f"nothing can be uploaded: {problem_from_detail(upload.problem)}"
 
 
 def phase_text(operation: pb.OperationStatus, since_s: float = 0.0) -> str:

@@ -5,6 +5,7 @@ The rule: a command is a thin shell around one client call. What it means is wri
 
 from __future__ import annotations
 
+import os
 from typing import Annotated
 
 import typer
@@ -12,6 +13,7 @@ import typer
 from coordinator.cli_exit import ExitCode
 from coordinator.cli_options import (
     DEFAULT_WAIT_S,
+    ROOT_VARIABLE,
     AsJson,
     OperationId,
     Root,
@@ -22,6 +24,7 @@ from coordinator.cli_options import (
     make_client,
 )
 from coordinator.cli_output import emit, note, plain, reporting, say, show
+from coordinator.objects import is_url
 from coordinator.wire.errors import Reason, refuse
 
 
@@ -103,21 +106,38 @@ def restore(
     operation_id: OperationId = "",
     timeout: Timeout = None,
     target: Target = "",
-    root: Root = "",
+    root: Annotated[
+        str,
+        typer.Option(
+            "--root",
+            envvar=ROOT_VARIABLE,
+            metavar="DIR|URL",
+            help="The snapshot root; or the object store that the coordinator uploads to: then it fetches the snapshot first.",
+        ),
+    ] = "",
     token_file: TokenFile = "",
     wait: Wait = DEFAULT_WAIT_S,
     as_json: AsJson = False,
 ) -> None:
     """Load a snapshot into fresh servers.
 
-    Everybody stays paused until `safepoint resume`, unless --resume is given: dispatch the rollouts again first or after.
+    Everybody stays paused until `safepoint resume`, unless --resume is given: dispatch the rollouts again first or after. With a
+    URL as --root, latest is the newest in that store, and every digest is compared on the way.
 
     Example: safepoint restore latest && safepoint resume
     """
     from coordinator.cli_progress import progress
+    from coordinator.client_results import size_text
 
     with reporting(as_json):
+        store = root if is_url(root) else ""
+        root = os.environ.get(ROOT_VARIABLE, "") if store else root
         with make_client(target, root, token_file, wait, as_json) as client, progress(as_json) as on_progress:
+            if store:
+                brought = client.fetch(snapshot_id, store, timeout=timeout)
+                snapshot_id = brought.snapshot.snapshot_id
+                how = "was in the root already" if brought.found else f"fetched, {size_text(brought.size_bytes)}"
+                note(f"{snapshot_id} of {store}: {how}")
             result = client.restore(
                 snapshot_id,
                 resume=resume,

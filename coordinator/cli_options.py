@@ -10,6 +10,8 @@ import typer
 
 from coordinator.cli_exit import ExitCode
 from coordinator.cli_output import fail, note
+from coordinator.objects import is_url
+from coordinator.wire.errors import Reason, refuse
 
 if TYPE_CHECKING:
     from coordinator.client import Client
@@ -58,6 +60,8 @@ def make_client(
     """A client for the options; ends with MISSING when nothing names a coordinator. Without patience it asks but once."""
     if not target and not root:
         no_coordinator(as_json)
+    if not target:
+        root = folder(root)
     from coordinator.client import Budgets, Client
 
     if not target:
@@ -89,5 +93,10 @@ def say_root(root: str) -> None:
 
 
 def folder(root: str) -> str:
-    """An absolute path: other processes have other working directories."""
+    """An absolute path: other processes have other working directories. Raises INVALID_ARGUMENT for a URL."""
+    if is_url(root):
+        raise refuse(
+            Reason.INVALID_ARGUMENT, "A snapshot root is a directory; this is a URL.",
+            next_step="Give a directory. `upload` copies snapshots to a store, `snapshots ls, show, verify` and `restore` read one.",
+        )  # fmt: skip
     return os.path.abspath(os.path.expanduser(root)) if root else ""

@@ -232,10 +232,13 @@ def _frame(frame: capabilities_pb2.StackFrame) -> str:
 def history_table(found: Iterable[pb.OperationSummary]) -> Table:
     """One row an operation."""
     from coordinator.cli_views import table
-    from coordinator.client_results import seconds, size_text, totals_from
+    from coordinator.client_results import seconds, size_text, totals_from, upload_from
     from coordinator.wire.rpc import problem_from_detail
 
-    rows = table("began (UTC)", "operation", "snapshot", "outcome", "took", "paused", "kept", "size", "cause")
+    found = list(found)
+    sent = any(one.snapshot.HasField("upload") for one in found)
+    columns = ["in the store"] if sent else []
+    rows = table("began (UTC)", "operation", "snapshot", "outcome", "took", "paused", "kept", "size", *columns, "cause")
     for one in found:
         status, saved = one.operation, one.HasField("snapshot")
         kept = one.snapshot.totals
@@ -249,6 +252,7 @@ def history_table(found: Iterable[pb.OperationSummary]) -> Table:
             f"{seconds(one.pause):.2f} s" if one.HasField("pause") else "",
             f"{totals.all - totals.excluded} of {totals.all}" if saved else "",
             size_text(one.snapshot.size_bytes) if saved else "",
+            *([upload_from(one.snapshot.upload).state if one.snapshot.HasField("upload") else ""] if sent else []),
             _cause(problem_from_detail(status.failure.primary)) if status.HasField("failure") else "",
         )
     return rows

@@ -59,6 +59,12 @@ def coordinator(
         float | None,
         typer.Option("--keep-interval", min=0, metavar="S", help="Keep the oldest of each so many seconds for good."),
     ] = None,
+    upload: Annotated[
+        str,
+        typer.Option(
+            "--upload", metavar="URL", help="Copy each snapshot there once all have resumed: s3://bucket/prefix."
+        ),
+    ] = "",
     token_file: TokenFile = "",
     insecure: Annotated[
         bool, typer.Option("--insecure", help="Allow an address that is no loopback without TLS.")
@@ -112,6 +118,7 @@ def coordinator(
             keep_last=keep_last,
             keep_every=keep_every,
             keep_interval_s=keep_interval,
+            upload=upload or None,
             token_file=given("token_file", token_file),
             insecure=insecure or None,
         )

@@ -1,6 +1,7 @@
 """Commands that look at snapshots: ls, show, verify.
 
-The rule: they ask the coordinator, or with --root read a snapshot root themselves; either way nothing is changed.
+The rule: they ask the coordinator, or with --root read a snapshot root, or copies in an object store, themselves; nothing is
+changed in any case.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from coordinator.cli_options import (
     missing,
 )
 from coordinator.cli_output import emit, note, plain, reporting, say, show
+from coordinator.objects import Objects, is_url, objects_at
 from coordinator.wire.errors import Reason, refuse
 from coordinator.wire.ids import SnapshotId
 
@@ -36,18 +38,26 @@ if TYPE_CHECKING:
     from coordinator.snapshots import SnapshotStore
 
 app = typer.Typer(
-    no_args_is_help=True, help="List, show, verify, pin and prune snapshots; with --root without a coordinator."
+    no_args_is_help=True, help="List, show, verify, copy, pin and prune snapshots; with --root without a coordinator."
 )
 
 OfflineRoot = Annotated[
     str, typer.Option("--root", help="Read this snapshot root, without a coordinator.", metavar="DIR")
+]
+RootOrStore = Annotated[
+    str,
+    typer.Option(
+        "--root",
+        help="Read this snapshot root, or the copies below this URL, without a coordinator.",
+        metavar="DIR|URL",
+    ),
 ]
 SnapshotName = Annotated[str, typer.Argument(help="The snapshot, or latest.", metavar="SNAPSHOT")]
 
 
 @app.command("ls")
 def ls(
-    root: OfflineRoot = "",
+    root: RootOrStore = "",
     timeout: Timeout = None,
     target: Target = "",
     token_file: TokenFile = "",
@@ -61,7 +71,12 @@ def ls(
     from coordinator.cli_views import snapshots_view
 
     with reporting(as_json):
-        if root:
+        if is_url(root):
+            from coordinator import archive
+
+            copied = archive.listing(objects_at(root))
+            published, invalid = [_summary(m, "") for m in copied.snapshots], dict(copied.invalid)
+        elif root:
             from coordinator import pruning
 
             store = open_store(root, as_json)
@@ -82,7 +97,7 @@ def ls(
 def show_one(
     snapshot: SnapshotName = "latest",
     rollouts: Annotated[bool, typer.Option("--rollouts", help="Print every rollout, with --json one a line.")] = False,
-    root: OfflineRoot = "",
+    root: RootOrStore = "",
     timeout: Timeout = None,
     target: Target = "",
     token_file: TokenFile = "",
@@ -96,7 +111,16 @@ def show_one(
     from coordinator.cli_views import snapshot_text
 
     with reporting(as_json):
-        if root:
+        if is_url(root):
+            from coordinator import archive
+
+            objects = objects_at(root)
+            name = newest_copy(objects) if snapshot == "latest" else snapshot
+            if rollouts:
+                _print_rollouts((plain_entry(line) for line in archive.ledger(objects, name)), as_json)
+                return
+            one = _summary(archive.load(objects, name), "")
+        elif root:
             store = open_store(root, as_json)
             name = newest(store) if snapshot == "latest" else snapshot
             if rollouts:
@@ -121,7 +145,7 @@ def show_one(
 @app.command("verify")
 def verify(
     snapshot: SnapshotName = "latest",
-    root: OfflineRoot = "",
+    root: RootOrStore = "",
     timeout: Timeout = None,
     target: Target = "",
     token_file: TokenFile = "",
@@ -136,9 +160,16 @@ def verify(
 
     with reporting(as_json):
         if root:
-            store = open_store(root, as_json)
-            name = newest(store) if snapshot == "latest" else snapshot
-            checked = store.verify(name)
+            if is_url(root):
+                from coordinator import archive
+
+                objects = objects_at(root)
+                name = newest_copy(objects) if snapshot == "latest" else snapshot
+                checked = archive.verify(objects, name)
+            else:
+                store = open_store(root, as_json)
+                name = newest(store) if snapshot == "latest" else snapshot
+                checked = store.verify(name)
             files, size, unlisted = checked.files, checked.size_bytes, list(checked.unlisted)
             state = _summary(checked.manifest, "").size_bytes
         else:
@@ -190,6 +221,18 @@ def newest(store: SnapshotStore) -> SnapshotId:
     if not listing.snapshots:
         raise refuse(Reason.SNAPSHOT_NOT_FOUND, f"No snapshot is published below {store.root}.")
     return SnapshotId(listing.snapshots[0].snapshot_id)
+
+
+def newest_copy(objects: Objects) -> str:
+    """The newest copy in a store. Raises SNAPSHOT_NOT_FOUND."""
+    from coordinator import archive
+
+    found = archive.copies(objects)
+    if not found:
+        raise refuse(
+            Reason.SNAPSHOT_NOT_FOUND, f"There is no copy of a snapshot at {objects.url}.", next_step=archive.NO_COPY
+        )
+    return found[0].snapshot_id
 
 
 def named(published: tuple[SnapshotSummary, ...], name: str) -> SnapshotSummary:

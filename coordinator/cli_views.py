@@ -102,8 +102,11 @@ def snapshots_view(published: Sequence[SnapshotSummary], invalid: Mapping[str, s
     from rich.console import Group
     from rich.text import Text
 
-    rows = table("snapshot", "when (UTC)", "size", "completed", "in flight", "restart", "participants")
+    uploads = [one.upload for one in published if one.upload is not None]
+    columns = ["in the store"] if uploads else []
+    rows = table("snapshot", "when (UTC)", "size", "completed", "in flight", "restart", *columns, "participants")
     for one in published:
+        sent = [one.upload.state if one.upload is not None else ""] if uploads else []
         rows.add_row(
             one.snapshot_id,
             when(one.create_time_s),
@@ -111,10 +114,14 @@ def snapshots_view(published: Sequence[SnapshotSummary], invalid: Mapping[str, s
             str(one.totals.completed),
             str(one.totals.kept_in_flight),
             str(one.totals.excluded),
+            *sent,
             ", ".join(one.participant_ids),
         )
     parts: list[Any] = [rows] if rows.row_count else [Text("no snapshots")]
     parts += [Text(f"pinned: {one.snapshot_id}: {one.pin_reason}") for one in published if one.pin_reason]
+    parts += [
+        Text(f"upload of {one.snapshot_id}: {one.line}") for one in uploads if one.state in ("uploading", "failed")
+    ]
     parts += [Text(f"not a snapshot: {name}: {why}") for name, why in invalid.items()]
     return Group(*parts)
 
@@ -141,6 +148,7 @@ def snapshot_text(one: SnapshotSummary) -> str:
     ]
     lines += [f"metadata      {key} = {value}" for key, value in sorted(one.metadata.items())]
     lines += [f"pinned        {one.pin_reason}"] if one.pin_reason else []
+    lines += [f"in the store  {one.upload.line}"] if one.upload is not None else []
     return "\n".join(lines)
 
 

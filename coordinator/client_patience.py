@@ -34,6 +34,7 @@ DEADLINES_S: Final[Mapping[str, float]] = {
     "ListSnapshots": 30.0,
     "ReadLedger": 300.0,
     "VerifySnapshot": 1800.0,
+    "FetchSnapshot": 1800.0,
     "PruneSnapshots": 300.0,
     "PinSnapshot": 30.0,
     "UnpinSnapshot": 30.0,

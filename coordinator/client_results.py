@@ -65,11 +65,47 @@ class Rollout:
         return self.state is RolloutState.EXCLUDED
 
 
+SILENT_UPLOAD_S: Final = (
+    30.0  # a chunk has 8 MB: a link that takes longer for one, or a store that hangs, is worth a word
+)
+
+
+@dataclass(frozen=True, slots=True)
+class UploadSummary:
+    """The copy of a snapshot in the object store. `state`: pending, uploading, uploaded or failed.
+
+    `problem`: why the last try failed, with what to do next. `next_try_s`: seconds until the next one; None when none failed.
+    `unchanged_s`: while it is copied, seconds since the last file was there.
+    """
+
+    snapshot_id: str
+    state: str
+    attempts: int = 0
+    bytes_done: int = 0
+    bytes_total: int = 0
+    problem: str = ""
+    next_try_s: float | None = None
+    unchanged_s: float = 0.0
+
+    @property
+    def line(self) -> str:
+        """For people, such as "failed, the next try in 40 s: ..."."""
+        if self.state == "uploading":
+            far = f", {size_text(self.bytes_done)} of {size_text(self.bytes_total)}" if self.bytes_total else ""
+            silent = f", no file in {self.unchanged_s:.0f} s" if self.unchanged_s >= SILENT_UPLOAD_S else ""
+            return f"uploading{far}{silent}"
+        if self.state != "failed":
+            return self.state
+        when = f", the next try in {self.next_try_s:.0f} s" if self.next_try_s is not None else ""
+        return f"failed{when}: {self.problem}"
+
+
 @dataclass(frozen=True, slots=True)
 class SnapshotSummary:
     """A published snapshot as lists show it. `create_time_s`: seconds since the epoch, for people only.
 
-    `pin_reason`: why it is never pruned; empty when it is not pinned. Known in lists only.
+    `pin_reason`: why it is never pruned; empty when it is not pinned. Known in lists only, as is `upload`: how far its copy in
+    the object store is; None where the coordinator uploads nothing.
     """
 
     snapshot_id: str
@@ -81,6 +117,7 @@ class SnapshotSummary:
     topology_fingerprint: str
     metadata: Mapping[str, str]
     pin_reason: str = ""
+    upload: UploadSummary | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -393,6 +430,23 @@ def summary_from(info: pb.SnapshotInfo) -> SnapshotSummary:
         info.topology_fingerprint,
         dict(info.metadata),
         info.pin_reason,
+        upload_from(info.upload) if info.HasField("upload") else None,
+    )
+
+
+_STATES: Final = {1: "pending", 2: "uploading", 3: "uploaded", 4: "failed"}
+
+
+def upload_from(told: pb.SnapshotUpload) -> UploadSummary:
+    return UploadSummary(
+        told.snapshot_id,
+        _STATES.get(int(told.state), "unknown"),
+        told.attempts,
+        told.bytes_done,
+        told.bytes_total,
+        str(problem_from_detail(told.problem)) if told.HasField("problem") else "",
+        seconds(told.next_try) if told.HasField("next_try") else None,
+        seconds(told.unchanged_for),
     )
 
 

@@ -335,6 +335,20 @@ class Client:
             "VerifySnapshot", f"Verify {snapshot_id}", lambda stub: stub.VerifySnapshot, request, timeout
         )
 
+    def fetch(
+        self, snapshot_id: str = "latest", url: str = "", *, timeout: float | None = None
+    ) -> pb.FetchSnapshotResponse:
+        """Bring a snapshot from the object store that the coordinator uploads to into its root, to be restored.
+
+        "latest": the newest that is there. `url`: where you expect it; another one is refused. Returns when every byte was
+        compared, also when it was here already; raises Refused naming what is wrong.
+        """
+        name = "" if snapshot_id == "latest" else requests.checked_snapshot_id(snapshot_id)
+        request = pb.FetchSnapshotRequest(snapshot_id=name, url=url)
+        return self._calls.ask(
+            "FetchSnapshot", f"Fetch {snapshot_id}", lambda stub: stub.FetchSnapshot, request, timeout
+        )
+
     def prune(
         self,
         keep_last: int,

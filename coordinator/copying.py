@@ -59,10 +59,10 @@ class Watched:
             yield chunk
         self._done(0)
 
-    def names(self) -> list[str]:
+    def names(self, below: str = "") -> list[str]:
         """As Objects."""
         with self._asking(f"listing {self.url}"):
-            return self._objects.names()
+            return self._objects.names(below)
 
     def silence(self) -> tuple[str, float]:
         """What the store is asked now, and for how many seconds; nothing and zero while it is not."""

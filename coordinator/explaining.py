@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable
-from typing import Final, TypeVar
+from typing import Any, Final, TypeVar
 
 from safepoint.v1 import coordinator_service_pb2 as pb
 
@@ -18,6 +18,7 @@ from coordinator.operations import Operations
 from coordinator.outcomes import Ended, running_status
 from coordinator.protocol.operation import Outcome
 from coordinator.wire.errors import Reason, SafepointError, refuse
+from coordinator.wire.ids import OperationId
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -62,9 +63,23 @@ async def list_operations(operations: Operations, size: int) -> pb.ListOperation
     unwritten = [ended.summary() for ended in operations.in_memory() if ended.operation_id not in known]
     if operations.active is not None and operations.active.operation.operation_id not in known:
         unwritten.insert(0, pb.OperationSummary(operation=running_status(operations.active, operations.clock())))
+    remembered = {ended.operation_id: ended for ended in operations.in_memory()}
     for one in found:
+        ended = remembered.get(OperationId(one.operation.operation_id))
+        if ended is not None and not one.HasField("snapshot"):  # its last lines are not written yet, or never were
+            one.CopyFrom(pb.OperationSummary(operation=one.operation, **_results(ended.summary())))
         one.operation.CopyFrom(_as_it_is(operations, one.operation))
-    return pb.ListOperationsResponse(operations=[*unwritten, *found][:size])
+    listed = [*unwritten, *found][:size]
+    if operations.uploader is not None:
+        for one in listed:
+            saved = one.HasField("snapshot") and one.operation.kind == pb.OPERATION_KIND_SAVE
+            if saved and operations.uploader.knows(one.snapshot.snapshot_id):
+                one.snapshot.upload.CopyFrom(operations.uploader.message(one.snapshot.snapshot_id))
+    return pb.ListOperationsResponse(operations=listed)
+
+
+def _results(told: pb.OperationSummary) -> dict[str, Any]:
+    return {name: getattr(told, name) for name in ("snapshot", "pause") if told.HasField(name)}
 
 
 def _as_it_is(operations: Operations, status: pb.OperationStatus) -> pb.OperationStatus:

@@ -65,6 +65,7 @@ class Record:
     `outcome`: succeeded, aborted or failed_paused; empty while it runs, or when its coordinator died and none came after.
     `takeovers`: how often a later coordinator went on with it. `damaged`: lines that could not be read.
     `place`: where it stands among others, which `began_s` does not say once a clock was set back.
+    `uploaded`: the line that says that its snapshot is in the object store, and where; empty when none does.
     """
 
     operation_id: str
@@ -87,6 +88,7 @@ class Record:
     takeovers: int = 0
     damaged: int = 0
     place: int = 0
+    uploaded: Mapping[str, Any] = field(default_factory=dict[str, Any])
 
     def last(self, kind: str) -> pb.OperationEvent | None:
         """The last event of a kind, such as "saved"."""
@@ -151,11 +153,15 @@ class Record:
     def summary(self) -> pb.OperationSummary:
         """As ListOperations shows it."""
         pause_s = self.pause_s
-        return pb.OperationSummary(
+        made = pb.OperationSummary(
             operation=self.status(),
             snapshot=self.snapshot,
             pause=convert.duration(pause_s) if pause_s is not None else None,
         )
+        if self.uploaded and self.operation == "save" and made.HasField("snapshot"):
+            made.snapshot.upload.snapshot_id = self.snapshot_id
+            made.snapshot.upload.state = pb.UPLOAD_STATE_UPLOADED
+        return made
 
 
 class History:
@@ -250,6 +256,7 @@ class _Folding:
     participants: tuple[Mapping[str, Any], ...] = ()
     events: list[Told] = field(default_factory=list[Told])
     ended: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    uploaded: Mapping[str, Any] = field(default_factory=dict[str, Any])
     takeovers: int = 0
     damaged: int = 0
 
@@ -267,6 +274,10 @@ class _Folding:
                 raise ValueError("no outcome")
             number(line["elapsed_s"])
             self.ended = line
+        elif kind == "uploaded":
+            number(line["time"])
+            _text(line["url"])
+            self.uploaded = line
 
     def _operation(self, line: Mapping[str, Any]) -> None:
         time_s = number(line["time"])
@@ -304,6 +315,7 @@ class _Folding:
             unconfirmed=tuple(str(name) for name in _list(end.get("unconfirmed", []))),
             dropped=int(end.get("dropped", 0)) if type(end.get("dropped", 0)) is int else 0,
             takeovers=self.takeovers,
+            uploaded=self.uploaded,
             damaged=self.damaged,
         )
 

@@ -25,6 +25,7 @@ from coordinator import history
 from coordinator.driver import Drive
 from coordinator.outcomes import Ended
 from coordinator.protocol.topology import Participant
+from coordinator.uploading import Uploaded
 from coordinator.wire.beneath import Directory
 from coordinator.wire.errors import SafepointError
 from coordinator.wire.terms import Phase
@@ -50,6 +51,7 @@ class _File:
     name: str
     taken_over: bool
     placed: bool = False  # its name is final
+    only_there: bool = False  # nothing is written where nothing is
     size: int = 0
     dropped: int = 0
     phase_began_s: float = 0.0
@@ -126,6 +128,14 @@ class HistoryWriter:
             "unconfirmed": list(ended.unconfirmed), "dropped": file.dropped,
         }, always=True)  # fmt: skip
 
+    def uploaded(self, done: Uploaded) -> None:
+        """The snapshot of an operation is in the object store; that is noted where the operation is, if it still is."""
+        file = _File(history.file_name(0.0, done.operation_id), taken_over=True, only_there=True)
+        self._put(file, {
+            "kind": "uploaded", "time": round(self._wall_clock(), 3), "url": done.url, "files": done.files,
+            "size_bytes": done.size_bytes, "found": done.found, "took_s": round(done.took_s, 3), "attempts": done.attempts,
+        })  # fmt: skip
+
     async def close(self) -> None:
         """Write what is there, if the disk takes it soon."""
         self._closing.set()
@@ -187,6 +197,8 @@ class HistoryWriter:
                     file.name, file.taken_over = (mine or [file.name])[-1], False
                     data = b"\n" + data  # the last line before it may be torn
                     file.placed = bool(mine)
+                    if file.only_there and not mine:
+                        continue
                 if not file.placed:
                     file.name, file.placed = _after_others(directory, file.name, joined), True
                 joined.setdefault(file.name, []).append(data)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping, Sequence
 
 from coordinator import pruning
 from coordinator.journal import Journal
@@ -23,7 +23,8 @@ log = logging.getLogger(__name__)
 
 class Housekeeping:
     """Belongs to the event loop of its operations. `lock`: held while an operation begins; `in_use`: snapshots that one
-    writes or restores now; `saved_last`: the snapshot that is never old.
+    writes or restores now; `saved_last`: the snapshot that is never old; `unsent` says of all, newest first, which are on their
+    way to the object store, and why they stay therefore.
     """
 
     def __init__(
@@ -34,6 +35,7 @@ class Housekeeping:
         lock: asyncio.Lock,
         in_use: Callable[[], Collection[str]],
         saved_last: Callable[[], str],
+        unsent: Callable[[Sequence[str]], Mapping[str, str]],
     ) -> None:
         self._settings = settings
         self._store = store
@@ -41,6 +43,7 @@ class Housekeeping:
         self._lock = lock
         self._in_use = in_use
         self._saved_last = saved_last
+        self._unsent = unsent
 
     async def discard(self, snapshot_id: SnapshotId) -> None:
         """Delete what an operation without success has left."""
@@ -70,7 +73,7 @@ class Housekeeping:
         await asyncio.to_thread(self._journal.require_epoch)
         return await asyncio.to_thread(
             pruning.prune, self._store, retention, self._in_use(), dry_run=dry_run, spare=spare,
-            saved_last=self._saved_last(), still_ours=self._journal.require_epoch,
+            saved_last=self._saved_last(), also=self._unsent, still_ours=self._journal.require_epoch,
         )  # fmt: skip
 
     async def sweep(self) -> None:

@@ -19,6 +19,7 @@ from safepoint.v1 import coordinator_service_pb2 as pb
 
 from coordinator import convert
 from coordinator.protocol.topology import Participant
+from coordinator.uploading import Figures
 from coordinator.wire.errors import Reason, refuse
 from coordinator.wire.extras import install_extra
 from coordinator.wire.terms import OperationKind, Phase
@@ -40,6 +41,8 @@ class Observed(Protocol):
     def active(self) -> OperationKind | None: ...
 
     def limits(self) -> Mapping[str, float]: ...
+
+    def uploads(self) -> Figures | None: ...
 
 
 class Metrics:
@@ -154,11 +157,27 @@ class _States:
         for name, share in sorted(seen.limits().items()):
             limits.add_metric([name], share)
         yield limits
+        if (uploads := seen.uploads()) is not None:
+            yield from self._uploads(uploads)
         running = make("safepoint_operation_active", "Whether an operation runs or waits", labels=["kind"])
         active = seen.active()
         for kind in (OperationKind.SAVE, OperationKind.RESTORE):
             running.add_metric([kind.name.lower()], float(active is kind))
         yield running
+
+    def _uploads(self, seen: Figures) -> Iterator[Any]:
+        make, count = self._core.GaugeMetricFamily, self._core.CounterMetricFamily
+        yield make("safepoint_uploads_waiting", "Snapshots that the object store does not have yet", seen.waiting)
+        tries = count(
+            "safepoint_uploads", "Tries of an upload that ended, by reason; empty for success", labels=["reason"]
+        )
+        for reason, number in sorted({"": seen.succeeded, **(seen.failed or {})}.items()):
+            tries.add_metric([reason], number)
+        yield tries
+        yield count("safepoint_uploaded_bytes", "Bytes of snapshots that were uploaded", seen.uploaded_bytes)
+        if seen.newest_time_s:
+            text = "When the newest snapshot that the object store has was published"
+            yield make("safepoint_uploaded_timestamp_seconds", text, seen.newest_time_s)
 
 
 class MetricsServer:

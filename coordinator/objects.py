@@ -15,8 +15,9 @@ from __future__ import annotations
 
 import errno
 import importlib
+import math
 import os
-from collections.abc import Generator, Iterator
+from collections.abc import Generator, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, Final, Protocol
@@ -26,6 +27,9 @@ from coordinator.wire.errors import Reason, SafepointError, refuse
 from coordinator.wire.extras import NotInstalled, install_extra
 
 _CHUNK: Final = 4 << 20
+_PART: Final = 8 << 20
+_PARTS_AT_ONCE: Final = 4
+_MOST_PARTS: Final = 9000  # S3 takes 10,000
 _WHAT_A_STORE_IS: Final = (
     "Give s3://bucket/prefix, another URL that fsspec knows, or an absolute path, without credentials."
 )
@@ -35,6 +39,13 @@ _NEXT: Final = (
     "See that the URL is right, that the store answers, and that the credentials and the endpoint in the environment may "
     "read and write there; then repeat: what is there is not sent again."
 )
+_NEXT_RIGHTS: Final = (
+    "The store does not accept these credentials, or they may not do this there. Give whoever copies, which is the "
+    "coordinator for the setting `upload`, others: AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, AWS_PROFILE or a role of the "
+    "machine for S3; what is in the environment counts at its start."
+)
+_LEAST_SECRET: Final = 8  # shorter ones would be found in any text
+_SECRET_NAMES: Final = ("SECRET", "TOKEN", "PASSWORD", "ACCESS_KEY")
 _NEXT_FULL: Final = "Free space in the object store, or copy to another one; then repeat."
 _STUMBLED: Final = (LookupError, TypeError, AttributeError)
 
@@ -60,8 +71,8 @@ class Objects(Protocol):
         """The bytes of an object, as they are needed. Raises FileNotFoundError."""
         ...
 
-    def names(self) -> list[str]:
-        """First segments of all keys, sorted."""
+    def names(self, below: str = "") -> list[str]:
+        """First segments of all keys, sorted; or those that follow `below`, a key's beginning without its last slash."""
         ...
 
 
@@ -88,6 +99,8 @@ class LocalObjects:
                 at.write_new(name, _read(file))
 
     def size(self, key: str) -> int | None:
+        if self._is_to_be_made():
+            return None
         try:
             with self._advised(), self._top() as top:
                 return top.size(key)
@@ -98,9 +111,17 @@ class LocalObjects:
         with self._advised(), self._top() as top, top.opened(key) as file:
             yield from _read(file)
 
-    def names(self) -> list[str]:
+    def names(self, below: str = "") -> list[str]:
+        if below and self._is_to_be_made():
+            return []  # whoever asks for all of it means a store that is there
         with self._advised(), self._top() as top:
-            return top.names()
+            if not below:
+                return top.names()
+            try:
+                with top.child(below) as folder:
+                    return folder.names()
+            except FileNotFoundError:
+                return []
 
     @contextmanager
     def _advised(self) -> Generator[None]:
@@ -119,6 +140,9 @@ class LocalObjects:
             failed = storage_error(error, f"copying to or from {self._path}")
             step = f"See that {self._path} and the snapshot root are mounted, then repeat."
             raise refuse(failed.reason, failed.problem.message, next_step=step) from error
+
+    def _is_to_be_made(self) -> bool:
+        return not self._path.exists() and self._path.parent.is_dir()
 
     def _top(self) -> Directory:
         try:
@@ -161,7 +185,7 @@ class FsspecObjects:
             if not self._conditional and self._fs.exists(path):
                 raise FileExistsError(key)
             try:
-                self._fs.put_file(f"/proc/self/fd/{file}", path, **({"mode": "create"} if self._conditional else {}))
+                self._fs.put_file(f"/proc/self/fd/{file}", path, **self._how(file))
             except OSError as error:
                 if isinstance(error, FileNotFoundError):  # not the file, which is open: there is no such bucket
                     raise refuse(
@@ -185,13 +209,21 @@ class FsspecObjects:
             while chunk := file.read(_CHUNK):
                 yield chunk
 
-    def names(self) -> list[str]:
+    def names(self, below: str = "") -> list[str]:
+        path = f"{self._path}/{below}" if below else self._path
         with self._told(f"listing {self.url}"):
             try:
-                found: list[str] = self._fs.ls(self._path, detail=False)
+                found: list[str] = self._fs.ls(path, detail=False)
             except FileNotFoundError:
                 return []  # prefixes are not made, they are there when something has them
             return sorted(each.rstrip("/").rpartition("/")[2] for each in found)
+
+    def _how(self, file: int) -> dict[str, Any]:
+        """Once, and in parts: s3fs holds ten of 50 MB at a time, which is more than a coordinator is to need."""
+        if not self._conditional:
+            return {}
+        part = max(_PART, math.ceil(os.fstat(file).st_size / _MOST_PARTS))
+        return {"mode": "create", "chunksize": part, "max_concurrency": _PARTS_AT_ONCE}
 
     @property
     def _conditional(self) -> bool:
@@ -210,22 +242,44 @@ class FsspecObjects:
             said = (
                 "its answer was not understood" if isinstance(error, _STUMBLED) else f"{type(error).__name__}: {error}"
             )
-            raise refuse(reason, f"The object store failed at {doing}: {said}"[:900], next_step=next_step) from error
+            if not full and _is_about_rights(error):
+                next_step = _NEXT_RIGHTS
+            text = without_secrets(f"The object store failed at {doing}: {said}", os.environ)
+            raise refuse(reason, text[:900], next_step=next_step) from error
 
 
 def objects_at(url: str) -> Objects:
-    """The objects below a URL, or below an absolute path. Raises INVALID_ARGUMENT for anything else."""
+    """The objects below a URL, or below an absolute path. Raises as `check_url`, and what `FsspecObjects` raises."""
+    check_url(url)
     path = url.removeprefix("file://")  # fsspec's own writes in place: what is cut short would be there
-    if path.startswith("/"):
-        return LocalObjects(Path(path))
+    return LocalObjects(Path(path)) if path.startswith("/") else FsspecObjects(url)
+
+
+def check_url(url: str) -> None:
+    """Raise INVALID_ARGUMENT for what names no store, without saying what it is: it may hold a password."""
+    if url.removeprefix("file://").startswith("/"):
+        return
     _, named, place = url.partition("://")
-    if (
-        not named or not place.strip("/") or "::" in url or "@" in url
-    ):  # without a place it would be one below this directory
-        raise refuse(
-            Reason.INVALID_ARGUMENT, "What is given names no object store.", next_step=_WHAT_A_STORE_IS
-        )  # fmt: skip
-    return FsspecObjects(url)
+    # Without a place it would be one below this directory.
+    if not named or not place.strip("/") or "::" in url or any(sign in url for sign in "@?#"):
+        raise refuse(Reason.INVALID_ARGUMENT, "What is given names no object store.", next_step=_WHAT_A_STORE_IS)
+
+
+def is_url(text: str) -> bool:
+    """Whether a root that is given is a store, and not a directory."""
+    return "://" in text
+
+
+def without_secrets(text: str, environ: Mapping[str, str]) -> str:
+    """The text without the values of variables whose name says that they are secret: a store's error may repeat them."""
+    for name, value in environ.items():
+        if len(value) >= _LEAST_SECRET and any(word in name.upper() for word in _SECRET_NAMES):
+            text = text.replace(value, "***")
+    return text
+
+
+def _is_about_rights(error: Exception) -> bool:
+    return isinstance(error, PermissionError) or "credential" in f"{type(error).__name__} {error}".lower()
 
 
 def _read(file: int) -> Iterator[bytes]:

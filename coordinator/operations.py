@@ -22,6 +22,7 @@ from coordinator import outcomes, restore_totals
 from coordinator.answers import ABORT, START, check_digest
 from coordinator.driver import Drive, Identity
 from coordinator.feed import Feed
+from coordinator.fetching import Fetching
 from coordinator.housekeeping import Housekeeping
 from coordinator.journal import Journal
 from coordinator.journal_file import Entry
@@ -42,6 +43,7 @@ from coordinator.registry import ENDED
 from coordinator.settings import Settings
 from coordinator.settling import Settling
 from coordinator.snapshots import SnapshotStore
+from coordinator.uploading import Uploader
 from coordinator.wire import failpoints, logs
 from coordinator.wire.errors import Problem, Reason, Refused, SafepointError, refuse
 from coordinator.wire.ids import OperationId
@@ -78,9 +80,11 @@ class Operations:
         self.participants: Participants = discovery.participants
         self.active: Drive | None = None
         self.latest_snapshot_id = ""
+        self.uploader: Uploader | None = None  # where snapshots are copied to an object store
+        self.fetching: Fetching | None = None  # and back
         self.storage_lock = asyncio.Lock()  # prune never meets the beginning of an operation
         self.housekeeping = Housekeeping(
-            settings, store, journal, self.storage_lock, self.in_use, lambda: self.latest_snapshot_id
+            settings, store, journal, self.storage_lock, self.in_use, lambda: self.latest_snapshot_id, self._unsent
         )
         self._publisher = Publisher(store, journal.epoch)
         self._writer = ThreadPoolExecutor(1, "journal")  # one thread: records keep their order
@@ -279,14 +283,29 @@ class Operations:
                 return ended_before
         return None
 
+    def _unsent(self, newest_first: Sequence[str]) -> dict[str, str]:
+        return self.uploader.kept(newest_first, self.settings.keep_unsent) if self.uploader is not None else {}
+
+    def brought(self, snapshot_id: str) -> None:
+        """A snapshot has been fetched into the root. One that has none else is the latest now."""
+        self.latest_snapshot_id = self.latest_snapshot_id or snapshot_id
+        if self.uploader is not None:
+            self.uploader.published()
+
+    def active_id(self) -> str:
+        """The operation that runs, empty for none. From any thread."""
+        active = self.active
+        return active.operation.operation_id if active is not None else ""
+
     @property
     def quiet(self) -> bool:
         """Whether no operation runs and nobody is still to be told that it may open."""
         return self.active is None and not self._lingering
 
     def in_use(self) -> set[str]:
-        """Snapshots that an operation writes or restores now."""
-        return {drive.operation.snapshot_id for drive in (self.active, *self._lingering) if drive is not None}
+        """Snapshots that an operation writes or restores now, or that are being fetched."""
+        fetched = self.fetching.names() if self.fetching is not None else set[str]()
+        return fetched | {drive.operation.snapshot_id for drive in (self.active, *self._lingering) if drive is not None}
 
     # ---- surroundings of a drive ------------------------------------------------------------------------------------
 
@@ -357,6 +376,8 @@ class Operations:
         published = drive.finish is not None and drive.finish.published
         if published:
             self.latest_snapshot_id = drive.operation.snapshot_id
+            if self.uploader is not None:
+                self.uploader.published()
             if self.settings.keep_last:
                 self.spawn(self.housekeeping.prune_as_set())
         elif drive.operation.kind is OperationKind.SAVE and drive.reserved:

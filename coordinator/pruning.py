@@ -12,7 +12,7 @@ Everything here blocks: callers on an event loop use a thread, and hold the lock
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -110,16 +110,20 @@ def prune(
     dry_run: bool = False,
     spare: Collection[str] = (),
     saved_last: str = "",
+    also: Callable[[Sequence[str]], Mapping[str, str]] = lambda _: {},
     still_ours: Callable[[], None] = lambda: None,
 ) -> Pruned:
     """Delete what `retention` does not keep, and leavings: unpublished directories that nobody writes.
 
-    `in_use` is what an operation saves or restores now, `spare` what `spared` has said, `saved_last` what is never old.
+    `in_use` is what an operation saves or restores now, `spare` what `spared` has said, `saved_last` what is never old, `also` says of all, newest first, which
+    else stay and why.
     `still_ours` is asked before each deletion, after all have been looked for, and raises to forbid it: what a coordinator
     that has replaced us writes since is not among them. Raises what that raises, STORAGE_FAILED and SNAPSHOT_UNSAFE; what
     was not deleted then is whole, and goes the next time.
     """
-    planned = plan(_dated(store), retention, pins(store), in_use, spare, saved_last)
+    dated = _dated(store)
+    also_kept = also([one.snapshot_id for one in dated])
+    planned = plan(dated, retention, pins(store), in_use, spare, saved_last, also_kept)
     doomed = [*planned.doomed, *(name for name in leavings(store) if name not in in_use)]
     size = 0
     for name in doomed:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 
 from coordinator.wire.errors import Reason, refuse
 
@@ -64,8 +65,10 @@ def plan(
     in_use: Collection[str] = (),
     spared: Collection[str] = (),
     saved_last: str = "",
+    also: Mapping[str, str] = MappingProxyType({}),
 ) -> Plan:
-    """What a prune does. `pins`: names to reasons. `spared`: kept since no newer one can be restored.
+    """What a prune does. `pins`: names to reasons. `spared`: kept since no newer one can be restored. `also`: names to why
+    else they stay, such as what is not uploaded yet.
 
     `saved_last` stays whatever its age seems to be: somebody may have put snapshots of another root beside it.
     """
@@ -84,6 +87,8 @@ def plan(
             why[name].append(f"it is pinned: {pins[name]}")
         if name in in_use:
             why[name].append("an operation uses it")
+        if name in also:
+            why[name].append(also[name])
         if name in spared:
             why[name].append("no newer one can be restored")
         if name == saved_last and not why[name]:

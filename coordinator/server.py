@@ -26,10 +26,12 @@ from grpc import aio
 from safepoint.v1 import coordinator_service_pb2, coordinator_service_pb2_grpc
 
 from coordinator.feed import Feed
+from coordinator.fetching import Fetching
 from coordinator.history_writing import HistoryWriter
 from coordinator.journal import ADDRESS_NAME, Journal
 from coordinator.kept_out import still
 from coordinator.metrics import Metrics, MetricsServer, metrics_address
+from coordinator.objects import objects_at
 from coordinator.operations import Chronicle, Operations
 from coordinator.page.host import serve_page
 from coordinator.page.serving import PageServer, page_address
@@ -44,6 +46,7 @@ from coordinator.reporting import snapshot_info
 from coordinator.service import CoordinatorService
 from coordinator.settings import Settings
 from coordinator.snapshots import SnapshotStore
+from coordinator.uploading import Figures, Uploaded, Uploader, epoch_in_store
 from coordinator.wire import failpoints
 from coordinator.wire.errors import Problem, Reason, Refused, SafepointError, refuse
 from coordinator.wire.lanes import Lanes
@@ -89,6 +92,7 @@ class Coordinator:
     metrics: MetricsServer | None = None
     page: PageServer | None = None
     history: HistoryWriter | None = None
+    uploader: Uploader | None = None
     marks: Marks = field(default_factory=Marks)  # how full its limits are, once somebody looks: `watch_limits`
     lanes: Lanes | None = None
     _ending: asyncio.Task[None] | None = None
@@ -124,6 +128,10 @@ class Coordinator:
             await asyncio.to_thread(self.metrics.close)
         if self.page is not None:
             await asyncio.to_thread(self.page.close)
+        if self.uploader is not None:
+            await asyncio.to_thread(self.uploader.close)
+        if self.operations.fetching is not None:
+            self.operations.fetching.close()
         for task in self._tasks:
             task.cancel()
         await self.operations.stop_drives()
@@ -246,6 +254,7 @@ async def serve(
         metrics_address(settings.metrics_bind)
     if settings.page_bind:
         page_address(settings.page_bind)
+    objects = await asyncio.to_thread(objects_at, settings.upload) if settings.upload else None
     tracer = Tracer("safepoint-coordinator") if settings.traces else None
     loop = asyncio.get_running_loop()
     lanes, marks = Lanes(loop.time), Marks()
@@ -256,8 +265,13 @@ async def serve(
     # Before the journal: one that cannot have its address must not take the epoch from the one that has it.
     listening = listen(server, settings.bind, security, settings.advertise)
     try:
+        # What we save is to count as newer than what is there, in the root and in the store.
+        stored = await epoch_in_store(objects) if objects is not None else 0
         journal = await asyncio.to_thread(
-            lambda: Journal(store.directory(_DIRECTORY), {"the newest snapshot": store.newest_epoch()})
+            lambda: Journal(
+                store.directory(_DIRECTORY),
+                {"the newest snapshot": store.newest_epoch(), "the newest snapshot in the object store": stored},
+            )
         )
     except BaseException:
         listening.close()
@@ -274,7 +288,12 @@ async def serve(
     if settings.history_keep:
         history = HistoryWriter(journal.folder, settings.job_id, settings.history_keep)
         operations.keep(history)
+    if objects is not None:
+        operations.uploader = Uploader(
+            store, objects, journal.epoch, active=operations.active_id, uploaded=_told_of_uploads(history)
+        )  # fmt: skip
 
+    operations.fetching = Fetching(store, objects, journal, operations.storage_lock, operations.brought)
     registration = Registration(registry, journal.epoch, settings.job_id, settings.heartbeat_s)
     service = CoordinatorService(operations, registration)
     coordinator_service_pb2_grpc.add_CoordinatorServicer_to_server(service, server)
@@ -313,6 +332,9 @@ async def serve(
     running = Coordinator(address, journal.epoch, nonce, operations, server, healthy, tasks, listening)
     running.metrics, running.page, running.history = metrics, page, history
     running.marks, running.lanes = marks, lanes
+    if operations.uploader is not None:
+        running.uploader = operations.uploader
+        running.uploader.start()
     try:
         await operations.spending_reserve(running.keep_announced)
     except BaseException:
@@ -372,6 +394,22 @@ class _Observed:
     def active(self) -> OperationKind | None:
         active = self.operations.active
         return active.operation.kind if active is not None else None
+
+    def uploads(self) -> Figures | None:
+        uploader = self.operations.uploader
+        return uploader.figures() if uploader is not None else None
+
+
+def _told_of_uploads(history: HistoryWriter | None) -> Callable[[Uploaded], None]:
+    """For the uploader's thread: what it has done goes into the history on the event loop."""
+    loop = asyncio.get_running_loop()
+
+    def told(done: Uploaded) -> None:
+        if history is not None:
+            with suppress(RuntimeError):  # the loop has ended: the store has it all the same
+                loop.call_soon_threadsafe(history.uploaded, done)
+
+    return told
 
 
 def _traces(operations: Operations, tracer: Tracer) -> Chronicle:

@@ -251,8 +251,12 @@ class CoordinatorService(coordinator_service_pb2_grpc.CoordinatorServicer):
             start = names.index(request.page_token) + 1
         page = found[start : start + size]
         more = start + size < len(found)
+        infos = [snapshot_info(manifest, pinned.get(manifest.snapshot_id, "")) for manifest in page]
+        if self._operations.uploader is not None:
+            for info in infos:
+                info.upload.CopyFrom(self._operations.uploader.message(info.snapshot_id))
         return pb.ListSnapshotsResponse(
-            snapshots=[snapshot_info(manifest, pinned.get(manifest.snapshot_id, "")) for manifest in page],
+            snapshots=infos,
             next_page_token=page[-1].snapshot_id if page and more else "",
             invalid=dict(list(listing.invalid.items())[:MAX_INVALID]),
         )
@@ -280,6 +284,16 @@ class CoordinatorService(coordinator_service_pb2_grpc.CoordinatorServicer):
             files=verified.files,
             size_bytes=verified.size_bytes,
             unlisted=verified.unlisted,
+        )
+
+    async def FetchSnapshot(self, request: pb.FetchSnapshotRequest, context: Context) -> pb.FetchSnapshotResponse:
+        time_budget(context)
+        name = _snapshot_id(request.snapshot_id) if request.snapshot_id else ""
+        fetching = self._operations.fetching
+        assert fetching is not None
+        done = await fetching.fetch(name, request.url)
+        return pb.FetchSnapshotResponse(
+            snapshot=snapshot_info(done.manifest), files=done.files, size_bytes=done.size_bytes, found=done.found
         )
 
     async def PruneSnapshots(self, request: pb.PruneSnapshotsRequest, context: Context) -> pb.PruneSnapshotsResponse:

@@ -23,6 +23,7 @@ import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from coordinator.client_schedule import SNAPSHOT_NAME, TERM_GRACE_S, SaveRules
+from coordinator.objects import check_url
 from coordinator.wire.errors import Reason, Refused, SafepointError, refuse
 from coordinator.wire.ids import is_wire_id
 
@@ -155,6 +156,11 @@ class Settings(BaseModel):
     """And keep for good the oldest of each so many steps; 0: none."""
     keep_interval_s: Share = 0.0
     """And of each so many seconds; 0: none."""
+    upload: str = ""
+    """Object store to which each snapshot is copied once everybody has resumed: s3://bucket/prefix, another URL that fsspec
+    knows, or an absolute path; empty: none. One prefix for each job."""
+    keep_unsent: Annotated[int, Field(ge=0)] = 10
+    """With `upload`, a prune leaves so many snapshots that are not uploaded yet, the newest."""
     autosave: AutosaveSettings = AutosaveSettings()
     """When the trainer saves; the coordinator does not read it."""
 
@@ -165,6 +171,23 @@ class Settings(BaseModel):
         if not Path(value).is_absolute():
             raise ValueError(f"must be an absolute path, not {value!r}")
         return value
+
+    @field_validator("upload")
+    @classmethod
+    def _upload_is_a_store(cls, value: str) -> str:
+        try:
+            if value:
+                check_url(value)
+        except Refused as error:
+            raise ValueError(f"it {error.problem.message.removeprefix('What is given ').rstrip('.')}") from error
+        return value
+
+    @model_validator(mode="after")
+    def _upload_is_elsewhere(self) -> Settings:
+        path = self.upload.removeprefix("file://")
+        if path.startswith("/") and (Path(path).is_relative_to(self.root) or Path(self.root).is_relative_to(path)):
+            raise ValueError(f"the upload {path} and the root {self.root} must not hold one another")
+        return self
 
     @field_validator("job_id")
     @classmethod

@@ -53,6 +53,7 @@ async def coordinator_status(
         latest_snapshot_id=operations.latest_snapshot_id,
         snapshot_root=operations.settings.root,
         kept_out=map(kept_out.finding, operations.kept_out()),
+        upload=operations.uploader.status() if operations.uploader is not None else None,
     )
 
 

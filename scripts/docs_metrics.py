@@ -6,6 +6,7 @@ from typing import Any
 
 from coordinator.metrics import BUCKETS, Metrics
 from coordinator.protocol.topology import Participant
+from coordinator.uploading import Figures
 from coordinator.wire.ids import IncarnationId, ParticipantId
 from coordinator.wire.terms import CheckpointMode, OperationKind, Role
 from scripts.docs_markdown import cell, generated, table
@@ -29,6 +30,9 @@ class _Seen:
 
     def limits(self) -> dict[str, float]:
         return {"one": 0.0}
+
+    def uploads(self) -> Figures | None:
+        return Figures(newest_time_s=1.0)
 
 
 def render() -> str:

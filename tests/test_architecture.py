@@ -7,6 +7,7 @@ library is known to one place. A module matches the first rule whose pattern fit
 from __future__ import annotations
 
 import ast
+import subprocess
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -224,3 +225,10 @@ def test_every_module_says_what_it_is_for() -> None:
     for name, path in modules():
         text = path.read_text(encoding="utf-8")
         assert not text or ast.get_docstring(ast.parse(text)), name
+
+
+def test_a_store_is_loaded_only_where_one_is_used() -> None:
+    """Everybody has fsspec and few have s3fs: neither costs a start or a command that needs none."""
+    look = "import sys, coordinator.server, coordinator.cli; print([m for m in ('fsspec', 's3fs') if m in sys.modules])"
+    ran = subprocess.run([sys.executable, "-c", look], capture_output=True, text=True, check=True)
+    assert ran.stdout.strip() == "[]"

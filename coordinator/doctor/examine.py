@@ -77,6 +77,7 @@ def _fleet(here: Circumstances) -> Iterator[Finding]:
     before = here.clock()
     status = client.status(timeout=CALL_S)
     yield from fleet.coordinator(status, here.clock() - before)
+    yield from fleet.upload(status)
     yield from fleet.participants(client.status(participants=True, timeout=CALL_S))
     known = client.topology(refresh=True, timeout=CALL_S)
     yield from fleet.topology(known)

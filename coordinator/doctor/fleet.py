@@ -53,6 +53,22 @@ def coordinator(status: pb.GetCoordinatorStatusResponse, took_s: float) -> Itera
         )  # fmt: skip
 
 
+def upload(status: pb.GetCoordinatorStatusResponse) -> Iterator[Finding]:
+    """That snapshots reach the object store, where one is configured."""
+    if not status.HasField("upload"):
+        return
+    url, waiting = status.upload.url, status.upload.waiting
+    failed = [one.problem for one in status.upload.snapshots if one.state == pb.UPLOAD_STATE_FAILED]
+    for detail in [status.upload.problem] if status.upload.HasField("problem") else failed:
+        problem = problem_from_detail(detail)
+        what = f"Snapshots that are not there: {waiting}." if waiting else "Nothing can be copied there."
+        yield Finding("upload", Severity.WARNING, url, f"{what} {problem.message}", problem.advice)
+        return
+    yield Finding(
+        "upload", Severity.OK, url, f"Snapshots on their way: {waiting}" if waiting else "It has all snapshots"
+    )
+
+
 def topology(answer: pb.GetTopologyResponse) -> Iterator[Finding]:
     """What the coordinator's own validation finds; blocking findings are those with which a save is refused."""
     here = {info.capabilities.participant_id for info in answer.participants}

@@ -138,6 +138,7 @@ METHODS: Final[Mapping[str, Method]] = MappingProxyType({
     _COORDINATOR + "ListSnapshots":  Method(_LOOKERS, Lane.WORK, 4 * _KIB),
     _COORDINATOR + "ReadLedger":     Method(_LOOKERS, Lane.WORK, 4 * _KIB),
     _COORDINATOR + "VerifySnapshot": Method(_ENDERS, Lane.WORK, 4 * _KIB),
+    _COORDINATOR + "FetchSnapshot":  Method(_RESTORERS, Lane.WORK, 4 * _KIB),
     _COORDINATOR + "PruneSnapshots": Method(_OPERATORS, Lane.WORK, 64 * _KIB),
     _COORDINATOR + "PinSnapshot":    Method(_OPERATORS, Lane.WORK, 64 * _KIB),
     _COORDINATOR + "UnpinSnapshot":  Method(_OPERATORS, Lane.WORK, 64 * _KIB),

@@ -15,7 +15,8 @@ import types
 import pytest
 from safepoint.v1 import coordinator_service_pb2 as pb
 
-from coordinator.wire.errors import Reason
+from coordinator.wire.errors import Problem, Reason
+from coordinator.wire.rpc import detail_from_problem
 from tests.cli.conftest import Safepoint
 from tests.client.fake_coordinator import FakeCoordinator, Fault, entries
 
@@ -73,6 +74,46 @@ async def test_restore_says_which_one_latest_was_and_that_all_is_paused(
     resumed = await safepoint("resume")
     assert resumed.out == "resumed after 0.52 s of pause\n"
     assert (await safepoint("resume")).out == "nothing to resume\n"
+
+
+async def test_restore_from_a_store_fetches_first_and_says_which_one_latest_was(
+    safepoint: Safepoint, fake: FakeCoordinator
+) -> None:
+    fake.stored, fake.published = ["step-43", "step-42"], ["step-41"]
+    ran = await safepoint("restore", "--root", "s3://bucket/run")
+    assert ran.out.startswith("restored step-43: ")
+    assert "step-43 of s3://bucket/run: fetched, 41 MB" in ran.err
+    again = await safepoint("restore", "step-43", "--root", "s3://bucket/run")
+    assert "was in the root already" in again.err
+    assert (await safepoint("restore", "--root", "s3://other/run")).code == 2
+    assert (await safepoint("restore", "step-9", "--root", "s3://bucket/run")).code == 12
+    lost = await safepoint("status", "--root", "s3://bucket/run", "-c", "")
+    assert lost.code == 2
+    assert "A snapshot root is a directory" in lost.err
+
+
+async def test_snapshots_ls_says_what_is_in_the_store_and_why_not(safepoint: Safepoint, fake: FakeCoordinator) -> None:
+    fake.published = ["step-43", "step-42", "step-41"]
+    fake.uploads = {
+        "step-41": pb.SnapshotUpload(snapshot_id="step-41", state=pb.UPLOAD_STATE_UPLOADED),
+        "step-42": pb.SnapshotUpload(
+            snapshot_id="step-42", state=pb.UPLOAD_STATE_FAILED, attempts=3,
+            problem=detail_from_problem(Problem(Reason.STORAGE_FAILED, "The store is away.", "Mend it.")),
+        ),
+        "step-43": pb.SnapshotUpload(
+            snapshot_id="step-43", state=pb.UPLOAD_STATE_UPLOADING, bytes_done=1_000_000, bytes_total=41_200_000
+        ),
+    }  # fmt: skip
+    fake.uploads["step-42"].next_try.FromSeconds(40)
+    listed = (await safepoint("snapshots", "ls")).out
+    assert "in the store" in listed
+    assert "upload of step-43: uploading, 1.0 MB of 41 MB" in listed
+    assert "upload of step-42: failed, the next try in 40 s: The store is away. Next: Mend it." in " ".join(
+        listed.split()
+    )
+    told = (await safepoint("snapshots", "ls", "--json")).json()["snapshots"]
+    assert [one["upload"]["state"] for one in told] == ["uploading", "failed", "uploaded"]
+    assert "in the store  uploaded" in (await safepoint("snapshots", "show", "step-41")).out
 
 
 async def test_what_is_not_there_is_said_and_is_no_error(safepoint: Safepoint, fake: FakeCoordinator) -> None:

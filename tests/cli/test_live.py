@@ -21,6 +21,7 @@ from safepoint.v1 import coordinator_service_pb2 as pb
 from coordinator.cli_live import Look, blocking, edges, view
 from coordinator.cli_status import Watcher
 from coordinator.wire.errors import Problem, Reason, Refused, Unanswered
+from coordinator.wire.rpc import detail_from_problem
 from coordinator.wire.terms import Activity, Phase
 from tests.cli.conftest import Safepoint
 from tests.client.fake_coordinator import FakeCoordinator, Fault
@@ -67,6 +68,31 @@ def test_everything_that_an_operator_asks_is_on_one_screen() -> None:
         in shown
     )
     assert "counter -> judge_model: 1 call, the oldest 83 s of r-17" in shown
+
+
+def test_what_is_on_its_way_to_the_object_store_is_said_with_what_keeps_it_from_there() -> None:
+    status = running()
+    assert "upload" not in text(Look(status), 0.0)
+    status.upload.url = "s3://bucket/run"
+    status.upload.looking = True
+    assert "upload to s3://bucket/run: looking what is there" in text(Look(status), 0.0)
+    status.upload.looking = False
+    status.upload.problem.CopyFrom(detail_from_problem(Problem(Reason.STORAGE_FAILED, "Who are you?", "Say it.")))
+    assert "nothing can be uploaded: Who are you? Next: Say it." in text(Look(status), 0.0)
+    status.upload.ClearField("problem")
+    assert "upload to s3://bucket/run: all is there" in text(Look(status), 0.0)
+    status.upload.waiting, status.upload.uploaded_last = 2, "step-40"
+    sending = status.upload.snapshots.add(snapshot_id="step-42", state=pb.UPLOAD_STATE_UPLOADING)
+    sending.bytes_done, sending.bytes_total = 1_000_000, 2_000_000
+    failed = status.upload.snapshots.add(snapshot_id="step-41", state=pb.UPLOAD_STATE_FAILED)
+    failed.problem.CopyFrom(detail_from_problem(Problem(Reason.STORAGE_FAILED, "It is away.", "Mend it.")))
+    failed.next_try.FromSeconds(40)
+    shown = text(Look(status), 0.0)
+    assert "upload to s3://bucket/run: 2 snapshots to go, step-40 is there" in shown
+    assert "upload of step-42: uploading, 1.0 MB of 2.0 MB\n" in re.sub(" +\n", "\n", shown)
+    sending.unchanged_for.FromSeconds(80)
+    assert "uploading, 1.0 MB of 2.0 MB, no file in 80 s" in text(Look(status), 0.0)
+    assert "upload of step-41: failed, the next try in 40 s: It is away. Next: Mend it." in shown
 
 
 def test_the_time_that_is_left_goes_on_between_two_answers() -> None:

@@ -75,3 +75,36 @@ async def test_a_store_that_is_none_and_one_whose_package_is_missing_are_told_ap
     missing = await safepoint(*push, "s3://bucket", "--json")
     assert missing.code == missing.json()["error"]["exit_code"] == 3
     assert "[s3]" in missing.json()["error"]["next_step"]
+
+
+async def test_a_store_is_looked_at_as_a_root_is(safepoint: Safepoint, tmp_path: Path) -> None:
+    store = SnapshotStore(tmp_path / "root", "job-1")
+    publisher = Publisher(store, 1)
+    url = f"memory://{tmp_path.name}"
+    for name in ("step-1", "step-2"):
+        make(store, name, publisher)
+        await safepoint("snapshots", "push", name, url, "--root", str(store.root))
+    here = (await safepoint("snapshots", "ls", "--root", str(store.root), "--json")).json()
+    there = (await safepoint("snapshots", "ls", "--root", url, "--json")).json()
+    assert there == here
+    shown = [(await safepoint("snapshots", "show", "--root", root, "--json")).json() for root in (str(store.root), url)]
+    assert shown[0] == shown[1]
+    rollouts = [
+        (await safepoint("snapshots", "show", "step-1", "--rollouts", "--root", root)).out
+        for root in (str(store.root), url)
+    ]
+    assert rollouts[0] == rollouts[1]
+    assert "r-0  attempt 0  parked" in rollouts[0]
+    assert (await safepoint("snapshots", "verify", "--root", url)).out.startswith("step-2 is whole: 5 files")
+    memory: Any = importlib.import_module("fsspec").filesystem("memory")
+    at = f"/{tmp_path.name}/step-2"
+    raw = memory.cat(f"{at}/agent/state.bin")
+    memory.pipe(f"{at}/agent/state.bin", raw[:-1] + bytes([raw[-1] ^ 1]))
+    flipped = await safepoint("snapshots", "verify", "step-2", "--root", url)
+    assert flipped.code == 6
+    assert f"{url}/step-2/agent/state.bin is damaged" in flipped.err
+    memory.rm(f"{at}/manifest.json")
+    half = (await safepoint("snapshots", "ls", "--root", url)).out
+    assert "not a snapshot: step-2" in half
+    assert "was cut short" in half
+    assert (await safepoint("snapshots", "verify", "step-2", "--root", url)).code == 12

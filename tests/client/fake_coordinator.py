@@ -64,6 +64,8 @@ class FakeCoordinator(CoordinatorServicer):
     published: list[str] = field(default_factory=list)
     damaged: dict[str, Reason] = field(default_factory=dict)
     pins: dict[str, str] = field(default_factory=dict)
+    stored: list[str] = field(default_factory=list)  # in the object store s3://bucket/run, newest first
+    uploads: dict[str, pb.SnapshotUpload] = field(default_factory=dict)
     invalid: dict[str, str] = field(default_factory=dict)
     metadata: dict[str, str] = field(default_factory=dict)  # of the snapshot that is restored
     rollouts: list[manifest_pb2.LedgerEntry] = field(default_factory=list)
@@ -270,7 +272,7 @@ class FakeCoordinator(CoordinatorServicer):
         start = int(request.page_token or 0)
         size = min(request.page_size or 100, 2)
         response = pb.ListSnapshotsResponse(
-            snapshots=[snapshot_info(name) for name in self.published[start : start + size]], invalid=self.invalid
+            snapshots=[self._listed(name) for name in self.published[start : start + size]], invalid=self.invalid
         )
         if start + size < len(self.published):
             response.next_page_token = str(start + size)
@@ -291,6 +293,26 @@ class FakeCoordinator(CoordinatorServicer):
         if request.snapshot_id not in self.published:
             raise refuse(Reason.SNAPSHOT_NOT_FOUND, f"No snapshot {request.snapshot_id}.")
         return pb.VerifySnapshotResponse(files=4, size_bytes=41_200_000)
+
+    def _listed(self, name):
+        info = snapshot_info(name)
+        if name in self.uploads:
+            info.upload.CopyFrom(self.uploads[name])
+        return info
+
+    async def FetchSnapshot(self, request, context):
+        await self._unary("FetchSnapshot", request, context)
+        if not self.stored or request.url not in ("", "s3://bucket/run"):
+            raise refuse(Reason.INVALID_ARGUMENT, "This coordinator fetches from elsewhere.")
+        name = request.snapshot_id or self.stored[0]
+        if name not in self.stored:
+            raise refuse(Reason.SNAPSHOT_NOT_FOUND, f"There is no copy of {name}.")
+        found = name in self.published
+        if not found:
+            self.published.insert(0, name)
+        return pb.FetchSnapshotResponse(
+            snapshot=snapshot_info(name), files=0 if found else 5, size_bytes=0 if found else 41_200_000, found=found
+        )
 
     async def PruneSnapshots(self, request, context):
         await self._unary("PruneSnapshots", request, context)

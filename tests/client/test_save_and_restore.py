@@ -153,6 +153,14 @@ async def test_latest_does_not_hide_that_the_storage_is_down(driver: Driver, fak
     assert caught.value.reason is Reason.STORAGE_FAILED
 
 
+async def test_a_snapshot_is_fetched_from_the_store(driver: Driver, fake: FakeCoordinator) -> None:
+    fake.stored = ["step-43", "step-42"]
+    assert (await driver.do("fetch")).snapshot.snapshot_id == "step-43"
+    assert (await driver.do("fetch", "step-43", "s3://bucket/run")).found
+    with pytest.raises(Refused):
+        await driver.do("fetch", "step-43", "s3://other")
+
+
 async def test_lists_topology_status_prune_retire_and_explain_pass_through(
     driver: Driver, fake: FakeCoordinator
 ) -> None:

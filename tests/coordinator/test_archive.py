@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import errno
 import importlib
-import os
-import subprocess
-import sys
 import uuid
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -23,40 +20,20 @@ from coordinator.wire.beneath import Directory, storage_error
 from coordinator.wire.errors import Reason, SafepointError, refuse
 from coordinator.wire.ids import SnapshotId
 from tests.coordinator.test_snapshots import contents, make, refused
-
-SERVER = """
-import sys
-from moto.server import ThreadedMotoServer
-server = ThreadedMotoServer("127.0.0.1", 0)
-server.start()
-print("listens", *server.get_host_and_port(), flush=True)
-sys.stdin.read()
-"""
+from tests.object_store import S3Server, environment
 
 
 @pytest.fixture(scope="module")
 def s3() -> Iterator[str]:
     """A bucket of an S3 server that is a process of its own."""
     pytest.importorskip("s3fs")
-    before = dict(os.environ)
-    os.environ |= {
-        "AWS_ACCESS_KEY_ID": "test", "AWS_SECRET_ACCESS_KEY": "test", "AWS_DEFAULT_REGION": "us-east-1",
-        "NO_PROXY": "127.0.0.1", "no_proxy": "127.0.0.1",
-    }  # fmt: skip
-    process = subprocess.Popen([sys.executable, "-c", SERVER], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    server = S3Server()
     try:
-        assert process.stdout is not None
-        line = next(line for line in process.stdout if line.startswith("listens "))  # it has more to say
-        _, host, port = line.split()
-        os.environ["AWS_ENDPOINT_URL"] = f"http://{host}:{port}"
-        fs: Any = importlib.import_module("fsspec").filesystem("s3", use_listings_cache=False)
-        fs.mkdir("bucket")
-        yield "s3://bucket"
+        server.make_bucket()
+        with environment(AWS_ENDPOINT_URL=server.address):
+            yield "s3://bucket"
     finally:
-        process.kill()
-        process.communicate()
-        os.environ.clear()
-        os.environ |= before
+        server.close()
 
 
 @pytest.fixture(params=["disk", "memory", "s3"])

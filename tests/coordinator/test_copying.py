@@ -31,7 +31,7 @@ class Store:
     def chunks(self, key: str) -> Iterator[bytes]:
         yield from (b"ab", b"c")
 
-    def names(self) -> list[str]:
+    def names(self, below: str = "") -> list[str]:
         return []
 
 

@@ -138,6 +138,19 @@ async def test_the_list_has_the_newest_first_and_after_a_restart(bench: Bench) -
     assert answer.operations[0].pause.ToMicroseconds() > 0
 
 
+async def test_what_is_not_written_yet_is_told_from_memory(bench: Bench) -> None:
+    await bench.start()
+    await bench.save()
+    await written(bench, "save-1")
+    (file,) = folder(bench).glob("*")
+    file.write_bytes(file.read_bytes().split(b"\n")[0] + b"\n")
+    answer = await unary(bench.stub().ListOperations(pb.ListOperationsRequest(), timeout=5))
+    (one,) = answer.operations
+    assert one.snapshot.snapshot_id == "step-1"
+    assert one.pause.ToMicroseconds() > 0
+    assert one.operation.outcome == pb.OPERATION_OUTCOME_SUCCEEDED
+
+
 @pytest.mark.parametrize("fault", [errno.ENOSPC, errno.EIO, errno.EROFS])
 async def test_a_disk_that_refuses_the_history_costs_no_save(
     bench: Bench, monkeypatch: pytest.MonkeyPatch, fault: int, caplog: pytest.LogCaptureFixture

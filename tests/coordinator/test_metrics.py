@@ -16,6 +16,7 @@ from safepoint.v1 import errors_pb2
 
 from coordinator.metrics import Metrics, MetricsServer
 from coordinator.protocol.topology import Participant
+from coordinator.uploading import Figures
 from coordinator.wire.errors import Reason, Refused
 from coordinator.wire.ids import IncarnationId, ParticipantId
 from coordinator.wire.terms import CheckpointMode, OperationKind, Phase, Role
@@ -43,6 +44,9 @@ class Seen:
 
     def active(self) -> OperationKind | None:
         return OperationKind.SAVE
+
+    def uploads(self) -> Figures | None:
+        return Figures(2, 5, {"STORAGE_FAILED": 3}, 41_000_000, 1_700_000_000.0)
 
     def limits(self) -> dict[str, float]:
         return {"open_files": 0.5}

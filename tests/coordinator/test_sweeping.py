@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -188,3 +189,41 @@ def test_copies_share_chunks_and_a_pull_brings_and_checks_them(store: SnapshotSt
         archive.pull(objects, "a", tmp_path / "new")
     assert raised.value.reason is Reason.SNAPSHOT_CORRUPT
     SnapshotStore(tmp_path / "new", "job-1").verify("b")
+
+
+class Slow:
+    """A store that takes more than the grace for each chunk; with the last one it lets somebody sweep."""
+
+    def __init__(self, objects: LocalObjects, into: SnapshotStore) -> None:
+        self.url, self.names, self.size = objects.url, objects.names, objects.size
+        self._objects, self._into, self._given = objects, into, 0
+
+    def put_new(self, key: str, file: int) -> None:
+        raise AssertionError
+
+    def chunks(self, key: str) -> Iterator[bytes]:
+        if key.startswith(".chunks/"):
+            self._given += 1
+            if self._given == 2:
+                grow_old(self._into)
+            if self._given == 3:
+                assert sweeping.sweep(self._into) == sweeping.Swept()
+        return self._objects.chunks(key)
+
+
+def test_what_is_fetched_for_longer_than_the_grace_is_not_swept_before_it_is_named(
+    store: SnapshotStore, tmp_path: Path
+) -> None:
+    save(store, "a", [b"one", b"two", b"three"])
+    objects = LocalObjects(tmp_path / "objects")
+    archive.push(store, "a", objects)
+    into = SnapshotStore(tmp_path / "new", "job-1")
+    now = 0.0
+
+    def clock() -> float:
+        nonlocal now
+        now += 1000.0
+        return now
+
+    archive.pull(Slow(objects, into), "a", into.root, clock=clock)
+    assert into.verify("a").manifest == store.load("a")

@@ -8,7 +8,8 @@ from safepoint.v1 import coordinator_service_pb2 as pb
 from coordinator.doctor import Severity, engines, fleet
 from coordinator.doctor.finding import Finding
 from coordinator.preflight import RUNS
-from coordinator.wire.errors import Reason
+from coordinator.wire.errors import Problem, Reason
+from coordinator.wire.rpc import detail_from_problem
 
 
 def bad(findings: list[Finding]) -> list[tuple[Severity, str]]:
@@ -145,3 +146,21 @@ def test_an_endpoint_that_is_no_vllm_or_answers_nonsense_is_no_error() -> None:
 def test_a_judge_s_endpoint_is_left_alone() -> None:
     judge = who("judge", capabilities_pb2.ROLE_AUXILIARY_MODEL, upstream_endpoints=["http://h:8000/v1"])
     assert list(engines.engines(pb.GetTopologyResponse(participants=[judge]), served(VERSION))) == []
+
+
+def test_a_store_that_snapshots_do_not_reach_is_a_warning_that_says_what_to_do() -> None:
+    status = pb.GetCoordinatorStatusResponse()
+    assert list(fleet.upload(status)) == []
+    status.upload.url = "s3://bucket/run"
+    assert [(one.severity, one.subject) for one in fleet.upload(status)] == [(Severity.OK, "s3://bucket/run")]
+    status.upload.waiting = 2
+    one = status.upload.snapshots.add(snapshot_id="step-1", state=pb.UPLOAD_STATE_FAILED)
+    damaged = Problem(Reason.SNAPSHOT_CORRUPT, "It is damaged.", "Look.")
+    one.problem.CopyFrom(detail_from_problem(damaged))
+    (finding,) = fleet.upload(status)
+    assert (finding.severity, finding.message, finding.fix) == (
+        Severity.WARNING, "Snapshots that are not there: 2. It is damaged.", "Look.",
+    )  # fmt: skip
+    status.upload.problem.CopyFrom(detail_from_problem(Problem(Reason.STORAGE_FAILED, "It is away.", "Mend it.")))
+    (finding,) = fleet.upload(status)
+    assert finding.fix == "Mend it.", "what keeps all of them comes before what is wrong with one"

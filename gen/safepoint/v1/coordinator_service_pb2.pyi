@@ -33,6 +33,38 @@ else:
 
 DESCRIPTOR: _descriptor.FileDescriptor
 
+class _UploadState:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _UploadStateEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_UploadState.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    UPLOAD_STATE_UNSPECIFIED: _UploadState.ValueType  # 0
+    """Not known."""
+    UPLOAD_STATE_PENDING: _UploadState.ValueType  # 1
+    """It waits for its turn, or for the store."""
+    UPLOAD_STATE_UPLOADING: _UploadState.ValueType  # 2
+    """It is being copied; there is no copy yet."""
+    UPLOAD_STATE_UPLOADED: _UploadState.ValueType  # 3
+    """The store has the whole of it."""
+    UPLOAD_STATE_FAILED: _UploadState.ValueType  # 4
+    """The last try failed; it is tried again."""
+
+class UploadState(_UploadState, metaclass=_UploadStateEnumTypeWrapper):
+    """UploadState is whether a snapshot is in the object store."""
+
+UPLOAD_STATE_UNSPECIFIED: UploadState.ValueType  # 0
+"""Not known."""
+UPLOAD_STATE_PENDING: UploadState.ValueType  # 1
+"""It waits for its turn, or for the store."""
+UPLOAD_STATE_UPLOADING: UploadState.ValueType  # 2
+"""It is being copied; there is no copy yet."""
+UPLOAD_STATE_UPLOADED: UploadState.ValueType  # 3
+"""The store has the whole of it."""
+UPLOAD_STATE_FAILED: UploadState.ValueType  # 4
+"""The last try failed; it is tried again."""
+Global___UploadState: _TypeAlias = UploadState  # noqa: Y015
+
 class _OperationKind:
     ValueType = _typing.NewType("ValueType", _builtins.int)
     V: _TypeAlias = ValueType  # noqa: Y015
@@ -1281,6 +1313,7 @@ class SnapshotInfo(_message.Message):
     TOPOLOGY_FINGERPRINT_FIELD_NUMBER: _builtins.int
     METADATA_FIELD_NUMBER: _builtins.int
     PIN_REASON_FIELD_NUMBER: _builtins.int
+    UPLOAD_FIELD_NUMBER: _builtins.int
     snapshot_id: _builtins.str
     """REQUIRED."""
     operation_id: _builtins.str
@@ -1307,6 +1340,10 @@ class SnapshotInfo(_message.Message):
     def metadata(self) -> _containers.ScalarMap[_builtins.str, _builtins.str]:
         """OPTIONAL. As given at save."""
 
+    @_builtins.property
+    def upload(self) -> Global___SnapshotUpload:
+        """OPTIONAL. Its copy in the object store. Set in lists only, of a coordinator that uploads."""
+
     def __init__(
         self,
         *,
@@ -1319,14 +1356,127 @@ class SnapshotInfo(_message.Message):
         topology_fingerprint: _builtins.str = ...,
         metadata: _abc.Mapping[_builtins.str, _builtins.str] | None = ...,
         pin_reason: _builtins.str = ...,
+        upload: Global___SnapshotUpload | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["create_time", b"create_time", "totals", b"totals"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["create_time", b"create_time", "totals", b"totals", "upload", b"upload"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["create_time", b"create_time", "metadata", b"metadata", "operation_id", b"operation_id", "participant_ids", b"participant_ids", "pin_reason", b"pin_reason", "size_bytes", b"size_bytes", "snapshot_id", b"snapshot_id", "topology_fingerprint", b"topology_fingerprint", "totals", b"totals"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["create_time", b"create_time", "metadata", b"metadata", "operation_id", b"operation_id", "participant_ids", b"participant_ids", "pin_reason", b"pin_reason", "size_bytes", b"size_bytes", "snapshot_id", b"snapshot_id", "topology_fingerprint", b"topology_fingerprint", "totals", b"totals", "upload", b"upload"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___SnapshotInfo: _TypeAlias = SnapshotInfo  # noqa: Y015
+
+@_typing.final
+class SnapshotUpload(_message.Message):
+    """SnapshotUpload is how far the copy of a snapshot is that a coordinator makes in an object store once everybody has
+    resumed.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SNAPSHOT_ID_FIELD_NUMBER: _builtins.int
+    STATE_FIELD_NUMBER: _builtins.int
+    ATTEMPTS_FIELD_NUMBER: _builtins.int
+    FILES_DONE_FIELD_NUMBER: _builtins.int
+    FILES_TOTAL_FIELD_NUMBER: _builtins.int
+    BYTES_DONE_FIELD_NUMBER: _builtins.int
+    BYTES_TOTAL_FIELD_NUMBER: _builtins.int
+    PROBLEM_FIELD_NUMBER: _builtins.int
+    NEXT_TRY_FIELD_NUMBER: _builtins.int
+    UNCHANGED_FOR_FIELD_NUMBER: _builtins.int
+    snapshot_id: _builtins.str
+    """REQUIRED."""
+    state: Global___UploadState.ValueType
+    """REQUIRED."""
+    attempts: _builtins.int
+    """OPTIONAL. How often it was tried."""
+    files_done: _builtins.int
+    """OPTIONAL. Files that are there, while it is copied and after it."""
+    files_total: _builtins.int
+    """OPTIONAL. Files in all; zero when not known."""
+    bytes_done: _builtins.int
+    """OPTIONAL. Bytes that are there."""
+    bytes_total: _builtins.int
+    """OPTIONAL. Bytes in all; zero when not known."""
+    @_builtins.property
+    def problem(self) -> _errors_pb2.ErrorDetail:
+        """OPTIONAL. Why the last try failed, with what to do next; absent when none did, or a later one succeeded."""
+
+    @_builtins.property
+    def next_try(self) -> _duration_pb2.Duration:
+        """OPTIONAL. When it is tried next, from now; absent when nothing has failed."""
+
+    @_builtins.property
+    def unchanged_for(self) -> _duration_pb2.Duration:
+        """OPTIONAL. While it is copied: time since the last file was there, or the try began."""
+
+    def __init__(
+        self,
+        *,
+        snapshot_id: _builtins.str = ...,
+        state: Global___UploadState.ValueType = ...,
+        attempts: _builtins.int = ...,
+        files_done: _builtins.int = ...,
+        files_total: _builtins.int = ...,
+        bytes_done: _builtins.int = ...,
+        bytes_total: _builtins.int = ...,
+        problem: _errors_pb2.ErrorDetail | None = ...,
+        next_try: _duration_pb2.Duration | None = ...,
+        unchanged_for: _duration_pb2.Duration | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["next_try", b"next_try", "problem", b"problem", "unchanged_for", b"unchanged_for"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempts", b"attempts", "bytes_done", b"bytes_done", "bytes_total", b"bytes_total", "files_done", b"files_done", "files_total", b"files_total", "next_try", b"next_try", "problem", b"problem", "snapshot_id", b"snapshot_id", "state", b"state", "unchanged_for", b"unchanged_for"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SnapshotUpload: _TypeAlias = SnapshotUpload  # noqa: Y015
+
+@_typing.final
+class UploadStatus(_message.Message):
+    """UploadStatus is what a coordinator uploads."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    URL_FIELD_NUMBER: _builtins.int
+    WAITING_FIELD_NUMBER: _builtins.int
+    SNAPSHOTS_FIELD_NUMBER: _builtins.int
+    UPLOADED_LAST_FIELD_NUMBER: _builtins.int
+    LOOKING_FIELD_NUMBER: _builtins.int
+    PROBLEM_FIELD_NUMBER: _builtins.int
+    url: _builtins.str
+    """REQUIRED. Where to."""
+    waiting: _builtins.int
+    """REQUIRED. Published snapshots that the store does not have yet, as far as it was asked."""
+    uploaded_last: _builtins.str
+    """OPTIONAL. Snapshot that was uploaded last; empty when none was since the coordinator started."""
+    looking: _builtins.bool
+    """OPTIONAL. What is published is being looked at, as at a start: more may be waiting."""
+    @_builtins.property
+    def snapshots(self) -> _containers.RepeatedCompositeFieldContainer[Global___SnapshotUpload]:
+        """REQUIRED. Those, newest first, at most 20."""
+
+    @_builtins.property
+    def problem(self) -> _errors_pb2.ErrorDetail:
+        """OPTIONAL. Why the store, or the root, keeps all of them waiting; absent when the last try was answered."""
+
+    def __init__(
+        self,
+        *,
+        url: _builtins.str = ...,
+        waiting: _builtins.int = ...,
+        snapshots: _abc.Iterable[Global___SnapshotUpload] | None = ...,
+        uploaded_last: _builtins.str = ...,
+        looking: _builtins.bool = ...,
+        problem: _errors_pb2.ErrorDetail | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["problem", b"problem"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["looking", b"looking", "problem", b"problem", "snapshots", b"snapshots", "uploaded_last", b"uploaded_last", "url", b"url", "waiting", b"waiting"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___UploadStatus: _TypeAlias = UploadStatus  # noqa: Y015
 
 @_typing.final
 class RetireRolloutsRequest(_message.Message):
@@ -1579,6 +1729,7 @@ class GetCoordinatorStatusResponse(_message.Message):
     LATEST_SNAPSHOT_ID_FIELD_NUMBER: _builtins.int
     SNAPSHOT_ROOT_FIELD_NUMBER: _builtins.int
     KEPT_OUT_FIELD_NUMBER: _builtins.int
+    UPLOAD_FIELD_NUMBER: _builtins.int
     coordinator_epoch: _builtins.int
     """REQUIRED."""
     job_id: _builtins.str
@@ -1599,6 +1750,10 @@ class GetCoordinatorStatusResponse(_message.Message):
     def kept_out(self) -> _containers.RepeatedCompositeFieldContainer[Global___Finding]:
         """OPTIONAL. Shims that were refused for who or what they are within the last half minute; at most 20."""
 
+    @_builtins.property
+    def upload(self) -> Global___UploadStatus:
+        """OPTIONAL. What is uploaded; absent where nothing is."""
+
     def __init__(
         self,
         *,
@@ -1609,10 +1764,11 @@ class GetCoordinatorStatusResponse(_message.Message):
         latest_snapshot_id: _builtins.str = ...,
         snapshot_root: _builtins.str = ...,
         kept_out: _abc.Iterable[Global___Finding] | None = ...,
+        upload: Global___UploadStatus | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["operation", b"operation"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["operation", b"operation", "upload", b"upload"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["coordinator_epoch", b"coordinator_epoch", "job_id", b"job_id", "kept_out", b"kept_out", "latest_snapshot_id", b"latest_snapshot_id", "operation", b"operation", "participants", b"participants", "snapshot_root", b"snapshot_root"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["coordinator_epoch", b"coordinator_epoch", "job_id", b"job_id", "kept_out", b"kept_out", "latest_snapshot_id", b"latest_snapshot_id", "operation", b"operation", "participants", b"participants", "snapshot_root", b"snapshot_root", "upload", b"upload"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1857,6 +2013,68 @@ class VerifySnapshotResponse(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___VerifySnapshotResponse: _TypeAlias = VerifySnapshotResponse  # noqa: Y015
+
+@_typing.final
+class FetchSnapshotRequest(_message.Message):
+    """FetchSnapshotRequest names a snapshot in the object store."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SNAPSHOT_ID_FIELD_NUMBER: _builtins.int
+    URL_FIELD_NUMBER: _builtins.int
+    snapshot_id: _builtins.str
+    """OPTIONAL. Empty means the newest one that is there."""
+    url: _builtins.str
+    """OPTIONAL. Where the caller expects it to be; anything but the URL that this coordinator uploads to is refused. Empty: there."""
+    def __init__(
+        self,
+        *,
+        snapshot_id: _builtins.str = ...,
+        url: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["snapshot_id", b"snapshot_id", "url", b"url"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___FetchSnapshotRequest: _TypeAlias = FetchSnapshotRequest  # noqa: Y015
+
+@_typing.final
+class FetchSnapshotResponse(_message.Message):
+    """FetchSnapshotResponse is the snapshot as it is here now."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SNAPSHOT_FIELD_NUMBER: _builtins.int
+    FILES_FIELD_NUMBER: _builtins.int
+    SIZE_BYTES_FIELD_NUMBER: _builtins.int
+    FOUND_FIELD_NUMBER: _builtins.int
+    files: _builtins.int
+    """REQUIRED. Files that were copied; zero when it was here already."""
+    size_bytes: _builtins.int
+    """REQUIRED. Their bytes."""
+    found: _builtins.bool
+    """REQUIRED. Whether it was here already."""
+    @_builtins.property
+    def snapshot(self) -> Global___SnapshotInfo:
+        """REQUIRED."""
+
+    def __init__(
+        self,
+        *,
+        snapshot: Global___SnapshotInfo | None = ...,
+        files: _builtins.int = ...,
+        size_bytes: _builtins.int = ...,
+        found: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["snapshot", b"snapshot"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["files", b"files", "found", b"found", "size_bytes", b"size_bytes", "snapshot", b"snapshot"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___FetchSnapshotResponse: _TypeAlias = FetchSnapshotResponse  # noqa: Y015
 
 @_typing.final
 class PruneSnapshotsRequest(_message.Message):

@@ -115,6 +115,11 @@ class CoordinatorStub(object):
                 request_serializer=safepoint_dot_v1_dot_coordinator__service__pb2.VerifySnapshotRequest.SerializeToString,
                 response_deserializer=safepoint_dot_v1_dot_coordinator__service__pb2.VerifySnapshotResponse.FromString,
                 _registered_method=True)
+        self.FetchSnapshot = channel.unary_unary(
+                '/safepoint.v1.Coordinator/FetchSnapshot',
+                request_serializer=safepoint_dot_v1_dot_coordinator__service__pb2.FetchSnapshotRequest.SerializeToString,
+                response_deserializer=safepoint_dot_v1_dot_coordinator__service__pb2.FetchSnapshotResponse.FromString,
+                _registered_method=True)
         self.PruneSnapshots = channel.unary_unary(
                 '/safepoint.v1.Coordinator/PruneSnapshots',
                 request_serializer=safepoint_dot_v1_dot_coordinator__service__pb2.PruneSnapshotsRequest.SerializeToString,
@@ -294,6 +299,22 @@ class CoordinatorServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def FetchSnapshot(self, request, context):
+        """FetchSnapshot brings a snapshot from the object store that this coordinator uploads to into its root, to be restored.
+
+        OK means: it is published here, and every byte was compared; also when it was here already. Rollouts go on meanwhile.
+        Idempotent on snapshot_id; a repeat waits for the copy that is being made.
+
+        Errors: INVALID_ARGUMENT (REASON_INVALID_ARGUMENT): there is no store, or another one is named. NOT_FOUND
+        (REASON_SNAPSHOT_NOT_FOUND): the store has no such copy. ALREADY_EXISTS (REASON_SNAPSHOT_EXISTS): another snapshot has
+        that name here. FAILED_PRECONDITION (REASON_STALE_EPOCH): it would count as newer than what is saved from now on; start
+        the coordinator again. DATA_LOSS (REASON_SNAPSHOT_CORRUPT), UNAVAILABLE (REASON_STORAGE_FAILED) and what else concerns a
+        snapshot: nothing was changed here.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def PruneSnapshots(self, request, context):
         """PruneSnapshots deletes old snapshots: never the newest one that is whole, nor one that is pinned or being restored.
         """
@@ -418,6 +439,11 @@ def add_CoordinatorServicer_to_server(servicer, server):
                     servicer.VerifySnapshot,
                     request_deserializer=safepoint_dot_v1_dot_coordinator__service__pb2.VerifySnapshotRequest.FromString,
                     response_serializer=safepoint_dot_v1_dot_coordinator__service__pb2.VerifySnapshotResponse.SerializeToString,
+            ),
+            'FetchSnapshot': grpc.unary_unary_rpc_method_handler(
+                    servicer.FetchSnapshot,
+                    request_deserializer=safepoint_dot_v1_dot_coordinator__service__pb2.FetchSnapshotRequest.FromString,
+                    response_serializer=safepoint_dot_v1_dot_coordinator__service__pb2.FetchSnapshotResponse.SerializeToString,
             ),
             'PruneSnapshots': grpc.unary_unary_rpc_method_handler(
                     servicer.PruneSnapshots,
@@ -878,6 +904,33 @@ class Coordinator(object):
             '/safepoint.v1.Coordinator/VerifySnapshot',
             safepoint_dot_v1_dot_coordinator__service__pb2.VerifySnapshotRequest.SerializeToString,
             safepoint_dot_v1_dot_coordinator__service__pb2.VerifySnapshotResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def FetchSnapshot(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/safepoint.v1.Coordinator/FetchSnapshot',
+            safepoint_dot_v1_dot_coordinator__service__pb2.FetchSnapshotRequest.SerializeToString,
+            safepoint_dot_v1_dot_coordinator__service__pb2.FetchSnapshotResponse.FromString,
             options,
             channel_credentials,
             insecure,

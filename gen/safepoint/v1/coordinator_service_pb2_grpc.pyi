@@ -122,6 +122,18 @@ class CoordinatorStub:
 
     OK means: it can be restored. Errors: those of Restore that concern the snapshot; the message names the file.
     """
+    FetchSnapshot: _grpc.UnaryUnaryMultiCallable[_coordinator_service_pb2.FetchSnapshotRequest, _coordinator_service_pb2.FetchSnapshotResponse]
+    """FetchSnapshot brings a snapshot from the object store that this coordinator uploads to into its root, to be restored.
+
+    OK means: it is published here, and every byte was compared; also when it was here already. Rollouts go on meanwhile.
+    Idempotent on snapshot_id; a repeat waits for the copy that is being made.
+
+    Errors: INVALID_ARGUMENT (REASON_INVALID_ARGUMENT): there is no store, or another one is named. NOT_FOUND
+    (REASON_SNAPSHOT_NOT_FOUND): the store has no such copy. ALREADY_EXISTS (REASON_SNAPSHOT_EXISTS): another snapshot has
+    that name here. FAILED_PRECONDITION (REASON_STALE_EPOCH): it would count as newer than what is saved from now on; start
+    the coordinator again. DATA_LOSS (REASON_SNAPSHOT_CORRUPT), UNAVAILABLE (REASON_STORAGE_FAILED) and what else concerns a
+    snapshot: nothing was changed here.
+    """
     PruneSnapshots: _grpc.UnaryUnaryMultiCallable[_coordinator_service_pb2.PruneSnapshotsRequest, _coordinator_service_pb2.PruneSnapshotsResponse]
     """PruneSnapshots deletes old snapshots: never the newest one that is whole, nor one that is pinned or being restored."""
     PinSnapshot: _grpc.UnaryUnaryMultiCallable[_coordinator_service_pb2.PinSnapshotRequest, _coordinator_service_pb2.PinSnapshotResponse]
@@ -227,6 +239,18 @@ class CoordinatorAsyncStub(CoordinatorStub):
     """VerifySnapshot reads every byte of a snapshot and compares all digests. Changes nothing.
 
     OK means: it can be restored. Errors: those of Restore that concern the snapshot; the message names the file.
+    """
+    FetchSnapshot: _aio.UnaryUnaryMultiCallable[_coordinator_service_pb2.FetchSnapshotRequest, _coordinator_service_pb2.FetchSnapshotResponse]  # type: ignore[assignment]
+    """FetchSnapshot brings a snapshot from the object store that this coordinator uploads to into its root, to be restored.
+
+    OK means: it is published here, and every byte was compared; also when it was here already. Rollouts go on meanwhile.
+    Idempotent on snapshot_id; a repeat waits for the copy that is being made.
+
+    Errors: INVALID_ARGUMENT (REASON_INVALID_ARGUMENT): there is no store, or another one is named. NOT_FOUND
+    (REASON_SNAPSHOT_NOT_FOUND): the store has no such copy. ALREADY_EXISTS (REASON_SNAPSHOT_EXISTS): another snapshot has
+    that name here. FAILED_PRECONDITION (REASON_STALE_EPOCH): it would count as newer than what is saved from now on; start
+    the coordinator again. DATA_LOSS (REASON_SNAPSHOT_CORRUPT), UNAVAILABLE (REASON_STORAGE_FAILED) and what else concerns a
+    snapshot: nothing was changed here.
     """
     PruneSnapshots: _aio.UnaryUnaryMultiCallable[_coordinator_service_pb2.PruneSnapshotsRequest, _coordinator_service_pb2.PruneSnapshotsResponse]  # type: ignore[assignment]
     """PruneSnapshots deletes old snapshots: never the newest one that is whole, nor one that is pinned or being restored."""
@@ -426,6 +450,24 @@ class CoordinatorServicer(metaclass=_abc_1.ABCMeta):
         """VerifySnapshot reads every byte of a snapshot and compares all digests. Changes nothing.
 
         OK means: it can be restored. Errors: those of Restore that concern the snapshot; the message names the file.
+        """
+
+    @_abc_1.abstractmethod
+    def FetchSnapshot(
+        self,
+        request: _coordinator_service_pb2.FetchSnapshotRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_coordinator_service_pb2.FetchSnapshotResponse, _abc.Awaitable[_coordinator_service_pb2.FetchSnapshotResponse]]:
+        """FetchSnapshot brings a snapshot from the object store that this coordinator uploads to into its root, to be restored.
+
+        OK means: it is published here, and every byte was compared; also when it was here already. Rollouts go on meanwhile.
+        Idempotent on snapshot_id; a repeat waits for the copy that is being made.
+
+        Errors: INVALID_ARGUMENT (REASON_INVALID_ARGUMENT): there is no store, or another one is named. NOT_FOUND
+        (REASON_SNAPSHOT_NOT_FOUND): the store has no such copy. ALREADY_EXISTS (REASON_SNAPSHOT_EXISTS): another snapshot has
+        that name here. FAILED_PRECONDITION (REASON_STALE_EPOCH): it would count as newer than what is saved from now on; start
+        the coordinator again. DATA_LOSS (REASON_SNAPSHOT_CORRUPT), UNAVAILABLE (REASON_STORAGE_FAILED) and what else concerns a
+        snapshot: nothing was changed here.
         """
 
     @_abc_1.abstractmethod
