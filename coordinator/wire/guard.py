@@ -64,7 +64,7 @@ class Guard:
 
     def refused(self, name: str, problem: Problem, context: Any) -> None:
         """A call ends so: said in our log when it is because of who calls."""
-        sent = dict(context.invocation_metadata() or ())
+        sent = dict(cast("Iterable[tuple[str, str | bytes]]", context.invocation_metadata() or ()))
         self.refusals.note(str(context.peer()), name, problem, str(sent.get(PARTICIPANT_METADATA_KEY, "")))
 
     def enter(self, name: str, method: Method, who: Caller) -> AbstractContextManager[None]:
