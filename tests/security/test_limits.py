@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import asyncio
+import contextlib
 import gzip
 from contextlib import ExitStack
 from pathlib import Path
@@ -168,7 +169,8 @@ async def test_a_stream_of_what_is_no_message_ends(short_path: Path) -> None:
     async with answering(Security(), f"unix:{short_path}/s.sock") as address, channel(address) as dialled:
         link: Any = dialled
         call = link.stream_stream("/safepoint.v1.Coordinator/Register")(timeout=5)
-        await call.write(b"\xff" * 20)
+        with contextlib.suppress(aio.AioRpcError):  # on a busy machine its end may come before the write's
+            await call.write(b"\xff" * 20)
         assert await call.code() != grpc.StatusCode.OK
 
 
