@@ -193,7 +193,9 @@ class Trainer:
         except SafepointError:
             return False
         names = {p.capabilities.participant_id for p in found.participants}
-        return names == set(self.world.plan.servers) and not any(f.blocking for f in found.findings)
+        # A restore that has failed stays until it is aborted: that is said of nobody who is here.
+        blocking = [each for each in found.findings if each.blocking and each.reason != Reason.FENCED]
+        return names == set(self.world.plan.servers) and not blocking
 
     async def idle(self) -> bool:
         """Whether no operation runs."""
