@@ -53,6 +53,7 @@ class Behaviour:
         self._closings: set[tuple[str, str]] = set()
         self._starting: dict[Process, float] = {}
         self.begun: set[str] = set()  # operations for which a participant was called
+        self.by_a_replaced: set[str] = set()  # those that a coordinator has begun when a newer one served already
 
     # ---- who comes ----------------------------------------------------------------------------------------------------
 
@@ -102,6 +103,10 @@ class Behaviour:
         running = self.world.checks.coordinators.get(request.context.coordinator_epoch)
         active = running.operations.active if running is not None else None
         operation = request.context.operation_id
+        if operation not in self.begun and request.context.coordinator_epoch < max(
+            self.world.checks.coordinators, default=0
+        ):
+            self.by_a_replaced.add(operation)
         self.begun.add(operation)
         if running is not None and (active is None or active.operation.operation_id != operation):
             self.world.violation(f"I14: {process.name} calls {method} of {operation}, and that is not what runs")
