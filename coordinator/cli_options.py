@@ -42,7 +42,7 @@ TokenFile = Annotated[
         "--token-file", envvar="SAFEPOINT_TOKEN_FILE", help="File with the bearer token, mode 600.", metavar="FILE"
     ),
 ]
-Timeout = Annotated[float | None, typer.Option("--timeout", min=0.1, help="Seconds for the whole call.", metavar="S")]
+Timeout = Annotated[float | None, typer.Option("--timeout", help="Seconds for the whole call.", metavar="S")]
 Wait = Annotated[
     float, typer.Option("--wait", min=0, help="Seconds to wait for a coordinator that does not answer.", metavar="S")
 ]

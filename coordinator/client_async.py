@@ -21,7 +21,7 @@ from coordinator.client_address import find_target
 from coordinator.client_calls_async import AsyncCalls
 from coordinator.client_cut import AsyncCut
 from coordinator.client_metrics import OnSaved, tell
-from coordinator.client_patience import Budgets
+from coordinator.client_patience import Budgets, checked_timeout
 from coordinator.client_results import (
     AbortResult,
     AsyncRestoreResult,
@@ -125,6 +125,7 @@ class AsyncClient:
         Raises Refused(SNAPSHOT_NOT_FOUND) when there was never one. After a failure everybody stays paused: `abort()` opens
         admission without the snapshot.
         """
+        checked_timeout(timeout)  # before the calls that find out what the newest one is
         skipped: Mapping[str, str] = {}
         if snapshot_id == requests.LATEST:
             snapshot_id, skipped = await self.latest()
@@ -235,6 +236,7 @@ class AsyncClient:
 
         With nothing to resume it changes nothing and `pause_s` is None. Raises Refused(WRONG_PHASE) before publish.
         """
+        checked_timeout(timeout)
         operation_id = operation_id or requests.waits_for_resume(await self.status())
         if not operation_id:
             return ResumeResult(None)
@@ -286,6 +288,7 @@ class AsyncClient:
         Close the iterator to leave.
         """
         request = pb.WatchRequest(operation_id=operation_id or "")
+        checked_timeout(timeout)
         ends_at = None if timeout is None else time.monotonic() + timeout
         while ends_at is None or time.monotonic() < ends_at:
             left = None if ends_at is None else max(0.1, ends_at - time.monotonic())

@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Final
 
 from safepoint.v1 import coordinator_service_pb2 as pb
 
+from coordinator.client_patience import checked_timeout
 from coordinator.client_results import PreparedResult, ProgressCallback, ResumeResult, SaveResult
 from coordinator.wire.errors import Reason, Refused, SafepointError
 
@@ -49,7 +50,7 @@ class CutState:
         self.prepared: PreparedResult | None = None
         self.result: SaveResult | None = None
         self._options = request.options
-        self._timeout_s = timeout_s
+        self._timeout_s = checked_timeout(timeout_s)  # here: a cut that is entered aborts when it fails
         self._on_progress = on_progress
         self._committed = False
         lease_s = request.options.lease_ttl.ToMicroseconds() / 1e6

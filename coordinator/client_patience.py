@@ -18,7 +18,12 @@ from tenacity.retry import retry_base
 from tenacity.stop import stop_base
 from tenacity.wait import wait_base
 
-from coordinator.wire.errors import Problem, Reason, Refused, SafepointError, Unanswered
+from coordinator.wire.errors import Problem, Reason, Refused, SafepointError, Unanswered, refuse
+
+# What a call may be given. Less is over before an answer can come; with far more gRPC's own clock runs over, and every try
+# ends at once as if the coordinator were silent.
+LEAST_TIMEOUT_S: Final = 0.1
+MOST_TIMEOUT_S: Final = 365.0 * 86400
 
 # Seconds the server gets of each call; the caller's `timeout` replaces it.
 DEADLINES_S: Final[Mapping[str, float]] = {
@@ -43,6 +48,17 @@ DEADLINES_S: Final[Mapping[str, float]] = {
     "ListOperations": 10.0,
     "Watch": 3600.0,
 }
+
+
+def checked_timeout(timeout_s: float | None) -> float | None:
+    """Raises Refused(INVALID_ARGUMENT) for what no call can be given; None is the default of its kind."""
+    if timeout_s is not None and not LEAST_TIMEOUT_S <= timeout_s <= MOST_TIMEOUT_S:  # also false for nan
+        raise refuse(
+            Reason.INVALID_ARGUMENT,
+            f"timeout must be {LEAST_TIMEOUT_S:g} to {MOST_TIMEOUT_S:.0f} seconds (a year), not {timeout_s!r}. Nobody was called.",
+            next_step="Leave it out for the default of the call, or give it as many seconds as you want to wait.",
+        )
+    return timeout_s
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +88,8 @@ class Patience:
     ) -> None:
         self._method = method
         self._about = about
-        self._total_s = DEADLINES_S[method] if timeout_s is None else timeout_s
+        checked = checked_timeout(timeout_s)
+        self._total_s = DEADLINES_S[method] if checked is None else checked
         self._budgets = budgets
         self._clock = clock
         self._began = clock()

@@ -19,7 +19,7 @@ from coordinator.client_address import find_target
 from coordinator.client_calls import Calls
 from coordinator.client_cut import Cut
 from coordinator.client_metrics import OnSaved, tell
-from coordinator.client_patience import Budgets
+from coordinator.client_patience import Budgets, checked_timeout
 from coordinator.client_results import (
     AbortResult,
     Outcome,
@@ -134,6 +134,7 @@ class Client:
         Raises Refused(SNAPSHOT_NOT_FOUND) when there was never one. After a failure everybody stays paused: `abort()` opens
         admission without the snapshot.
         """
+        checked_timeout(timeout)  # before the calls that find out what the newest one is
         skipped: Mapping[str, str] = {}
         if snapshot_id == requests.LATEST:
             snapshot_id, skipped = self.latest()
@@ -242,6 +243,7 @@ class Client:
 
         With nothing to resume it changes nothing and `pause_s` is None. Raises Refused(WRONG_PHASE) before publish.
         """
+        checked_timeout(timeout)
         operation_id = operation_id or requests.waits_for_resume(self.status())
         if not operation_id:
             return ResumeResult(None)
@@ -289,6 +291,7 @@ class Client:
         Close the iterator to leave.
         """
         request = pb.WatchRequest(operation_id=operation_id or "")
+        checked_timeout(timeout)
         ends_at = None if timeout is None else time.monotonic() + timeout
         while ends_at is None or time.monotonic() < ends_at:
             left = None if ends_at is None else max(0.1, ends_at - time.monotonic())

@@ -35,6 +35,7 @@ from coordinator.preflight import Discovery, check_restorable
 from coordinator.protocol import events as core
 from coordinator.protocol.legality import BEFORE_PUBLISH
 from coordinator.protocol.operation import Limits, Operation, Outcome
+from coordinator.protocol.phases import too_short
 from coordinator.protocol.sentences import in_the_way
 from coordinator.protocol.topology import Participant, Topology, fingerprint, refusal, validate
 from coordinator.protocol.transaction import Transaction
@@ -167,6 +168,9 @@ class Operations:
                 raise Refused(problems[0])
             await self.settling.wait((deadline - self.clock()) / 2)
             topology = self._accepted(drive)
+            short = too_short(drive.operation, topology.participants, deadline - self.clock())
+            if short is not None:
+                raise Refused(replace(short, operation_id=drive.operation.operation_id))
             if drive.operation.kind is OperationKind.SAVE:  # before anything is made on the disk
                 self.discovery.registry.check_known(drive.operation.options.without)
                 self._check_topology(drive.operation, topology)

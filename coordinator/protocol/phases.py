@@ -11,16 +11,18 @@ in no wave: paused servers wait for them.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Final
 
-from coordinator.protocol.operation import Stage
+from coordinator.protocol.operation import Operation, Stage
 from coordinator.protocol.proofs import Committed, Confirmed, Opened, Prepared, Proof, RestoredProof
 from coordinator.protocol.topology import Participant
+from coordinator.wire.deadline import MIN_BUDGET_S
+from coordinator.wire.errors import Problem, Reason
 from coordinator.wire.ids import ParticipantId
-from coordinator.wire.terms import CheckpointMode, Phase, Role
+from coordinator.wire.terms import CheckpointMode, OperationKind, Phase, Role
 
 P, E, A, R = Role.POLICY_MODEL, Role.ENGINE, Role.AGENT, Role.RESOURCES
 
@@ -80,6 +82,31 @@ STOPS: Final[Mapping[Phase, Stage]] = MappingProxyType(
         Phase.RESTORE: Stage.RESTORED,
     }
 )
+
+
+# The programs' phases that the caller's time is for: publishing and opening have their own.
+_TIMED: Final = frozenset({Phase.PREPARE, Phase.COMMIT, Phase.CONFIRM, Phase.RESTORE})
+# What a wave needs at the least: participants refuse a call that arrives with less than `MIN_BUDGET_S`, and it has to arrive.
+WAVE_LEAST_S: Final = 2 * MIN_BUDGET_S
+
+
+def too_short(operation: Operation, participants: Sequence[Participant], left_s: float) -> Problem | None:
+    """Why `left_s` cannot be enough for the waves that this operation calls one after the other; None when it may be.
+
+    Asked before anybody is: else policy models were closed, and an agent behind them refused for want of time.
+    """
+    program = SAVE if operation.kind == OperationKind.SAVE else RESTORE
+    timed = program[:1] if operation.trainer_driven else [phase for phase in program if phase in _TIMED]
+    count = sum(len(waves(phase, participants)) for phase in timed)
+    least_s = max(1, count) * WAVE_LEAST_S
+    if left_s >= least_s:
+        return None
+    return Problem(
+        Reason.DEADLINE_TOO_SHORT,
+        f"{max(0.0, left_s):.2f} s are left for {count} waves of calls, which need {least_s:.2f} s at the least. "
+        "Nobody was asked. (Of a short time a third is kept for opening everybody again.)",
+        next_step="Repeat it with more time (`--timeout`): 1 s is the least that can be enough.",
+    )
 
 
 def waves(phase: Phase, participants: Iterable[Participant]) -> list[list[ParticipantId]]:

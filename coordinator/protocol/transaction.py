@@ -54,7 +54,7 @@ from coordinator.protocol.events import (
 from coordinator.protocol.legality import BEFORE_PUBLISH, CALLING, OPENING_STAGES, OWNED, Standing, judge
 from coordinator.protocol.operation import Limits, Operation, Outcome, Stage
 from coordinator.protocol.phase_run import Evidence
-from coordinator.protocol.phases import RESTORE, SAVE, waves
+from coordinator.protocol.phases import RESTORE, SAVE, too_short, waves
 from coordinator.protocol.topology import Topology, refusal, validate
 from coordinator.wire.errors import Problem, Reason
 from coordinator.wire.ids import ParticipantId
@@ -302,8 +302,8 @@ class Transaction:
         course.deadline = event.deadline
         findings = validate(topology, operation.options.quiesce_mode)
         problem = refusal(topology, findings, operation.options.expected_fingerprint)
-        if problem is None and event.now >= event.deadline:
-            problem = Problem(Reason.DEADLINE_TOO_SHORT, "No time was left to begin.")
+        if problem is None:
+            problem = too_short(operation, topology.participants, event.deadline - event.now)
         if problem is not None:
             # Nothing was begun, so nothing is recorded: the same operation_id may come again when this is mended.
             course.stage, course.primary = Stage.ENDED, course.mine(problem)

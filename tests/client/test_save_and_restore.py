@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from coordinator.client import Reason, Refused, RolloutState, Totals, describe
@@ -17,6 +19,36 @@ async def test_a_save_says_in_one_line_what_it_cost(driver: Driver, fake: FakeCo
     assert result.totals == Totals(completed=3, parked=60, pending=2)
     assert result.snapshot.metadata == {"step": "40"}
     assert fake.done == ["save step-40"]
+
+
+OUT_OF_RANGE = [-1.0, 0.0, 0.001, 1e12, float("inf"), float("nan")]
+CALLS: dict[str, tuple[Any, ...]] = {
+    "save": ("s",), "restore": ("s",), "restore the newest": ("latest",), "resume": (), "abort": (), "status": (),
+    "topology": (), "snapshots": (), "verify": ("s",), "prune": (1,), "pin": ("s", "r"), "unpin": ("s",), "explain": (),
+    "operations": (), "watch": (), "ledger": ("s",), "cut": ("s",), "commit": ("o",), "publish": ("o",), "retire": (["r-1"],),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("timeout", OUT_OF_RANGE)
+@pytest.mark.parametrize("call", CALLS)
+async def test_a_time_that_no_call_can_be_given_is_refused_before_anybody_is_called(
+    driver: Driver, fake: FakeCoordinator, call: str, timeout: float
+) -> None:
+    """1e12 ran over and looked like a silent coordinator; -1 and 0 ended a save after policy models had closed."""
+
+    async def made() -> None:
+        method = call.partition(" ")[0]
+        if method in ("watch", "ledger"):
+            await driver.take(getattr(driver.client, method)(*CALLS[call], timeout=timeout))
+        elif method == "cut":
+            await driver.cut(snapshot_id="s", timeout=timeout)
+        else:
+            await driver.do(method, *CALLS[call], timeout=timeout)
+
+    with pytest.raises(Refused, match=r"timeout must be 0\.1 to 31536000 seconds") as caught:
+        await made()
+    assert caught.value.reason is Reason.INVALID_ARGUMENT
+    assert fake.asked == []
 
 
 async def test_the_options_of_a_save_travel(driver: Driver, fake: FakeCoordinator) -> None:

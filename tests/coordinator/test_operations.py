@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 import pytest
@@ -125,6 +126,29 @@ async def test_too_little_time_pauses_nobody(bench: Bench) -> None:
     with pytest.raises((SafepointError, aio.AioRpcError)):
         await bench.save(timeout=0.001)
     assert all(shim.count("Prepare") == 0 for shim in bench.shims.values())
+
+
+@pytest.mark.parametrize("kind", ["save", "restore", "prepare"])
+async def test_a_time_that_cannot_be_enough_for_all_waves_is_refused_before_anybody_is_asked(
+    bench: Bench, kind: str
+) -> None:
+    """Policy models were closed, and the agents behind them refused for want of time."""
+    if kind == "restore":
+        await saved_and_restarted(bench)
+    else:
+        await bench.start()
+    calls: dict[str, Callable[[], Awaitable[Any]]] = {
+        "save": lambda: bench.save("short", "short", timeout=0.2),
+        "restore": lambda: bench.restore("short", timeout=0.12),
+        "prepare": lambda: bench.phase("Prepare", operation_id="short", snapshot_id="short", timeout=0.12),
+    }
+    with pytest.raises(SafepointError, match="waves of calls") as caught:
+        await calls[kind]()
+    assert reason_of(caught) is Reason.DEADLINE_TOO_SHORT
+    assert "Nobody was asked" in caught.value.problem.message
+    assert "1 s is the least" in caught.value.problem.next_step
+    assert not any(shim.count(call) for shim in bench.shims.values() for call in ("Prepare", "Restore", "Abort"))
+    await bench.save("short", "short")  # the id was never used up
 
 
 # ---- abort and status -----------------------------------------------------------------------------------------------
