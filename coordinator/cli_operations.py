@@ -180,6 +180,8 @@ def resume(
             say(f"nothing to resume: nobody is paused by {operation_id}" if operation_id else "nothing to resume")
         else:
             say(f"resumed after {result.pause_s:.2f} s of pause")
+            for warning in result.warnings:
+                note(f"warning: {warning}")
             if result.unconfirmed:
                 note(
                     f"not heard from: {', '.join(result.unconfirmed)}; they are told again, and their leases free them"

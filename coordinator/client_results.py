@@ -192,11 +192,15 @@ class PreparedResult:
 
 @dataclass(frozen=True, slots=True)
 class ResumeResult:
-    """Admission is open. `pause_s` is None when there was nothing to resume."""
+    """Admission is open. `pause_s` is None when there was nothing to resume.
+
+    `warnings`: what was lost between the restore and this, such as a worker process with the sessions it had loaded.
+    """
 
     pause_s: float | None
     acknowledged: tuple[str, ...] = ()
     unconfirmed: tuple[str, ...] = ()
+    warnings: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -348,7 +352,10 @@ class Outcome:
         if self.resumed is None or not self.resumed.HasField("pause"):  # nobody was paused by it
             return ResumeResult(None)
         return ResumeResult(
-            seconds(self.resumed.pause), tuple(self.resumed.acknowledged), tuple(self.resumed.unconfirmed)
+            seconds(self.resumed.pause),
+            tuple(self.resumed.acknowledged),
+            tuple(self.resumed.unconfirmed),
+            tuple(self.warnings),
         )
 
     def restore_summary(self, resume: bool, skipped: Mapping[str, str]) -> RestoreSummary:

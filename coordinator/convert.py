@@ -9,7 +9,7 @@ from __future__ import annotations
 import signal
 from collections.abc import Iterable, Mapping
 from enum import IntEnum
-from typing import Any, TypeVar, cast
+from typing import Any, Final, TypeVar, cast
 
 from google.protobuf.duration_pb2 import Duration
 from safepoint.v1 import capabilities_pb2, coordinator_service_pb2, manifest_pb2, participant_service_pb2
@@ -204,12 +204,19 @@ def restored(reply: participant_service_pb2.Restored) -> proofs.RestoredProof:
     )
 
 
+MAX_WARNINGS: Final = 20  # of one resume, each of so many characters
+MAX_WARNING: Final = 1000
+
+
 def opened(reply: participant_service_pb2.ResumeResponse | participant_service_pb2.AbortResponse) -> proofs.Opened:
     """The proof of resume and abort."""
     return proofs.Opened(
         released_parked=reply.released_parked,
         released_held=reply.released_held,
         closed_for_s=seconds(reply.closed_for) if reply.HasField("closed_for") else None,
+        warnings=tuple(text[:MAX_WARNING] for text in reply.warnings[:MAX_WARNINGS])
+        if isinstance(reply, participant_service_pb2.ResumeResponse)
+        else (),
     )
 
 

@@ -300,6 +300,8 @@ class Drive:
             failpoints.reach(after, call.participant_id)
             if isinstance(proof, Opened):
                 self.meter.opened(call.participant_id, now(), proof.closed_for_s)
+                for text in proof.warnings:
+                    self.reporter.warn(text, call.participant_id)
             else:
                 self.replies[call.participant_id] = reply
             self.post(core.Replied(now(), call.call_no, proof))

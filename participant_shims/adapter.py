@@ -177,11 +177,15 @@ class Loaded:
 
 @dataclass(frozen=True, slots=True)
 class Opened:
-    """What opening released. `closed_for_s` is None when admission was open already."""
+    """What opening released. `closed_for_s` is None when admission was open already.
+
+    `warnings`: what a restore had loaded and is lost by now, as sentences: it opens all the same.
+    """
 
     released_parked: int = 0
     released_held: int = 0
     closed_for_s: float | None = None
+    warnings: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

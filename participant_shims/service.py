@@ -44,6 +44,8 @@ MAX_ATTEMPTS: Final = 1024
 GRACE_SHARE: Final = 0.9
 WATCH_EVERY_S: Final = 1.0
 WATCH_AT_MOST_EVERY_S: Final = 0.05
+MAX_WARNINGS: Final = 20  # of one resume, each of so many bytes
+MAX_WARNING_BYTES: Final = 1000
 MAX_WATCHERS: Final = 64  # each asks the gates for a status at each change; the calls of the owner must get through
 WATCH_INTERVALS: Final = (0.1, 60.0)
 
@@ -278,7 +280,13 @@ class ParticipantService(participant_service_pb2_grpc.ParticipantServicer):
     async def Resume(self, request: pb.ResumeRequest, context: Context) -> pb.ResumeResponse:
         opened = await self._end(Rpc.RESUME, request, context)
         self._snapshots.pop(request.context.operation_id, None)
-        response = pb.ResumeResponse(released_parked=opened.released_parked, released_held=opened.released_held)
+        response = pb.ResumeResponse(
+            released_parked=opened.released_parked,
+            released_held=opened.released_held,
+            warnings=[
+                told.encode()[:MAX_WARNING_BYTES].decode(errors="ignore") for told in opened.warnings[:MAX_WARNINGS]
+            ],
+        )
         if opened.closed_for_s is not None:
             response.closed_for.CopyFrom(messages.duration(opened.closed_for_s))
         return response

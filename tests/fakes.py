@@ -56,6 +56,7 @@ class Knobs:
     ledger: list[manifest_pb2.LedgerEntry] | None = None  # exactly these instead
     diverged: list[manifest_pb2.LedgerEntry] = field(default_factory=list)  # what it says of a restore
     restored_totals: manifest_pb2.LedgerTotals | None = None  # instead of those of its manifest
+    resume_warnings: tuple[str, ...] = ()  # what it says was lost before the resume
     names_all: bool = True  # of the diverged ones, when there are more than Restored lists
 
 
@@ -464,7 +465,7 @@ class FakeShim(participant_service_pb2_grpc.ParticipantServicer):
 
     async def Resume(self, request: Any, context: Any) -> Any:
         closed_for = await self._opening("Resume", request, context)
-        reply = participant_service_pb2.ResumeResponse()
+        reply = participant_service_pb2.ResumeResponse(warnings=self.knobs.resume_warnings)
         if closed_for is not None:
             reply.closed_for.CopyFrom(_duration(closed_for))
         return reply

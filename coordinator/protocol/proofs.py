@@ -71,11 +71,12 @@ class RestoredProof:
 
 @dataclass(frozen=True, slots=True)
 class Opened:
-    """Admission is open. `closed_for_s` is None when it was open already."""
+    """Admission is open. `closed_for_s` is None when it was open already. `warnings`: what a restore had loaded and is lost."""
 
     released_parked: int = 0
     released_held: int = 0
     closed_for_s: float | None = None
+    warnings: tuple[str, ...] = ()
 
 
 Proof = Prepared | Committed | Confirmed | RestoredProof | Opened

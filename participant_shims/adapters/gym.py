@@ -299,7 +299,10 @@ class GymAdapter:
             anonymous_requests=sum(s.anonymous_requests for s in statuses),
             closed_for_s=max(closed_for) if closed_for else None,
             fresh=all(s.fresh for s in statuses),
-            warnings=join_warnings({link.worker_id: link.status for link in links}),
+            warnings=(
+                *join_warnings({link.worker_id: link.status for link in links}),
+                *self._state.lost(self._links, self._gates.left),
+            ),
             replayed_calls=sum(s.replayed_calls for s in statuses),
             diverged_rollouts=sum(s.diverged_rollouts for s in statuses),
         )
@@ -397,6 +400,8 @@ class GymAdapter:
         links = list(self._links.values())
         answers = await self._gates.ask(links, "open", {}, ANSWER_WITHIN_S)
         closed_for = [float(a["closed_for_s"]) for a in answers if a.get("closed_for_s") is not None]
+        lost = self._state.lost(self._links, self._gates.left)
+        self._state.opened()
         if closed_for:
             self._generation += 1
         self._moved()
@@ -404,6 +409,7 @@ class GymAdapter:
             released_parked=sum(int(a.get("released_parked") or 0) for a in answers),
             released_held=sum(int(a.get("released_held") or 0) for a in answers),
             closed_for_s=max(closed_for) if closed_for else None,
+            warnings=lost,
         )
 
     def _workers(self) -> tuple[Worker, ...]:

@@ -7,7 +7,8 @@ call log is loaded before the sessions and as a whole, and a load that has begun
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
@@ -16,6 +17,7 @@ from participant_shims.adapters.gate_link import GateLink, Json
 from participant_shims.adapters.gym_files import GymFiles
 from participant_shims.adapters.gym_terms import Tally, read_file, read_progress
 from participant_shims.gate.calllog_files import LogLoad
+from participant_shims.gate.process import lives
 
 
 class GymState:
@@ -24,6 +26,8 @@ class GymState:
     def __init__(self, database: Path, participant_id: str) -> None:
         self._files = GymFiles(database, participant_id)
         self._loading: asyncio.Future[LogLoad] | None = None  # the load of this life's call log, done or not
+        self._held: dict[str, _Held] = {}  # what each worker has in its memory from a restore, until that is resumed
+        self._kept = False
 
     async def precopy(self, links: Sequence[GateLink], root: Path, within_s: float) -> None:
         """Write ahead of a save what has changed since the last one. `links`: workers, open. Raises STORAGE_*, WORKERS_MISSING."""
@@ -89,6 +93,8 @@ class GymState:
         async for step in tally.until(asking):
             yield step
         answers = asking.result()
+        self._kept = False
+        self._held = {link.worker_id: _held(link, answer) for link, answer in zip(links, answers, strict=True)}
         diverged = [self._files.diverged_line(d) for a in answers for d in a.get("diverged") or ()]
         yield Loaded(
             sessions=sum(int(a.get("sessions") or 0) for a in answers),
@@ -101,6 +107,7 @@ class GymState:
         # Agents continue what is in their log, whether the servers they call have loaded it or not. Sessions stay in
         # memory: without the log nobody has their cookies.
         loading, self._loading = self._loading, None
+        self._held = {}
         if loading is not None:
             await asyncio.wait({loading})
         if not await self.loaded_by():
@@ -114,7 +121,53 @@ class GymState:
 
     async def keep(self) -> None:
         """What was loaded is the server's own from now on."""
+        self._kept = True
         await asyncio.to_thread(self._files.keep)
+
+    def opened(self) -> None:
+        """Once a restore was resumed, a worker that dies is news of its own."""
+        if self._kept:
+            self._held = {}
+
+    def lost(self, here: Mapping[str, GateLink], left: Mapping[str, GateLink]) -> tuple[str, ...]:
+        """What a restore had loaded into workers that are not `here` any more, as sentences; until it is resumed."""
+        gone: list[str] = []
+        for name, had in sorted(self._held.items()):
+            there, was = here.get(name), left.get(name)
+            if not had.sessions or (there is not None and there.hello.pid == had.pid):
+                continue
+            if was is not None and was.hello.pid == had.pid and lives(had.pid, was.began):
+                continue  # its line has broken, and comes back
+            gone.append(_gone(name, had, was))
+        return tuple(gone)
+
+
+@dataclass(frozen=True, slots=True)
+class _Held:
+    """Sessions in the memory of one process, and whose they are: the first few, and how many in all."""
+
+    pid: int
+    sessions: int
+    rollouts: tuple[str, ...]
+    rollout_count: int
+
+
+def _held(link: GateLink, answer: Json) -> _Held:
+    rollouts = tuple(str(name) for name in answer.get("rollouts") or ())
+    return _Held(
+        link.hello.pid, int(answer.get("sessions") or 0), rollouts, int(answer.get("rollout_count") or len(rollouts))
+    )
+
+
+def _gone(name: str, had: _Held, left: GateLink | None) -> str:
+    how = f": {left.fate}" if left is not None and left.hello.pid == had.pid else ""
+    more = had.rollout_count - len(had.rollouts)
+    whose = f" ({', '.join(had.rollouts)}{f' and {more} more' if more else ''})" if had.rollouts else ""
+    count = f"{had.rollout_count} rollouts{whose} restart" if had.rollout_count != 1 else f"1 rollout{whose} restarts"
+    return (
+        f"Worker {name} (pid {had.pid}) has gone since the restore{how}. The {had.sessions} sessions that it had loaded are lost "
+        f"with it: {count} from the input, and the totals of the restore no longer hold."
+    )
 
 
 def _ask(

@@ -22,7 +22,8 @@ Messages (one JSON object a line; `id` is numbered by its sender):
                        ok: {"files": [{"path","size_bytes","sha256"}], "sessions", "bytes", "excluded": [...]}
                    {"id": n, "op": "precopy", "params": {"root", "within_s"}}         ok: {"sessions"}
                    {"id": n, "op": "load", "params": {"directory", "files": ["name", ...]}}
-                       ok: {"sessions", "diverged": [...]}
+                       ok: {"sessions", "diverged": [...], "rollouts": [the first few whose sessions these are],
+                            "rollout_count"}
                    {"id": n, "op": "open", "params": {"cause"}}
                        ok: {"released_parked", "released_held", "closed_for_s", "generation"}
                    {"id": n, "op": "renew", "params": {"lease_s"}}                    ok: {"lease_remaining_s"}

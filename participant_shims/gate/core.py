@@ -40,6 +40,7 @@ _TWICE: Final = "it was dispatched again with another input while it ran: one id
 _STRAGGLER: Final = "its request did not end before the cut"
 _MAX_TURNS: Final = 100_000
 MAX_WAITING_FOR: Final = 20
+NAMED_ROLLOUTS: Final = 5  # of those whose sessions were loaded: the rest is counted
 
 
 class Gate:
@@ -323,7 +324,9 @@ class Gate:
             rollouts |= set(done.get("rollouts", ()))
         elsewhere = self._elsewhere(rollouts)
         diverged += elsewhere
-        return {"sessions": sessions, "diverged": diverged}, rollouts - {line["rollout_id"] for line in elsewhere}
+        kept = rollouts - {line["rollout_id"] for line in elsewhere}
+        named = {"rollouts": sorted(kept)[:NAMED_ROLLOUTS], "rollout_count": len(kept)}
+        return {"sessions": sessions, "diverged": diverged, **named}, kept
 
     def _elsewhere(self, rollouts: set[str]) -> list[dict[str, Any]]:
         """Those whose calls run at other workers: their sessions came from a save that did not keep to that."""

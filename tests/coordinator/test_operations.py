@@ -298,6 +298,20 @@ async def saved_and_restarted(bench: Bench, **knobs: Knobs) -> None:
         await bench.add(name, Role(shim.capabilities.role), knobs.get(name.replace("-", "_")))
 
 
+async def test_what_was_lost_between_restore_and_resume_is_told_by_the_resume_and_kept_in_its_history(
+    bench: Bench,
+) -> None:
+    told = "Worker worker-1 (pid 7) has gone since the restore."
+    await saved_and_restarted(bench, resources_0=Knobs(resume_warnings=(told,)))
+    await bench.restore()
+    events = await bench.phase("Resume", operation_id="restore-1")
+    assert events[-1].HasField("resumed"), "it opens all the same"
+    (warned,) = [event.warning for event in events if event.HasField("warning")]
+    assert (warned.participant_id, warned.message) == ("resources-0", told)
+    explained = await unary(bench.stub().Explain(pb.ExplainRequest(operation_id="restore-1"), timeout=5))
+    assert [event.warning.message for event in explained.events if event.HasField("warning")] == [told]
+
+
 async def test_a_restore_leaves_everybody_paused_and_only_resume_opens(bench: Bench) -> None:
     await saved_and_restarted(bench)
     events = await bench.restore()

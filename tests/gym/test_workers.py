@@ -173,6 +173,48 @@ async def test_sessions_of_two_workers_are_saved_and_continue_wherever_their_cal
         assert endpoint.total - total == count * turns, "the first generations of each are not made again"
 
 
+async def test_a_worker_killed_between_restore_and_resume_is_told_with_the_rollouts_that_restart(
+    directory: Path,
+) -> None:
+    count, turns = 12, 3
+    rows = [row(i, turns, _ng_rollout_id=f"r-{i}") for i in range(count)]
+    with ScriptedEndpoint() as endpoint:
+        config = counter_config(endpoint.url, counter_workers=2)
+        async with whole(directory, config) as job, Trainer(job.fleet) as trainer:
+            endpoint.hold(after_turn=2)
+            runs = [asyncio.create_task(trainer.run(r)) for r in rows]
+            await until(lambda: endpoint.begun == 3 * count)
+            await job.client.save("cut")
+            job.fleet.kill()
+            for run in runs:
+                run.cancel()
+            await asyncio.gather(*runs, return_exceptions=True)
+            endpoint.release()
+        async with whole(directory, config, life="b") as job:
+            pids = await workers(job, "counter")
+            restored = await job.client.restore("cut")
+            assert (restored.totals.pending, restored.diverged_count) == (count, 0)
+            victim = pids["worker-1"]
+            lost = counted(job.fleet, "counter", f"SELECT count(*) FROM counts WHERE pid={victim}")
+            assert 0 < lost < count
+            os.kill(victim, signal.SIGKILL)
+            async with asyncio.timeout(60):
+                while victim in (await workers(job, "counter")).values():
+                    await asyncio.sleep(0.1)
+            told = f"Worker worker-1 (pid {victim}) has gone since the restore: its process "
+            assert any(told in warning for warning in (await job.status("counter")).warnings), "before the resume, too"
+            async with Trainer(job.fleet) as trainer:
+                again = [asyncio.create_task(trainer.run(r)) for r in rows]
+                resumed = await job.client.resume()
+                results = await asyncio.gather(*again)
+            (warning,) = resumed.warnings
+            assert warning.startswith(f"counter: {told}")
+            assert f"The {lost} sessions that it had loaded are lost with it" in warning
+            assert [r["reward"] for r in results] == [1.0] * count
+            assert (await job.status("counter_agent")).diverged_rollouts == lost
+            assert not (await job.status("counter")).warnings, "it is over"
+
+
 def said(result: dict[str, Any]) -> list[Any]:
     """What the model and the tools have said, without the ids that are made at random for each."""
     return [[o.get(key) for key in ("type", "arguments", "output", "content")] for o in result["response"]["output"]]

@@ -506,6 +506,55 @@ async def test_how_far_an_export_and_a_load_are_is_told_while_they_run_for_all_w
     assert loading[-1].bytes_total == 600
 
 
+class LoadedSessions(SlowSessions):
+    """Three sessions of two rollouts."""
+
+    async def load(self, path: Path, *, told: Any = None) -> dict[str, Any]:
+        worker = path.name.partition(".")[0]
+        return {"sessions": 3, "diverged": [], "rollouts": [f"r-1-{worker}", f"r-2-{worker}"]}
+
+
+@pytest.mark.parametrize("replaced", [False, True])
+async def test_a_resume_says_which_worker_has_gone_since_the_restore_and_what_is_lost_with_it(
+    bench: GymBench, short_path: Path, monkeypatch: pytest.MonkeyPatch, replaced: bool
+) -> None:
+    """Everybody acknowledged, and the rollouts began anew without a word."""
+    pid = os.getpid()
+    for gate in bench.gates:
+        gate.sessions = LoadedSessions()
+    await close(bench, "restore-1")
+    files = [WrittenFile(f"{w}.sessions.jsonl", 300, "") for w in ("worker-0", "worker-1")]
+    assert [s async for s in bench.adapter.load(short_path, files)]
+    assert (await bench.adapter.status(0)).warnings == ()
+    monkeypatch.setattr("participant_shims.adapters.gym_state.lives", lambda pid, began: False)
+    await bench.lose_worker(1)
+    await until(lambda: len(bench.adapter._links) == 1)
+    if replaced:
+        monkeypatch.setattr("participant_shims.gate.core.os.getpid", lambda: pid + 1)
+        bench.gates.pop()
+        bench.controls.pop()
+        await bench.add_worker()
+        await until(lambda: bench.gates[1].doors.closed)
+    (told,) = (await bench.adapter.status(0)).warnings
+    assert f"Worker worker-1 (pid {pid}) has gone since the restore" in told
+    assert "The 3 sessions that it had loaded are lost with it: 2 rollouts (r-1-worker-1, r-2-worker-1) restart" in told
+    await bench.adapter.keep()
+    assert (await bench.adapter.open()).warnings == (told,)
+    assert (await bench.adapter.open()).warnings == (), "it is said once"
+
+
+async def test_a_line_that_breaks_between_restore_and_resume_loses_nothing(bench: GymBench, short_path: Path) -> None:
+    for gate in bench.gates:
+        gate.sessions = LoadedSessions()
+    await close(bench, "restore-1")
+    files = [WrittenFile(f"{w}.sessions.jsonl", 300, "") for w in ("worker-0", "worker-1")]
+    assert [s async for s in bench.adapter.load(short_path, files)]
+    await bench.lose_worker(1)  # the process lives: it is this one
+    await until(lambda: len(bench.adapter._links) == 1)
+    await bench.adapter.keep()
+    assert (await bench.adapter.open()).warnings == ()
+
+
 async def test_a_large_call_log_tells_how_far_it_is(bench: GymBench, short_path: Path) -> None:
     log = bench.gates[0].log
     with log.together():

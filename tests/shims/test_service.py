@@ -18,6 +18,7 @@ from safepoint.v1 import participant_service_pb2 as pb
 from coordinator.wire.errors import Reason, refuse
 from coordinator.wire.rpc import error_from_rpc
 from coordinator.wire.terms import CheckpointMode, ParticipantState, QuiesceMode, Role
+from participant_shims.adapter import Opened
 from tests.shims.shim_fakes import FakeAdapter, Shim, answer, collect, refused, rollout, serve, until
 
 
@@ -244,6 +245,18 @@ async def test_an_abort_that_no_gate_confirms_says_so_within_a_second_and_goes_o
     shim.adapter.gate["open"].set()
     await until(lambda: shim.adapter.open_now)
     assert (await shim.abort()).released_parked == 3
+
+
+async def test_what_a_resume_says_was_lost_is_short_and_the_same_each_time(
+    shim: Shim, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def opens() -> Opened:
+        return Opened(warnings=("x" * 5000, *(f"worker-{n}" for n in range(30))))
+
+    monkeypatch.setattr(shim.adapter, "open", opens)
+    first = await shim.resume()
+    assert [len(first.warnings), len(first.warnings[0]), first.warnings[1]] == [20, 1000, "worker-0"]
+    assert await shim.resume() == first
 
 
 async def test_a_late_resume_of_an_older_operation_does_not_open_the_present_one(shim: Shim) -> None:  # A1

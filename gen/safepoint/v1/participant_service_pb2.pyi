@@ -765,6 +765,7 @@ class ResumeResponse(_message.Message):
     RELEASED_PARKED_FIELD_NUMBER: _builtins.int
     RELEASED_HELD_FIELD_NUMBER: _builtins.int
     CLOSED_FOR_FIELD_NUMBER: _builtins.int
+    WARNINGS_FIELD_NUMBER: _builtins.int
     released_parked: _builtins.int
     """REQUIRED. Requests that were parked and run now."""
     released_held: _builtins.int
@@ -773,16 +774,24 @@ class ResumeResponse(_message.Message):
     def closed_for(self) -> _duration_pb2.Duration:
         """OPTIONAL. How long admission was closed; absent when it was open already."""
 
+    @_builtins.property
+    def warnings(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """OPTIONAL. What was lost between restore and resume: which worker process is gone, how it ended, and which rollouts
+        restart with the sessions that it had loaded. Sentences for people of at most 1,000 bytes, at most 20. It opens all the
+        same; the coordinator passes them on as warnings.
+        """
+
     def __init__(
         self,
         *,
         released_parked: _builtins.int = ...,
         released_held: _builtins.int = ...,
         closed_for: _duration_pb2.Duration | None = ...,
+        warnings: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["closed_for", b"closed_for"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["closed_for", b"closed_for", "released_held", b"released_held", "released_parked", b"released_parked"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["closed_for", b"closed_for", "released_held", b"released_held", "released_parked", b"released_parked", "warnings", b"warnings"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
