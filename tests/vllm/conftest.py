@@ -6,6 +6,7 @@ both cores for itself.
 
 from __future__ import annotations
 
+import os
 import tempfile
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
@@ -30,6 +31,20 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if marked:
         config.hook.pytest_deselected(items=marked)
         items[:] = [item for item in items if item not in marked]
+
+
+@pytest.fixture(scope="session", autouse=True)
+def temporary_files_of_engines() -> Iterator[None]:
+    """An engine that is killed leaves sockets and folders where it may make temporary files: here they go with the session."""
+    tempfile.gettempdir()  # our own stay where they are: the paths of sockets are short
+    before = os.environ.get("TMPDIR")
+    with tempfile.TemporaryDirectory(prefix="sp-vllm-", ignore_cleanup_errors=True) as name:
+        os.environ["TMPDIR"] = name
+        yield
+        if before is None:
+            del os.environ["TMPDIR"]
+        else:
+            os.environ["TMPDIR"] = before
 
 
 @pytest.fixture(scope="session")
