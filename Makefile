@@ -171,7 +171,7 @@ demo: setup setup-gym ## save, kill and restore 32 live rollouts on real NeMo Gy
 demo-vllm: setup setup-gym setup-vllm ## the same with a real vLLM, and long generations in flight at the cut
 	$(PY) -m coordinator.cli demo --vllm
 
-check: ## what CI runs: check-proto, check-stubs, check-docs, lint, types, 500 seeds of sim, mutants, test, check-vllm
+check: ## what CI runs: check-proto, check-stubs, check-docs, lint, types, 500 seeds of sim, mutants, test
 	$(MAKE) --no-print-directory check-proto
 	$(MAKE) --no-print-directory check-stubs
 	$(MAKE) --no-print-directory check-docs
@@ -180,7 +180,6 @@ check: ## what CI runs: check-proto, check-stubs, check-docs, lint, types, 500 s
 	$(MAKE) --no-print-directory sim SIM_SEEDS=500
 	$(MAKE) --no-print-directory mutants
 	$(MAKE) --no-print-directory test
-	$(MAKE) --no-print-directory check-vllm
 
 clean: ## remove what the targets made
 	rm -rf $(VENV) $(GYM) $(PROTOENV) $(VLLM) .gen.fresh build
