@@ -25,9 +25,17 @@ _TOKEN: Final = (
 _ABSENCE: Final = frozenset({Reason.TOPOLOGY_INVALID, Reason.FINGERPRINT_MISMATCH, Reason.UNREACHABLE})
 
 
-def still(refused: Iterable[KeptOut], is_here: Callable[[str], bool]) -> list[KeptOut]:
-    """Without those that are in by now: a token that was corrected heals within seconds."""
-    return [one for one in refused if not (one.says and is_here(one.says))]
+def still(refused: Iterable[KeptOut], here_for_s: Callable[[str], float | None]) -> list[KeptOut]:
+    """Without those that are in by now: a token that was corrected heals within seconds.
+
+    `here_for_s`: as Registry.here_for_s. A second shim of one name is refused because the first is here, and is not in for that.
+    """
+
+    def is_in(one: KeptOut) -> bool:
+        here = here_for_s(one.says) if one.says else None
+        return here is not None and (one.problem.reason is not Reason.DUPLICATE_PARTICIPANT or here < one.ago_s)
+
+    return [one for one in refused if not is_in(one)]
 
 
 def finding(one: KeptOut) -> pb.Finding:

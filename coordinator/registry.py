@@ -34,11 +34,12 @@ ENDED: Final = "ended"  # the key of a loss's metadata that says how the process
 
 @dataclass(slots=True, eq=False)
 class Session:
-    """One registration: what a shim said in Hello, when it was last heard, and how long it may be silent (seconds)."""
+    """One registration: what a shim said in Hello, when it was last heard, how long it may be silent, when it began (seconds)."""
 
     participant: Participant
     heard_at: float
     silence_s: float
+    began_at: float
     alive: bool = True
 
 
@@ -98,12 +99,16 @@ class Registry:
                 raise refuse(
                     Reason.DUPLICATE_PARTICIPANT,
                     f"{name} is registered from {old.participant.address}, heard {silent_s:.1f} s ago.",
+                    next_step=f"Two servers are called {name}. One may be of an earlier start that was not ended whole: end it"
+                    f" (its shim listens at {old.participant.address}), and the other one is in within seconds; or give one"
+                    " another name.",
                     participant_id=name,
                 )
             self._lose(old, f"{name} fell silent and was replaced by another process.", Reason.INCARNATION_CHANGED)
         elif old is not None:
             old.alive = False
-        session = Session(participant, self.clock(), max(silence_s, self.silence_s))
+        now = self.clock()
+        session = Session(participant, now, max(silence_s, self.silence_s), now)
         self._sessions[name] = session
         self._gone.pop(name, None)
         for joined in self._on_joined:
@@ -243,6 +248,13 @@ class Registry:
         """The participant of that name."""
         session = self._sessions.get(ParticipantId(name))
         return session.participant if session is not None else self._static.get(ParticipantId(name))
+
+    def here_for_s(self, name: str) -> float | None:
+        """For how many seconds the participant of that name has been registered; None when it is not."""
+        session = self._sessions.get(ParticipantId(name))
+        if session is not None:
+            return self.clock() - session.began_at
+        return float("inf") if ParticipantId(name) in self._static else None
 
     def incarnations(self, names: Iterable[ParticipantId]) -> dict[ParticipantId, IncarnationId]:
         """The incarnations of those of `names` that are here."""

@@ -281,7 +281,7 @@ async def serve(
         registry, Participants(journal.epoch, security, dial), settings.participants, settings.policy_endpoints
     )
     operations = Operations(settings, store, journal, discovery, Feed())
-    operations.kept_out = lambda: still(door.refusals.kept_out(), lambda name: registry.get(name) is not None)
+    operations.kept_out = lambda: still(door.refusals.kept_out(), registry.here_for_s)
     history: HistoryWriter | None = None
     if tracer is not None:
         operations.keep(_traces(operations, tracer))

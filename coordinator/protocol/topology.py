@@ -258,7 +258,8 @@ def _gone(missing: tuple[Missing, ...]) -> Iterator[Finding]:
             Reason.TOPOLOGY_INVALID, names[0] if len(names) == 1 else "",
             f"Not back yet, {max(gone.since_s for gone in starting):.0f} s after this coordinator has started: "
             f"{', '.join(shown)}{more}, which {have} taken part before.",
-            "Wait until the servers have started, which takes NeMo Gym a minute or two. If one is gone for good, save once "
+            "Wait until the servers have started, which takes NeMo Gym a minute or two; the log of your `gym env start` says whether"
+            " it has ended instead. If one is gone for good, save once "
             f"with `--without {names[0] if len(names) == 1 else 'NAME'}`.",
         )  # fmt: skip
     for gone in missing:

@@ -296,6 +296,50 @@ async def test_a_shim_that_was_refused_is_named_and_no_longer_told_of_once_it_is
     stream.cancel()
 
 
+async def test_a_second_shim_of_one_name_is_told_of_until_it_is_in(bench: Bench) -> None:
+    """Servers of a start that was not ended whole keep the names of those that are started next."""
+    await bench.start_coordinator()
+
+    def registering(incarnation: str, address: str) -> tuple[Any, asyncio.Event]:
+        hello = pb.Hello(incarnation_id=incarnation, address=address)
+        hello.capabilities.participant_id, hello.capabilities.configured_workers = "cart", 1
+        over = asyncio.Event()
+
+        async def requests() -> AsyncIterator[pb.RegisterRequest]:
+            yield pb.RegisterRequest(hello=hello)
+            await over.wait()
+
+        return bench.stub().Register(requests(), timeout=10, metadata=introduced("cart")), over
+
+    async def told() -> list[str]:
+        status = await unary(bench.stub().GetStatus(pb.GetCoordinatorStatusRequest(), timeout=5))
+        found = await unary(bench.stub().GetTopology(pb.GetTopologyRequest(), timeout=5))
+        duplicates = [one for one in found.findings if one.reason == int(Reason.DUPLICATE_PARTICIPANT)]
+        assert [one.message for one in duplicates] == [one.message for one in status.kept_out]
+        return [f"{one.message} {one.next_step}" for one in status.kept_out]
+
+    old, old_over = registering("i-1", "127.0.0.1:1")
+    assert (await old.read()).HasField("welcome")
+    refused, _ = registering("i-2", "127.0.0.1:2")
+    with pytest.raises(aio.AioRpcError):
+        await refused.read()
+    (text,) = await told()
+    for part in (
+        "of `cart` as it says",
+        "cart is registered from 127.0.0.1:1",
+        "earlier start",
+        "listens at 127.0.0.1:1",
+    ):
+        assert part in text
+    old_over.set()
+    await until(lambda: bench.running.operations.discovery.registry.get("cart") is None)
+    new, new_over = registering("i-2", "127.0.0.1:2")
+    assert (await new.read()).HasField("welcome")
+    assert await told() == []
+    new_over.set()
+    new.cancel()
+
+
 async def test_a_shim_with_a_wrong_token_is_found_by_whoever_asks_who_takes_part(bench: Bench, tmp_path: Any) -> None:
     token = tmp_path / "token"
     token.write_text("a" * 64)

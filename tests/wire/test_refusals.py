@@ -105,7 +105,7 @@ def test_a_shim_of_another_kind_or_version_is_missed_too_and_its_tries_are_no_li
 def test_only_shims_are_missed_and_only_those_refused_for_who_they_are(now: Now) -> None:
     refusals = Refusals(now)
     refusals.note("ipv4:10.0.0.3:1", "/safepoint.v1.Coordinator/GetStatus", NO_TOKEN)
-    refusals.note("ipv4:10.0.0.4:1", REGISTER, Problem(Reason.DUPLICATE_PARTICIPANT, "agent is here."))
+    refusals.note("ipv4:10.0.0.4:1", REGISTER, Problem(Reason.LIMIT_EXCEEDED, "There are too many."))
     assert refusals.kept_out() == []
 
 
