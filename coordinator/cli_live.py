@@ -105,7 +105,7 @@ def _status(status: pb.GetCoordinatorStatusResponse, since_s: float, rollouts: i
     yield from (_line(text, bars, "bold") for text in blocking(status))
     people = _people(status)
     yield people if people.row_count else _line("nobody is registered", bars)
-    yield from (_line(text, bars, "bold") for text in kept_out_lines(status))
+    yield from (_line(text, bars, "bold") for text in missing_lines(status) + kept_out_lines(status))
     for edge in edges(status):
         calls = f"{edge.calls} call{'s' if edge.calls != 1 else ''}"
         text = f"{edge.caller} -> {edge.callee}: {calls}, the oldest {edge.oldest_s:.0f} s of {edge.rollout_id}"
@@ -281,6 +281,11 @@ def _before(status: pb.GetCoordinatorStatusResponse) -> Iterator[str]:
         if health.status.last_failure and not health.status.waiting_for:
             found.setdefault(health.status.last_failure, []).append(health.info.capabilities.participant_id)
     yield from (f"before, at {', '.join(names)}: {what}" for what, names in found.items())
+
+
+def missing_lines(status: pb.GetCoordinatorStatusResponse) -> list[str]:
+    """Who has taken part and is gone, and what helps: a line each."""
+    return [f"missing: {found.message} Next: {found.next_step}" for found in status.missing]
 
 
 def kept_out_lines(status: pb.GetCoordinatorStatusResponse) -> list[str]:

@@ -16,7 +16,7 @@ from safepoint.v1 import capabilities_pb2, coordinator_service_pb2, manifest_pb2
 
 from coordinator.protocol import proofs
 from coordinator.protocol.operation import Options
-from coordinator.protocol.topology import Participant, ShimProcess
+from coordinator.protocol.topology import Finding, Participant, ShimProcess
 from coordinator.wire.errors import Blocked, Reason, refuse
 from coordinator.wire.ids import IncarnationId, OperationId, ParticipantId, SnapshotId, is_wire_id
 from coordinator.wire.manifest_file import LEDGER_NAME, MANIFEST_NAME
@@ -113,6 +113,13 @@ def capabilities(found: Participant) -> capabilities_pb2.Capabilities:
         features=found.features,
         shim_version=found.shim_version,
     )
+
+
+def finding(found: Finding) -> coordinator_service_pb2.Finding:
+    return coordinator_service_pb2.Finding(
+        blocking=found.blocking, reason=wire(found.reason), participant_id=found.participant_id, message=found.message,
+        next_step=found.next_step,
+    )  # fmt: skip
 
 
 def participant_info(found: Participant) -> coordinator_service_pb2.ParticipantInfo:

@@ -30,7 +30,7 @@ from coordinator.operations import Operations, fenced
 from coordinator.outcomes import Ended
 from coordinator.protocol import events as core
 from coordinator.protocol.operation import Operation, Options, Outcome
-from coordinator.protocol.topology import Finding, Participant, fingerprint, validate
+from coordinator.protocol.topology import Participant, fingerprint, validate
 from coordinator.registration import Registration
 from coordinator.reporting import snapshot_info
 from coordinator.retention import Retention
@@ -91,7 +91,7 @@ class CoordinatorService(coordinator_service_pb2_grpc.CoordinatorServicer):
             problems.append(fenced(active).problem)
         topology = discovery.topology()
         findings = [_finding_from_problem(problem) for problem in problems]
-        findings += [_finding(found) for found in validate(topology)]
+        findings += [convert.finding(found) for found in validate(topology)]
         findings += map(kept_out.finding, self._operations.kept_out())
         return pb.GetTopologyResponse(
             participants=[convert.participant_info(p) for p in topology.participants],
@@ -422,16 +422,6 @@ def _retention(request: pb.PruneSnapshotsRequest, settings: Settings) -> Retenti
     interval = request.keep_interval
     interval_s = interval.ToMilliseconds() / 1e3 if request.HasField("keep_interval") else settings.keep_interval_s
     return Retention(request.keep_last, every, interval_s)
-
-
-def _finding(found: Finding) -> pb.Finding:
-    return pb.Finding(
-        blocking=found.blocking,
-        reason=convert.wire(found.reason),
-        participant_id=found.participant_id,
-        message=found.message,
-        next_step=found.next_step,
-    )
 
 
 def _finding_from_problem(problem: Problem) -> pb.Finding:

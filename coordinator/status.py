@@ -15,7 +15,7 @@ from safepoint.v1 import coordinator_service_pb2
 from coordinator import convert, kept_out, outcomes
 from coordinator.operations import Operations
 from coordinator.protocol.operation import Outcome
-from coordinator.protocol.topology import Participant
+from coordinator.protocol.topology import Participant, gone_from
 from coordinator.wire.errors import SafepointError
 
 ANSWER_WITHIN_S: Final = 1.0
@@ -53,6 +53,7 @@ async def coordinator_status(
         latest_snapshot_id=operations.latest_snapshot_id,
         snapshot_root=operations.settings.root,
         kept_out=map(kept_out.finding, operations.kept_out()),
+        missing=map(convert.finding, gone_from(operations.discovery.registry.missing())),
         upload=operations.uploader.status() if operations.uploader is not None else None,
     )
 

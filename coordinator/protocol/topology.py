@@ -110,7 +110,7 @@ def validate(topology: Topology, quiesce_mode: QuiesceMode = QuiesceMode.UNSPECI
     found = [
         *_whole(topology),
         *_names(topology.participants),
-        *_gone(topology.missing),
+        *gone_from(topology.missing),
         *(finding for p in topology.participants for finding in _one(p, quiesce_mode)),
         *_dependencies(topology),
         *_policy_endpoints(topology),
@@ -247,7 +247,8 @@ def _names(participants: tuple[Participant, ...]) -> Iterator[Finding]:
             )  # fmt: skip
 
 
-def _gone(missing: tuple[Missing, ...]) -> Iterator[Finding]:
+def gone_from(missing: tuple[Missing, ...]) -> Iterator[Finding]:
+    """What is to be said of who has taken part and is not here."""
     starting = [gone for gone in missing if gone.why.startswith(NEVER) and gone.since_s < STARTING_S]
     if starting:
         names = [gone.participant.participant_id for gone in starting]

@@ -239,6 +239,8 @@ async def test_status_once_shows_the_same(safepoint: Safepoint, fake: FakeCoordi
 def test_a_shim_that_was_refused_is_named_beside_those_that_are_missed() -> None:
     status = pb.GetCoordinatorStatusResponse(coordinator_epoch=3, job_id="default")
     status.kept_out.add(message="A shim on 10.0.0.3 was refused 4 times", next_step="Give it the token.")
+    status.missing.add(message="`cart` has taken part and is gone.", next_step="Start it again.")
     shown = text(Look(status, answered_at=1.0), 1.0)
     assert "nobody is registered" in shown
+    assert "missing: `cart` has taken part and is gone. Next: Start it again." in shown
     assert "kept out: A shim on 10.0.0.3 was refused 4 times Next: Give it the token." in shown

@@ -25,7 +25,10 @@ from tests.shims.shim_fakes import FakeAdapter, Shim, collect, refused, serve
 COORDINATOR = pb.DESCRIPTOR.services_by_name["Coordinator"]
 PARTICIPANT = participant_service_pb2.DESCRIPTOR.services_by_name["Participant"]
 WITHOUT_DEADLINE = {"Register", "Watch"}  # they last as long as their caller
-MAY_BE_EMPTY = {("Abort", "operation_id"), ("Explain", "operation_id"), ("Watch", "operation_id")}
+MAY_BE_EMPTY = {
+    ("Abort", "operation_id"), ("Explain", "operation_id"), ("Watch", "operation_id"),
+    ("FetchSnapshot", "snapshot_id"),  # the newest
+}  # fmt: skip
 NO_IDS = ["../x", "/etc/passwd", "a b", "-x", ".", "..", "a" * 129, "a\n", "é", "a/b", "a\x00"]
 VALID = {"operation_id": "op-1", "snapshot_id": "step-9", "keep_last": 1, "rollout_ids": ["r-1"]}
 PARTICIPANT_VALID = {"snapshot_id": "snap-1", "incarnation_id": "i-1", "admission_generation": 1}

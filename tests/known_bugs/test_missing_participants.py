@@ -37,8 +37,13 @@ async def test_a_save_without_somebody_who_was_here_is_refused_and_names_it(benc
     assert "--without resources-0" in problem.advice
     assert all(shim.count("Prepare") == 0 for shim in bench.shims.values())
     await until(lambda: not (bench.root / "snapshots" / "step-1").exists())  # removed behind the answer
-    assert [f.participant_id for f in (await topology(bench)).findings if f.blocking] == ["resources-0"]
+    blocking = [f for f in (await topology(bench)).findings if f.blocking]
+    assert [f.participant_id for f in blocking] == ["resources-0"]
+    status = await unary(bench.stub().GetStatus(pb.GetCoordinatorStatusRequest(), timeout=5))
+    assert list(status.missing) == blocking
     await bench.add("resources-0", Role.RESOURCES)
+    status = await unary(bench.stub().GetStatus(pb.GetCoordinatorStatusRequest(), timeout=5))
+    assert list(status.missing) == []
     saved = (await bench.save("save-2"))[-1].saved
     assert sorted(saved.snapshot.participant_ids) == ["agent-0", "model-0", "resources-0"]
 

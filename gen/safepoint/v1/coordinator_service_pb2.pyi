@@ -1730,6 +1730,7 @@ class GetCoordinatorStatusResponse(_message.Message):
     SNAPSHOT_ROOT_FIELD_NUMBER: _builtins.int
     KEPT_OUT_FIELD_NUMBER: _builtins.int
     UPLOAD_FIELD_NUMBER: _builtins.int
+    MISSING_FIELD_NUMBER: _builtins.int
     coordinator_epoch: _builtins.int
     """REQUIRED."""
     job_id: _builtins.str
@@ -1754,6 +1755,10 @@ class GetCoordinatorStatusResponse(_message.Message):
     def upload(self) -> Global___UploadStatus:
         """OPTIONAL. What is uploaded; absent where nothing is."""
 
+    @_builtins.property
+    def missing(self) -> _containers.RepeatedCompositeFieldContainer[Global___Finding]:
+        """OPTIONAL. Who has taken part and is gone, as in the topology; a save is refused while one of these blocks."""
+
     def __init__(
         self,
         *,
@@ -1765,10 +1770,11 @@ class GetCoordinatorStatusResponse(_message.Message):
         snapshot_root: _builtins.str = ...,
         kept_out: _abc.Iterable[Global___Finding] | None = ...,
         upload: Global___UploadStatus | None = ...,
+        missing: _abc.Iterable[Global___Finding] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["operation", b"operation", "upload", b"upload"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["coordinator_epoch", b"coordinator_epoch", "job_id", b"job_id", "kept_out", b"kept_out", "latest_snapshot_id", b"latest_snapshot_id", "operation", b"operation", "participants", b"participants", "snapshot_root", b"snapshot_root", "upload", b"upload"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["coordinator_epoch", b"coordinator_epoch", "job_id", b"job_id", "kept_out", b"kept_out", "latest_snapshot_id", b"latest_snapshot_id", "missing", b"missing", "operation", b"operation", "participants", b"participants", "snapshot_root", b"snapshot_root", "upload", b"upload"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
