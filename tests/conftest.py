@@ -46,7 +46,9 @@ def gym_python() -> Path:
 
 def pytest_configure(config: pytest.Config) -> None:
     os.environ[MARK] = _run
-    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # started in the background by a script: children would be deaf
+    if (
+        signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+    ):  # started in the background by a script: children would be deaf
         signal.signal(signal.SIGINT, signal.default_int_handler)
     make = tempfile.mkdtemp
 
