@@ -30,7 +30,7 @@ from typing import Final
 from safepoint.v1 import manifest_pb2
 
 from coordinator.objects import Objects
-from coordinator.snapshot_reading import Listing, SnapshotReader, Verification
+from coordinator.snapshot_reading import Listing, SnapshotReader, Verification, age
 from coordinator.snapshots import SnapshotStore
 from coordinator.wire.beneath import Directory, FileDigest
 from coordinator.wire.chunks import Chunk, Chunks
@@ -157,7 +157,7 @@ def has_copy(reader: SnapshotReader, snapshot_id: str, objects: Objects) -> bool
     key = f"{snapshot_id}/{MANIFEST_NAME}"
     if objects.size(key) is None:
         return False
-    if _digest(_first(_at_most(objects.chunks(key), expected.size_bytes), objects, key)) != expected:
+    if not _is(objects, key, expected):
         raise refuse(Reason.SNAPSHOT_EXISTS, f"{objects.url} has another {key}.")
     return True
 
@@ -249,6 +249,14 @@ def copies(objects: Objects) -> list[manifest_pb2.SnapshotManifest]:
     return list(listing(objects).snapshots)
 
 
+def newest(objects: Objects) -> str:
+    """The newest copy in a store. Raises SNAPSHOT_NOT_FOUND."""
+    found = copies(objects)
+    if not found:
+        raise refuse(Reason.SNAPSHOT_NOT_FOUND, f"There is no copy of a snapshot at {objects.url}.", next_step=NO_COPY)
+    return found[0].snapshot_id
+
+
 def listing(objects: Objects) -> Listing:
     """As `SnapshotReader.list`, of a store: what has no manifest is no copy, and is said to be none."""
 
@@ -266,7 +274,7 @@ def listing(objects: Objects) -> Listing:
     with ThreadPoolExecutor(_AT_ONCE) as readers:
         found = dict(zip(names, readers.map(read, names), strict=True))
     valid = [one for one in found.values() if not isinstance(one, str)]
-    valid.sort(key=lambda one: (one.coordinator_epoch, one.create_time.ToNanoseconds(), one.snapshot_id), reverse=True)
+    valid.sort(key=age, reverse=True)
     return Listing(tuple(valid), {name: one for name, one in found.items() if isinstance(one, str)})
 
 
@@ -279,8 +287,7 @@ def ledger(objects: Objects, snapshot_id: str) -> Iterator[bytes]:
     """The lines of a copy's ledger, after its digest was compared. Raises as `load`."""
     manifest = load(objects, snapshot_id)
     key = f"{snapshot_id}/{LEDGER_NAME}"
-    expected = FileDigest(manifest.ledger_size_bytes, manifest.ledger_sha256)
-    if _digest(_first(_at_most(objects.chunks(key), expected.size_bytes), objects, key)) != expected:
+    if not _is(objects, key, FileDigest(manifest.ledger_size_bytes, manifest.ledger_sha256)):
         raise _damaged(objects, key)
     rest = b""
     for block in objects.chunks(key):
@@ -295,7 +302,7 @@ def verify(objects: Objects, snapshot_id: str) -> Verification:
     raw, manifest = _manifest(objects, snapshot_id)
     files, size = 1, len(raw)
     for key, expected in _expected(objects, manifest):
-        if _digest(_first(_at_most(objects.chunks(key), expected.size_bytes), objects, key)) != expected:
+        if not _is(objects, key, expected):
             raise _damaged(objects, key)
         files, size = files + 1, size + expected.size_bytes
     # The snapshot's own manifest is counted as in a root: with the files, and not with the bytes.
@@ -329,6 +336,11 @@ def _part_manifest(
     if hashlib.sha256(raw).hexdigest() != reference.manifest_sha256:
         raise refuse(Reason.SNAPSHOT_CORRUPT, f"{where} is not the one that the snapshot names.")
     return raw, decode(PARTICIPANT_KIND, raw, manifest_pb2.ParticipantManifest, where)  # checks every path
+
+
+def _is(objects: Objects, key: str, expected: FileDigest) -> bool:
+    """Whether an object has those bytes. Of a larger one only as much is read as shows it. Raises SNAPSHOT_CORRUPT for none."""
+    return _digest(_first(_at_most(objects.chunks(key), expected.size_bytes), objects, key)) == expected
 
 
 def _damaged(objects: Objects, key: str) -> SafepointError:
@@ -387,7 +399,7 @@ def _put(directory: Directory, path: str, expected: FileDigest, objects: Objects
         with directory.opened(path) as file:
             objects.put_new(key, file)
     except FileExistsError:
-        if _digest(_first(objects.chunks(key), objects, key)) != expected:
+        if not _is(objects, key, expected):
             raise refuse(Reason.SNAPSHOT_EXISTS, f"{objects.url} has another {key}.") from None
         return False
     return True

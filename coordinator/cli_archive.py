@@ -14,7 +14,7 @@ import typer
 from coordinator.alone import require_alone
 from coordinator.cli_options import AsJson, Root, TokenFile, folder, say_root
 from coordinator.cli_output import emit, note, reporting, say
-from coordinator.cli_snapshots import SnapshotName, newest, newest_copy, open_store
+from coordinator.cli_snapshots import SnapshotName, newest, open_store
 from coordinator.wire.errors import Reason, refuse
 
 Url = Annotated[
@@ -88,7 +88,7 @@ def pull(
         )
         alone()
         objects = objects_at(url)
-        name = newest_copy(objects) if snapshot == "latest" else snapshot
+        name = archive.newest(objects) if snapshot == "latest" else snapshot
         watched = Watched(objects)
         done = watch(
             lambda: archive.pull(watched, name, into, alone), watched, lambda text: note(f"pull of {name}: {text}")

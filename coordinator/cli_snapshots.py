@@ -27,7 +27,7 @@ from coordinator.cli_options import (
     missing,
 )
 from coordinator.cli_output import emit, note, plain, reporting, say, show
-from coordinator.objects import Objects, is_url, objects_at
+from coordinator.objects import is_url, objects_at
 from coordinator.wire.errors import Reason, refuse
 from coordinator.wire.ids import SnapshotId
 
@@ -115,7 +115,7 @@ def show_one(
             from coordinator import archive
 
             objects = objects_at(root)
-            name = newest_copy(objects) if snapshot == "latest" else snapshot
+            name = archive.newest(objects) if snapshot == "latest" else snapshot
             if rollouts:
                 _print_rollouts((plain_entry(line) for line in archive.ledger(objects, name)), as_json)
                 return
@@ -164,7 +164,7 @@ def verify(
                 from coordinator import archive
 
                 objects = objects_at(root)
-                name = newest_copy(objects) if snapshot == "latest" else snapshot
+                name = archive.newest(objects) if snapshot == "latest" else snapshot
                 checked = archive.verify(objects, name)
             else:
                 store = open_store(root, as_json)
@@ -221,18 +221,6 @@ def newest(store: SnapshotStore) -> SnapshotId:
     if not listing.snapshots:
         raise refuse(Reason.SNAPSHOT_NOT_FOUND, f"No snapshot is published below {store.root}.")
     return SnapshotId(listing.snapshots[0].snapshot_id)
-
-
-def newest_copy(objects: Objects) -> str:
-    """The newest copy in a store. Raises SNAPSHOT_NOT_FOUND."""
-    from coordinator import archive
-
-    found = archive.copies(objects)
-    if not found:
-        raise refuse(
-            Reason.SNAPSHOT_NOT_FOUND, f"There is no copy of a snapshot at {objects.url}.", next_step=archive.NO_COPY
-        )
-    return found[0].snapshot_id
 
 
 def named(published: tuple[SnapshotSummary, ...], name: str) -> SnapshotSummary:

@@ -15,7 +15,7 @@ from safepoint.v1 import coordinator_service_pb2 as pb
 
 from coordinator.wire.errors import Blocked, Misanswered, Problem, Reason, SafepointError
 from coordinator.wire.rpc import problem_from_detail
-from coordinator.wire.terms import Phase, RolloutState
+from coordinator.wire.terms import Phase, RolloutState, UploadState
 
 # Called with every event of an operation, in order, each one once. What it raises is logged and the operation goes on.
 ProgressCallback = Callable[[pb.OperationEvent], None]
@@ -441,13 +441,10 @@ def summary_from(info: pb.SnapshotInfo) -> SnapshotSummary:
     )
 
 
-_STATES: Final = {1: "pending", 2: "uploading", 3: "uploaded", 4: "failed"}
-
-
 def upload_from(told: pb.SnapshotUpload) -> UploadSummary:
     return UploadSummary(
         told.snapshot_id,
-        _STATES.get(int(told.state), "unknown"),
+        _upload_state(told.state),
         told.attempts,
         told.bytes_done,
         told.bytes_total,
@@ -455,6 +452,11 @@ def upload_from(told: pb.SnapshotUpload) -> UploadSummary:
         seconds(told.next_try) if told.HasField("next_try") else None,
         seconds(told.unchanged_for),
     )
+
+
+def _upload_state(number: int) -> str:
+    known = number in set(UploadState) and number != UploadState.UNSPECIFIED
+    return UploadState(number).name.lower() if known else "unknown"
 
 
 def _phase(number: int) -> str:

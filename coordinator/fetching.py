@@ -55,11 +55,7 @@ class Fetching:
         """
         objects = self._objects_at(url)
         if not snapshot_id:
-            newest = await in_daemon(lambda: archive.copies(objects))
-            if not newest:
-                raise refuse(Reason.SNAPSHOT_NOT_FOUND, f"There is no copy of a snapshot at {objects.url}.",
-                             next_step=archive.NO_COPY)  # fmt: skip
-            snapshot_id = newest[0].snapshot_id
+            snapshot_id = await in_daemon(lambda: archive.newest(objects))
         task = self._running.get(snapshot_id)
         if task is None:
             task = asyncio.create_task(self._fetch(objects, snapshot_id), name=f"fetch {snapshot_id}")

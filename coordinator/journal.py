@@ -57,6 +57,14 @@ _KEPT_EPOCH_FILES: Final = 8
 ADDRESS_NAME: Final = "address.json"
 HISTORY: Final = "history"
 _MAX_ADDRESS: Final = 1 << 16
+# What must be no directory, and what helps then.
+_NO_DIRECTORY: Final = {
+    ADDRESS_NAME: ("A coordinator writes its address there, and nobody finds it without.", ""),
+    ACCEPT: (
+        "It must be a file, which the start that goes on without its journal removes.",
+        " and make a file: touch {}",
+    ),
+}
 _RESERVE: Final = "reserve"
 RESERVE_BYTES: Final = 256 << 10  # for the records of an end, and the mark on a snapshot that is given up
 # What may not spend the reserve: with it gone a full disk could not end what they begin.
@@ -92,7 +100,8 @@ class Journal:
         directory = self._directory
         enter(directory)
         self.alive_before = _last_touched(directory)  # when a coordinator was here before us; zero: nobody knows
-        _require_no_directories(directory)
+        for name in _NO_DIRECTORY:  # while nothing has changed yet
+            require_no_directory(directory, name)
         accepted = directory.has(ACCEPT)
         if not accepted:
             self._begin_root()
@@ -373,18 +382,15 @@ def _epoch_if_known(directory: Directory, name: str) -> int:
         return 0
 
 
-def _require_no_directories(directory: Directory) -> None:
-    """Refuse what a start could neither replace nor remove, while nothing has changed yet. Raises STORAGE_FAILED."""
-    for name, why in (
-        (ADDRESS_NAME, "A coordinator writes its address there, and nobody finds it without."),
-        (ACCEPT, "It must be a file, which the start that goes on without its journal removes."),
-    ):
-        if directory.is_directory(name):
-            raise refuse(
-                Reason.STORAGE_FAILED,
-                f"{directory.path / name} is a directory. {why}",
-                next_step=f"Move that directory away{' and make a file: touch ' + str(directory.path / name) if name == ACCEPT else ''}.",
-            )
+def require_no_directory(directory: Directory, name: str) -> None:
+    """Refuse a directory in the place of a file that we could neither replace nor remove then. Raises STORAGE_FAILED."""
+    if directory.is_directory(name):
+        why, instead = _NO_DIRECTORY[name]
+        path = directory.path / name
+        raise refuse(
+            Reason.STORAGE_FAILED, f"{path} is a directory. {why}",
+            next_step=f"Move that directory away{instead.format(path)}.",
+        )  # fmt: skip
 
 
 def _used_up(what: str) -> SafepointError:

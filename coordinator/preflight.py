@@ -86,11 +86,8 @@ class Discovery:
         """Whose worker processes would keep a save from closing them. Who does not answer in time is no news of a worker."""
 
         async def one(who: Participant) -> Problem | None:
-            try:
-                status, _ = await self.participants.status(who, 0, STATUS_TIMEOUT_S)
-            except SafepointError:
-                return None
-            return workers_problem(who, status)
+            status = await self._status(who)
+            return workers_problem(who, status) if status is not None else None
 
         joins = [who for who in self.registry.participants() if who.role is not Role.AUXILIARY_MODEL]
         return [problem for problem in await asyncio.gather(*map(one, joins)) if problem is not None]
@@ -98,8 +95,10 @@ class Discovery:
     async def ask_fresh(self, operation: Operation) -> None:
         """That nobody of a restore has done work. Raises NOT_FRESH with all who have; who does not say is asked by Restore."""
         into = [who for who in self.registry.participants() if who.participant_id in operation.parts]
-        told = await asyncio.gather(*map(self._served, into))
-        used = [who.participant_id for who, served in zip(into, told, strict=True) if served]
+        told = await asyncio.gather(*map(self._status, into))
+        used = [
+            who.participant_id for who, status in zip(into, told, strict=True) if status is not None and status.served
+        ]
         if used:
             have = "has" if len(used) == 1 else "have"
             raise refuse(
@@ -110,12 +109,13 @@ class Discovery:
                 phase=Phase.DISCOVER, participant_id=used[0] if len(used) == 1 else "",
             )  # fmt: skip
 
-    async def _served(self, who: Participant) -> bool:
+    async def _status(self, who: Participant) -> capabilities_pb2.ParticipantStatus | None:
+        """None of who does not answer in time."""
         try:
             status, _ = await self.participants.status(who, 0, STATUS_TIMEOUT_S)
         except SafepointError:
-            return False
-        return status.served
+            return None
+        return status
 
     async def _ask(self, address: str) -> Problem | None:
         try:

@@ -28,7 +28,7 @@ from safepoint.v1 import coordinator_service_pb2, coordinator_service_pb2_grpc
 from coordinator.feed import Feed
 from coordinator.fetching import Fetching
 from coordinator.history_writing import HistoryWriter
-from coordinator.journal import ADDRESS_NAME, Journal
+from coordinator.journal import ADDRESS_NAME, Journal, require_no_directory
 from coordinator.kept_out import still
 from coordinator.metrics import Metrics, MetricsServer, metrics_address
 from coordinator.objects import objects_at
@@ -48,7 +48,7 @@ from coordinator.settings import Settings
 from coordinator.snapshots import SnapshotStore
 from coordinator.uploading import Figures, Uploaded, Uploader, epoch_in_store
 from coordinator.wire import failpoints
-from coordinator.wire.errors import Problem, Reason, Refused, SafepointError, refuse
+from coordinator.wire.errors import Problem, Reason, Refused, SafepointError
 from coordinator.wire.lanes import Lanes
 from coordinator.wire.links import read_security
 from coordinator.wire.listening import Listening, check_bind, listen
@@ -193,13 +193,7 @@ class Coordinator:
             except (FileNotFoundError, SafepointError):
                 written = b""
             if written != line:
-                if directory.is_directory(ADDRESS_NAME):
-                    path = directory.path / ADDRESS_NAME
-                    raise refuse(
-                        Reason.STORAGE_FAILED,
-                        f"{path} is a directory. A coordinator writes its address there, and nobody finds it without.",
-                        next_step="Move that directory away.",
-                    )
+                require_no_directory(directory, ADDRESS_NAME)
                 failpoints.reach("server.before_announce")
                 directory.replace(ADDRESS_NAME, line)
                 failpoints.reach("server.after_announce")

@@ -147,7 +147,7 @@ class SnapshotReader:
                     invalid[name] = error.problem.message
                 except FileNotFoundError:
                     pass  # deleted in between
-        valid.sort(key=_age, reverse=True)
+        valid.sort(key=age, reverse=True)
         return Listing(tuple(valid), invalid)
 
     def newest_epoch(self) -> int:
@@ -310,7 +310,8 @@ def _check_belongs(
         )
 
 
-def _age(manifest: manifest_pb2.SnapshotManifest) -> tuple[int, int, str]:
+def age(manifest: manifest_pb2.SnapshotManifest) -> tuple[int, int, str]:
+    """By which the newest is found: what is saved later has a higher one, whatever clocks say."""
     return (manifest.coordinator_epoch, manifest.create_time.ToNanoseconds(), manifest.snapshot_id)
 
 

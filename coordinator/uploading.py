@@ -24,9 +24,10 @@ from safepoint.v1 import coordinator_service_pb2 as pb
 from coordinator import archive, convert
 from coordinator.objects import Objects
 from coordinator.snapshot_reading import SnapshotReader
-from coordinator.uploads import Upload, Uploads, UploadState
+from coordinator.uploads import Upload, Uploads
 from coordinator.wire.errors import Problem, Reason, SafepointError, refuse
 from coordinator.wire.rpc import detail_from_problem
+from coordinator.wire.terms import UploadState
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")

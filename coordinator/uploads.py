@@ -8,24 +8,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from enum import IntEnum
 from typing import Final
 
 from coordinator.wire.errors import Problem, Reason
+from coordinator.wire.terms import UploadState
 
 FIRST_S: Final = 5.0
 MOST_S: Final = 300.0
 STUCK_S: Final = 3600.0  # what is wrong with a snapshot needs a person; to look costs reading it
 _OF_STORE: Final = frozenset({Reason.STORAGE_FAILED, Reason.STORAGE_FULL, Reason.STALE_EPOCH, Reason.INTERNAL})
-
-
-class UploadState(IntEnum):
-    """Numbers equal those of the contract."""
-
-    PENDING = 1
-    UPLOADING = 2
-    UPLOADED = 3
-    FAILED = 4
 
 
 @dataclass(frozen=True, slots=True)

@@ -107,3 +107,13 @@ class OperationKind(Named):
     UNSPECIFIED = 0
     SAVE = 1
     RESTORE = 2
+
+
+class UploadState(Named):
+    """Whether a snapshot is in the object store."""
+
+    UNSPECIFIED = 0
+    PENDING = 1
+    UPLOADING = 2
+    UPLOADED = 3
+    FAILED = 4

@@ -54,9 +54,15 @@ class GateMiddleware:
             await self._app(scope, receive, send)
             self._gate.end()
             return
-        if kind == "http" and self._gate.neighbours is not None and await self._passed_on(scope, receive, send):
+        ungated = kind != "http" or scope["method"] in _UNGATED_METHODS
+        headers: dict[str, str] = {}
+        identity: CallIdentity | None = None
+        if kind == "http" and (not ungated or self._gate.neighbours is not None):
+            headers = _headers(scope)
+            identity = from_headers(headers)
+        if await self._passed_on(identity, scope, receive, send):
             return
-        if kind != "http" or scope["method"] in _UNGATED_METHODS:
+        if ungated:
             try:
                 await self._app(scope, receive, send)
             finally:
@@ -65,10 +71,8 @@ class GateMiddleware:
             return
         if not self._gate.started:  # a server without lifespan meets its first request here
             await self._gate.start()
-        headers = _headers(scope)
         if trace := headers.get(TRACE_HEADER):
             TRACE.set(trace)
-        identity = from_headers(headers)
         if identity is not None:
             await self._identified(identity, headers, scope, receive, send)
         elif self._gate.is_agent and scope["path"].rstrip("/") == "/run":
@@ -79,11 +83,10 @@ class GateMiddleware:
         else:
             await self._anonymous(scope, receive, send)
 
-    async def _passed_on(self, scope: Scope, receive: Receive, send: Send) -> bool:
+    async def _passed_on(self, identity: CallIdentity | None, scope: Scope, receive: Receive, send: Send) -> bool:
         """Whether another worker had to serve this request, and has."""
-        neighbours, identity = self._gate.neighbours, from_headers(_headers(scope))
-        home = neighbours.home(identity.rollout_id) if neighbours is not None and identity is not None else None
-        if neighbours is None or home is None:
+        neighbours = self._gate.neighbours
+        if neighbours is None or identity is None or (home := neighbours.home(identity.rollout_id)) is None:
             return False
         self._gate.count("calls passed on to the worker that has the session")
         await neighbours.pass_on(home, scope, receive, send)

@@ -126,7 +126,13 @@ class Gate:
 
     def has_lost(self, call: CallIdentity, finished: int) -> bool:
         """Whether this server has lost the state that the `finished` calls before `call` have left in it."""
-        return bool(finished) and self.keeps_state and self.log.has_lost(call, finished)
+        # In this order: to describe the server is only for the few calls for which something is lost.
+        return (
+            bool(finished)
+            and self.server.role == "resources"
+            and self.log.has_lost(call, finished)
+            and self.keeps_state
+        )
 
     def remember(
         self, call: CallIdentity, digest: str, answer: Answer, scope: Mapping[str, Any], body: bytes,

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from coordinator.uploads import FIRST_S, MOST_S, STUCK_S, Uploads, UploadState
+from coordinator.uploads import FIRST_S, MOST_S, STUCK_S, Uploads
 from coordinator.wire.errors import Problem, Reason
+from coordinator.wire.terms import UploadState
 
 DOWN = Problem(Reason.STORAGE_FAILED, "The object store failed.")
 DAMAGED = Problem(Reason.SNAPSHOT_CORRUPT, "It is damaged.")

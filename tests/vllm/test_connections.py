@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 
-from participant_shims.adapters.vllm import VllmAdapter, VllmOptions
 from participant_shims.proxy_http import Head, Messages, load_httptools
 from tests.vllm.canned_engine import END, HEAD, INFO, MIDDLE, Canned
+from tests.vllm.shims import shim_before
 from tests.vllm.test_control import ASK, until
 
 STREAM = HEAD + b"content-type: text/event-stream; charset=utf-8\r\ntransfer-encoding: chunked\r\n"
@@ -72,17 +72,6 @@ async def engine(**knobs: Any) -> AsyncIterator[tuple[type[Engine], str]]:
             link.transport.abort()
 
 
-@asynccontextmanager
-async def before(target: str, life: Path) -> AsyncIterator[VllmAdapter]:
-    adapter = VllmAdapter(VllmOptions("engine", "127.0.0.1:0", target, life))
-    await adapter.start(lambda: None)
-    await adapter.describe()
-    try:
-        yield adapter
-    finally:
-        await adapter.stop()
-
-
 class KeptAlive:
     """A client that uses one connection for all it asks, and never leaves."""
 
@@ -134,7 +123,7 @@ class KeptAlive:
 async def test_who_closes_a_connection_has_said_so_in_its_answer(
     tmp_path: Path, path: str, more: dict[str, Any], refuses: int, says_close: bool
 ) -> None:
-    async with engine(says_close=says_close, refuses=refuses) as (_, target), before(target, tmp_path) as adapter:
+    async with engine(says_close=says_close, refuses=refuses) as (_, target), shim_before(target, tmp_path) as adapter:
         client = await KeptAlive.dial(adapter.proxy.address)
         for _ in range(3):
             head = await client.post(path, {**ASK, **more, "max_tokens": 1})
@@ -152,7 +141,7 @@ async def test_a_request_that_meets_a_connection_that_the_engine_has_just_closed
     tmp_path: Path, more: dict[str, Any]
 ) -> None:
     """The engine closes connections that were idle; the request was in nobody's hands, and nothing was generated."""
-    async with engine(closes=["at once"]) as (made, target), before(target, tmp_path) as adapter:
+    async with engine(closes=["at once"]) as (made, target), shim_before(target, tmp_path) as adapter:
         client = await KeptAlive.dial(adapter.proxy.address)
         for _ in range(3):
             assert (await client.post("/v1/completions", {**ASK, **more, "max_tokens": 1})).status == 200
@@ -162,7 +151,7 @@ async def test_a_request_that_meets_a_connection_that_the_engine_has_just_closed
 
 
 async def test_a_request_that_was_begun_to_be_answered_is_not_asked_anew(tmp_path: Path) -> None:
-    async with engine(closes=["in the middle"]) as (made, target), before(target, tmp_path) as adapter:
+    async with engine(closes=["in the middle"]) as (made, target), shim_before(target, tmp_path) as adapter:
         client = await KeptAlive.dial(adapter.proxy.address)
         await client.post("/v1/completions", {**ASK, "max_tokens": 1})
         with pytest.raises((AssertionError, ConnectionError)):
@@ -173,7 +162,7 @@ async def test_a_request_that_was_begun_to_be_answered_is_not_asked_anew(tmp_pat
 
 @pytest.mark.parametrize("path", ["/update_weight_version", "/v1/completions", "/tokenize"])
 async def test_no_connection_to_the_engine_outlives_the_one_for_which_it_was_made(tmp_path: Path, path: str) -> None:
-    async with engine() as (made, target), before(target, tmp_path) as adapter:
+    async with engine() as (made, target), shim_before(target, tmp_path) as adapter:
         client = await KeptAlive.dial(adapter.proxy.address)
         for asked in ("/v1/completions", path, path):
             await client.post(asked, {**ASK, "max_tokens": 1})

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +12,11 @@ import pytest
 
 from coordinator.wire.terms import QuiesceMode
 from participant_shims.adapter import Exported, Loaded
-from participant_shims.adapters.vllm import VllmAdapter, VllmOptions
+from participant_shims.adapters.vllm import VllmAdapter
 from participant_shims.engine.requests_file import read_requests
 from participant_shims.identity import CallIdentity
 from tests.vllm.real_engine import Caller, RealEngine, Said, chat, completion
+from tests.vllm.shims import shim_before
 from tests.vllm.test_freeze import figure, freeze, until
 from tests.vllm.test_transparency import TOOLS, bare, joined
 
@@ -47,17 +46,6 @@ ANEW = {
 ALL = {**GREEDY, **SAMPLED, **ANEW}
 
 
-@asynccontextmanager
-async def shim(target: str, life: Path) -> AsyncIterator[VllmAdapter]:
-    adapter = VllmAdapter(VllmOptions("engine", "127.0.0.1:0", target, life))
-    await adapter.start(lambda: None)
-    await adapter.describe()
-    try:
-        yield adapter
-    finally:
-        await adapter.stop()
-
-
 async def ask(caller: Caller, question: tuple[dict[str, Any], bool]) -> Said:
     body, streams = question
     return await (caller.stream(body) if streams else caller.whole(body))
@@ -73,7 +61,7 @@ async def test_after_kill_nine_each_call_goes_on_from_its_prefix(
     try:
         direct = Caller(http, first.target)
         wanted = {name: await ask(direct, question) for name, question in ALL.items() if name not in SAMPLED}
-        async with shim(first.target, tmp_path) as adapter:
+        async with shim_before(first.target, tmp_path) as adapter:
             caller = Caller(http, adapter.proxy.address)
             asked = [asyncio.create_task(ask(caller, question)) for question in ALL.values()]
             await until(
@@ -94,7 +82,7 @@ async def test_after_kill_nine_each_call_goes_on_from_its_prefix(
                      for r in read_requests(directory)[1]}  # fmt: skip
 
         second = await RealEngine(workshop / "second.log").ready()
-        async with shim(second.target, tmp_path) as adapter:
+        async with shim_before(second.target, tmp_path) as adapter:
             caller = Caller(http, adapter.proxy.address)
             await adapter.close("op-load", QuiesceMode.HOLD, 60)
             loaded = [step async for step in adapter.load(directory, exported.files)][-1]

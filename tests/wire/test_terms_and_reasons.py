@@ -40,6 +40,7 @@ def _prefix(name: str) -> str:
         (terms.Activity, capabilities_pb2.Activity),
         (terms.RolloutState, manifest_pb2.RolloutState),
         (terms.OperationKind, coordinator_service_pb2.OperationKind),
+        (terms.UploadState, coordinator_service_pb2.UploadState),
         (Outcome, coordinator_service_pb2.OperationOutcome),
         (Reason, errors_pb2.Reason),
     ],
@@ -54,7 +55,7 @@ def test_names_and_numbers_equal_those_of_the_proto(ours: type[IntEnum], theirs:
 def test_every_enum_of_the_terms_is_compared_with_the_proto() -> None:
     named = set(re.findall(r"^class (\w+)\(Named\)", Path(terms.__file__).read_text(encoding="utf-8"), re.MULTILINE))
     compared = {"Role", "Phase", "CheckpointMode", "QuiesceMode", "StragglerPolicy", "ParticipantState", "Activity",
-                "RolloutState", "OperationKind"}  # fmt: skip
+                "RolloutState", "OperationKind", "UploadState"}  # fmt: skip
     assert named == compared
 
 
