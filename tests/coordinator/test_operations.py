@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 import time
 from collections.abc import Awaitable, Callable
 from typing import Any
@@ -377,6 +378,9 @@ async def test_a_restore_into_servers_that_have_worked_names_all_of_them_and_pau
         await bench.restore()
     assert reason_of(caught) is Reason.NOT_FRESH
     assert "agent-0, resources-0 have served" in caught.value.problem.message
+    assert re.search(
+        r"agent-0: shim at [^;]+, registered \d+ s ago; resources-0: shim at", caught.value.problem.message
+    )
     assert all(shim.count("Restore") == 0 for shim in bench.shims.values())
     assert bench.all_open()
     for shim in bench.shims.values():
