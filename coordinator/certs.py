@@ -5,7 +5,7 @@ job: whoever has a certificate of it is believed. Its key stays where the certif
 and replaced in place, which running processes notice.
 
     DIR/authority/ca.crt, ca.key
-    DIR/coordinator/, shim/, trainer/, observer/    each with ca.crt, tls.crt and tls.key: one SAFEPOINT_TLS_DIR
+    DIR/coordinator/, shim/, relay/, trainer/, observer/    each with ca.crt, tls.crt and tls.key: one SAFEPOINT_TLS_DIR
 
 Needs `cryptography`, the extra `tls`.
 """
@@ -35,13 +35,14 @@ AUTHORITY_KEY: Final = "ca.key"
 AUTHORITY_DAYS: Final = 5 * 365
 DAYS: Final = 90
 _BACKDATED: Final = datetime.timedelta(minutes=5)  # clocks differ
-_SERVERS: Final = (Access.COORDINATOR, Access.SHIM)
+_SERVERS: Final = (Access.COORDINATOR, Access.SHIM, Access.RELAY)
 
 # What `init` makes: name, and the accesses of it.
 USUAL: Final[Mapping[str, tuple[Access, ...]]] = MappingProxyType(
     {
         "coordinator": (Access.COORDINATOR,),
         "shim": (Access.SHIM,),
+        "relay": (Access.RELAY,),
         "trainer": (Access.OPERATOR, Access.RESTORER),
         "observer": (Access.OBSERVER,),
     }

@@ -1,6 +1,6 @@
 """The `safepoint` command.
 
-    safepoint coordinator | shim | serve              start something
+    safepoint coordinator | relay | shim | serve      start something
     safepoint save | restore | resume | abort         operate
     safepoint status | topology | why | history | report | snapshots     look
     safepoint doctor | config | certs | inspect | demo | version   this machine
@@ -12,7 +12,7 @@ cli_output       JSON, text, failures
 cli_options      options that many commands share
 cli_progress     bars and lines while an operation runs
 cli_views, cli_live        tables; what status shows
-cli_operations, cli_status, cli_past, cli_report, cli_snapshots, cli_retention, cli_archive, cli_processes, cli_doctor, cli_config, cli_certs      the commands
+cli_operations, cli_status, cli_past, cli_report, cli_snapshots, cli_retention, cli_archive, cli_processes, cli_relay, cli_doctor, cli_config, cli_certs      the commands
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ from coordinator import (
     cli_operations,
     cli_past,
     cli_processes,
+    cli_relay,
     cli_report,
     cli_retention,
     cli_snapshots,
@@ -83,6 +84,7 @@ def everywhere(
 START, OPERATE, LOOK, HERE = "Start", "Operate", "Look", "This machine"
 
 app.command(rich_help_panel=START)(cli_processes.coordinator)
+app.command(rich_help_panel=START)(cli_relay.relay)
 app.command(rich_help_panel=START, context_settings=cli_processes.FORWARDED)(cli_processes.shim)
 app.command(rich_help_panel=START, context_settings=cli_processes.FORWARDED)(cli_processes.serve)
 app.command(rich_help_panel=OPERATE)(cli_operations.save)

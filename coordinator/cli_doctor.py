@@ -48,7 +48,7 @@ def doctor(
         except SafepointError as error:  # a token or certificate that is unusable is what we are here for
             no_client = error
     with reporting(as_json), client or nullcontext():
-        findings = examine(Circumstances(os.environ, client, no_client, folder(root), token_file, config))
+        findings = examine(Circumstances(os.environ, client, no_client, folder(root), token_file, config, target))
     if as_json:
         emit({"findings": [_document(finding) for finding in findings], "worst": _name(worst(findings))})
     else:

@@ -78,7 +78,7 @@ def topology_view(topology: pb.GetTopologyResponse) -> Group:
             short(who, "checkpoint_mode").replace("_", " "),
             _restart_cost(who),
             str(who.configured_workers),
-            info.address,
+            f"{info.address} behind {info.relay.relay_id}" if info.HasField("relay") else info.address,
         )
     # Where nobody is, a finding says so.
     lines: list[Any] = [people, Text(f"fingerprint {topology.fingerprint}")] if people.row_count else []

@@ -24,7 +24,7 @@ from coordinator.client_results import Outcome, ProgressCallback
 from coordinator.wire.access import Access
 from coordinator.wire.errors import Reason, SafepointError, refuse
 from coordinator.wire.links import Security
-from coordinator.wire.record import look_up
+from coordinator.wire.record import look_up_coordinator
 from coordinator.wire.rpc import error_from_rpc
 from coordinator.wire.trace import outgoing
 
@@ -180,7 +180,7 @@ class AsyncCalls:
             )
         if self._closed:
             raise refuse(Reason.INVALID_ARGUMENT, "This AsyncClient is closed.", next_step="Make another one.")
-        record = look_up(self._target)
+        record = look_up_coordinator(self._target)
         self._metadata = (*self._security.metadata(), *record.metadata())
         made_for = (record.address, self._security.version)
         if self._channel is None or made_for != self._made_for:

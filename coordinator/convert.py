@@ -17,6 +17,7 @@ from safepoint.v1 import capabilities_pb2, coordinator_service_pb2, manifest_pb2
 from coordinator.protocol import proofs
 from coordinator.protocol.operation import Options
 from coordinator.protocol.topology import Finding, Participant, ShimProcess
+from coordinator.registry import Relay
 from coordinator.wire.errors import Blocked, Reason, refuse
 from coordinator.wire.ids import IncarnationId, OperationId, ParticipantId, SnapshotId, is_wire_id
 from coordinator.wire.manifest_file import LEDGER_NAME, MANIFEST_NAME
@@ -90,10 +91,19 @@ def participant(
         config_digest=capabilities.config_digest,
         features=tuple(capabilities.features),
         shim_version=capabilities.shim_version,
-        process=None
-        if process is None
-        else ShimProcess(process.host[:255], process.pid, process.log_path[:1024], process.watched),
+        process=None if process is None else shim_process(process),
     )
+
+
+def shim_process(said: coordinator_service_pb2.ShimProcess) -> ShimProcess:
+    """The process that has announced itself."""
+    return ShimProcess(said.host[:255], said.pid, said.log_path[:1024], said.watched)
+
+
+def hello(said: coordinator_service_pb2.Hello) -> Participant:
+    """A participant as its shim announces it. Raises as `participant`."""
+    process = said.process if said.HasField("process") else None
+    return participant(said.capabilities, said.incarnation_id, said.address, process)
 
 
 def capabilities(found: Participant) -> capabilities_pb2.Capabilities:
@@ -122,18 +132,24 @@ def finding(found: Finding) -> coordinator_service_pb2.Finding:
     )  # fmt: skip
 
 
-def participant_info(found: Participant) -> coordinator_service_pb2.ParticipantInfo:
-    """A participant as topology and status show it."""
+def participant_info(found: Participant, relay: Relay | None = None) -> coordinator_service_pb2.ParticipantInfo:
+    """A participant as topology and status show it, and the relay that it is behind."""
     info = coordinator_service_pb2.ParticipantInfo(
         capabilities=capabilities(found), incarnation_id=found.incarnation_id, address=found.address
     )
-    if (process := found.process) is not None:
-        info.process.CopyFrom(
-            coordinator_service_pb2.ShimProcess(
-                host=process.host, pid=process.pid, log_path=process.log_path, watched=process.watched
-            )
-        )
+    if found.process is not None:
+        info.process.CopyFrom(process_info(found.process))
+    if relay is not None:
+        info.relay.relay_id, info.relay.address = relay.relay_id, relay.address
+        if relay.process is not None:
+            info.relay.process.CopyFrom(process_info(relay.process))
     return info
+
+
+def process_info(process: ShimProcess) -> coordinator_service_pb2.ShimProcess:
+    return coordinator_service_pb2.ShimProcess(
+        host=process.host, pid=process.pid, log_path=process.log_path, watched=process.watched
+    )
 
 
 def process_end(report: coordinator_service_pb2.ReportEndRequest) -> str:

@@ -394,7 +394,7 @@ class Operations:
                 if (here := self.discovery.registry.get(name)) is not None:
                     self.settling.begin(here)
         if self.active is None and not self._lingering:
-            self.spawn(self.participants.keep_only({p.address for p in self.discovery.topology().participants}))
+            self.spawn(self.participants.keep_only(self.discovery.registry.addresses()))
 
     # ---- work in the background -------------------------------------------------------------------------------------
 

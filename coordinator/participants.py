@@ -1,4 +1,4 @@
-"""The coordinator's end of the Participant service: one channel per participant, one method per call.
+"""The coordinator's end of the Participant service: one method per call, on a channel per participant or through its relay.
 
 The rule: a call ends in exactly one of a proof, `Refused` (a reason came back), `Unanswered` (nothing did: its effect
 is unknown) or `Misanswered` (the protocol was broken). Nothing is repeated here, the core decides that; a stream that
@@ -14,12 +14,21 @@ from typing import TYPE_CHECKING, Any, Final, TypeVar, cast
 
 import grpc
 from grpc import aio
-from safepoint.v1 import capabilities_pb2, manifest_pb2, participant_service_pb2, participant_service_pb2_grpc
+from safepoint.v1 import (
+    capabilities_pb2,
+    manifest_pb2,
+    participant_service_pb2,
+    participant_service_pb2_grpc,
+    relay_service_pb2_grpc,
+)
 
 from coordinator import convert
 from coordinator.protocol import events as core
 from coordinator.protocol.proofs import Progress, Proof
 from coordinator.protocol.topology import Participant
+from coordinator.registry import Relay
+from coordinator.relay_calls import Fanout
+from coordinator.stubs import Stubs
 from coordinator.wire.access import Access
 from coordinator.wire.auth import Metadata
 from coordinator.wire.errors import Misanswered, Problem, Reason
@@ -44,35 +53,42 @@ MAX_CAUSE_BYTES: Final = 1000  # limit of AbortRequest
 class Participants:
     """Calls to participants, under the epoch of this coordinator. Belongs to the event loop it is used on.
 
-    `dial` makes the channel to an address; a simulated network has its own.
+    `dial` makes the channel to an address; a simulated network has its own. `relay_of` says through which relay a
+    participant, by name and incarnation, is called.
     """
 
     def __init__(
-        self, epoch: int, security: Security | None = None, dial: Callable[[str], aio.Channel] | None = None
+        self,
+        epoch: int,
+        security: Security | None = None,
+        dial: Callable[[str], aio.Channel] | None = None,
+        relay_of: Callable[[str, str], Relay | None] = lambda name, incarnation_id: None,
     ) -> None:
         self._epoch = epoch
         self._security = security or Security()
-        self._dial = dial or self._security.dial(Access.SHIM)
-        self._former: list[aio.Channel] = []  # with a certificate that was replaced; calls may still run on them
-        self._version = self._security.version
+        self._relay_of = relay_of
+        self._stubs = Stubs(
+            dial or self._security.dial(Access.SHIM),
+            participant_service_pb2_grpc.ParticipantStub,
+            lambda: self._security.version,
+        )
+        self._fanout = Fanout(
+            Stubs(
+                dial or self._security.dial(Access.RELAY),
+                relay_service_pb2_grpc.RelayStub,
+                lambda: self._security.version,
+            )
+        )
         # What goes along with a call, by operation and participant: the context of its span, where traces are on.
         self.carried: Callable[[str, str], Metadata] = lambda operation_id, participant_id: ()
-        # By address: participants come back under other names and addresses.
-        self._channels: dict[str, aio.Channel] = {}
-        self._stubs: dict[str, participant_service_pb2_grpc.ParticipantAsyncStub] = {}
 
     async def close(self) -> None:
         """Close all channels. Calls that run end without answer."""
-        channels = [*self._channels.values(), *self._former]
-        self._channels, self._former, self._stubs = {}, [], {}
-        await asyncio.gather(*(found.close() for found in channels))
+        await asyncio.gather(self._stubs.close(), self._fanout.close())
 
     async def keep_only(self, addresses: Collection[str]) -> None:
         """Close the channels to everybody else. Only while no operation runs: calls on them end without answer."""
-        gone = [self._channels.pop(address) for address in set(self._channels) - set(addresses)] + self._former
-        self._former = []
-        self._stubs = {address: stub for address, stub in self._stubs.items() if address in self._channels}
-        await asyncio.gather(*(found.close() for found in gone))
+        await asyncio.gather(self._stubs.keep_only(addresses), self._fanout.keep_only(addresses))
 
     async def perform(
         self, whom: Participant, call: core.Call, on_progress: OnProgress, on_closed: OnClosed
@@ -82,7 +98,7 @@ class Participants:
         `on_closed` is called when the participant says that admission is closed, `on_progress` at each later step.
         Raises Refused, Unanswered, Misanswered, each with phase and participant filled in.
         """
-        stub = self._stub(whom.address)
+        stub = self._reach(whom)
         metadata = (*self._metadata, *self.carried(call.operation_id, whom.participant_id))
         context = participant_service_pb2.OperationContext(
             operation_id=call.operation_id, coordinator_epoch=self._epoch
@@ -133,7 +149,7 @@ class Participants:
             context=participant_service_pb2.OperationContext(operation_id=operation_id, coordinator_epoch=self._epoch),
             lease_ttl=convert.duration(ttl_s),
         )
-        stub = self._stub(whom.address)
+        stub = self._reach(whom)
         with _errors(whom.participant_id, Phase.UNSPECIFIED, operation_id):
             reply = await stub.RenewLease(request, timeout=timeout_s, metadata=self._metadata)
         return convert.seconds(reply.lease_remaining)
@@ -142,13 +158,16 @@ class Participants:
         """Have a participant write ahead of a save, for so long. Raises as `perform`."""
         request = participant_service_pb2.PrecopyRequest(coordinator_epoch=self._epoch)
         with _errors(whom.participant_id, Phase.DISCOVER, ""):
-            await self._stub(whom.address).Precopy(request, timeout=within_s, metadata=self._metadata)
+            await self._reach(whom).Precopy(request, timeout=within_s, metadata=self._metadata)
 
-    async def describe(self, address: str, timeout_s: float) -> participant_service_pb2.GetCapabilitiesResponse:
-        """Ask who listens at an address. Raises as `perform`."""
+    async def describe(
+        self, whom: Participant | str, timeout_s: float
+    ) -> participant_service_pb2.GetCapabilitiesResponse:
+        """Ask what a participant is, or who listens at an address. Raises as `perform`."""
+        stub = self._stubs.to(whom) if isinstance(whom, str) else self._reach(whom)
         with _errors("", Phase.DISCOVER, ""):
             return await _reply(
-                self._stub(address).GetCapabilities(
+                stub.GetCapabilities(
                     participant_service_pb2.GetCapabilitiesRequest(), timeout=timeout_s, metadata=self._metadata
                 )
             )
@@ -158,7 +177,7 @@ class Participants:
     ) -> tuple[capabilities_pb2.ParticipantStatus, Sequence[capabilities_pb2.TaskStack]]:
         """The participant's own status, and so many stacks of its tasks. Raises as `perform`."""
         with _errors(whom.participant_id, Phase.UNSPECIFIED, ""):
-            reply = await self._stub(whom.address).GetStatus(
+            reply = await self._reach(whom).GetStatus(
                 participant_service_pb2.GetStatusRequest(max_rollouts=max_rollouts, max_stacks=max_stacks),
                 timeout=timeout_s,
                 metadata=self._metadata,
@@ -172,7 +191,7 @@ class Participants:
             attempts=[participant_service_pb2.AttemptRef(rollout_id=r, attempt=2**32 - 1) for r in rollout_ids],
         )
         with _errors(whom.participant_id, Phase.UNSPECIFIED, ""):
-            reply = await self._stub(whom.address).RetireAttempts(request, timeout=timeout_s, metadata=self._metadata)
+            reply = await self._reach(whom).RetireAttempts(request, timeout=timeout_s, metadata=self._metadata)
         return reply.retired
 
     def _prepare(
@@ -213,16 +232,13 @@ class Participants:
     def _metadata(self) -> Metadata:
         return self._security.metadata(Access.COORDINATOR)
 
-    def _stub(self, address: str) -> participant_service_pb2_grpc.ParticipantAsyncStub:
-        if self._security.version != self._version:
-            self._version = self._security.version
-            self._former += self._channels.values()
-            self._channels, self._stubs = {}, {}
-        found = self._stubs.get(address)
-        if found is None:
-            link = self._channels[address] = self._dial(address)
-            found = self._stubs[address] = participant_service_pb2_grpc.ParticipantStub(link)
-        return found
+    def _reach(self, whom: Participant) -> participant_service_pb2_grpc.ParticipantAsyncStub:
+        """How it is called now. Who was behind a relay that is gone is called at its own address."""
+        relay = self._relay_of(whom.participant_id, whom.incarnation_id)
+        if relay is None:
+            return self._stubs.to(whom.address)
+        through = self._fanout.calls_through(relay, whom.participant_id, whom.incarnation_id)
+        return cast("participant_service_pb2_grpc.ParticipantAsyncStub", through)
 
 
 async def _reply(call: Awaitable[ReplyT]) -> ReplyT:

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 from math import isfinite
 from typing import Final
 
-from safepoint.v1 import capabilities_pb2, manifest_pb2
+from safepoint.v1 import capabilities_pb2, coordinator_service_pb2, manifest_pb2
 
 from coordinator import convert
 from coordinator.participants import Participants
@@ -52,6 +52,10 @@ class Discovery:
     def topology(self) -> Topology:
         """Everybody that is known, and who is missing."""
         return Topology(self.registry.participants(), self.policy_endpoints, self.registry.missing())
+
+    def info(self, who: Participant) -> coordinator_service_pb2.ParticipantInfo:
+        """A participant as topology and status show it."""
+        return convert.participant_info(who, self.registry.relay_of(who.participant_id, who.incarnation_id))
 
     def awaited(self) -> list[ParticipantId]:
         """Who is likely to be back soon: lost a moment ago, or not here yet after the start of this coordinator."""
@@ -138,7 +142,7 @@ class Discovery:
 
     async def _ask_registered(self, found: Participant) -> Problem | None:
         try:
-            await self.participants.describe(found.address, DESCRIBE_TIMEOUT_S)
+            await self.participants.describe(found, DESCRIBE_TIMEOUT_S)
         except SafepointError as error:
             message = (
                 f"{found.participant_id} is registered and does not answer at {found.address}: {error.problem.message}"

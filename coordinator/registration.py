@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import AsyncIterator
-from typing import Final
+from typing import Any, Final
 
 from safepoint.v1 import coordinator_service_pb2 as pb
 
@@ -20,6 +20,7 @@ from coordinator.registry import Registry, Session
 from coordinator.wire import failpoints
 from coordinator.wire.errors import Reason, SafepointError, refuse
 from coordinator.wire.guard import caller
+from coordinator.wire.ids import is_wire_id
 
 log = logging.getLogger(__name__)
 
@@ -29,39 +30,43 @@ MAX_CAUSE: Final = 500  # characters of a goodbye
 
 
 class Registration:
-    """Serves Register streams."""
+    """Serves Register streams. A relay's keeps nobody whom its coordinator does not have: `_admit`."""
 
     def __init__(self, registry: Registry, epoch: int, job_id: str, heartbeat_s: float) -> None:
         self._registry = registry
         self._epoch = epoch
         self._job_id = job_id
-        self._heartbeat_s = heartbeat_s
+        self.heartbeat_s = heartbeat_s
+
+    async def _admit(self, session: Session, hello: pb.Hello) -> asyncio.Future[None] | None:
+        """Whether a shim that the registry has taken may stay: raises what it is refused with. What is returned ends the
+        stream, with what it is set to."""
+        return None
 
     async def serve(self, requests: AsyncIterator[pb.RegisterRequest]) -> AsyncIterator[pb.RegisterEvent]:
         """One stream, from Hello to its end. Raises what the registry refuses, and UNREACHABLE after a silence."""
-        newcomer = await self._hello(requests)
-        interval_s = max(self._heartbeat_s, len(self._registry) / BEATS_PER_S)
-        session = self._registry.register(newcomer, self._registry.silence_s * interval_s / self._heartbeat_s)
+        hello = await self._hello(requests)
+        newcomer = convert.hello(hello)
+        interval_s = max(self.heartbeat_s, len(self._registry) / BEATS_PER_S)
+        session = self._registry.register(newcomer, self._registry.silence_s * interval_s / self.heartbeat_s)
         who = session.participant
         log.info("%s registered from %s", who.participant_id, who.address)
         said: list[str] = []
         reading = asyncio.create_task(self._read(session, requests, said))
         why = "its registration ended"
         try:
+            ended = await self._admit(session, hello)
             failpoints.reach("registration.before_welcome", who.participant_id)
-            yield pb.RegisterEvent(
-                welcome=pb.Welcome(
-                    coordinator_epoch=self._epoch,
-                    heartbeat_interval=convert.duration(interval_s),
-                    job_id=self._job_id,
-                )
-            )
+            yield pb.RegisterEvent(welcome=self.welcome(interval_s))
             failpoints.reach("registration.after_welcome", who.participant_id)
+            waits: set[asyncio.Future[None]] = {reading} if ended is None else {reading, ended}
             sequence = 0
             while session.alive:
-                await asyncio.wait({reading}, timeout=interval_s)
-                if reading.done():
+                done, _ = await asyncio.wait(waits, timeout=interval_s, return_when=asyncio.FIRST_COMPLETED)
+                if reading in done:
                     return
+                for over in done:
+                    over.result()
                 sequence += 1
                 yield pb.RegisterEvent(heartbeat=pb.Heartbeat(sequence=sequence))
             why = "it fell silent, or has registered again"
@@ -70,40 +75,32 @@ class Registration:
             reading.cancel()
             self._registry.leave(session, why, *said)
 
+    def welcome(self, interval_s: float) -> pb.Welcome:
+        """What accepts a newcomer."""
+        return pb.Welcome(
+            coordinator_epoch=self._epoch, heartbeat_interval=convert.duration(interval_s), job_id=self._job_id
+        )
+
     async def reap(self) -> None:
         """Lose whoever is silent; runs for ever, beside the server."""
         loop = asyncio.get_running_loop()
         while True:
             slept_at = loop.time()
-            await asyncio.sleep(self._heartbeat_s)
-            if loop.time() - slept_at > 2 * self._heartbeat_s:
+            await asyncio.sleep(self.heartbeat_s)
+            if loop.time() - slept_at > 2 * self.heartbeat_s:
                 self._registry.forgive()  # it was us who slept: heartbeats wait in our sockets
             else:
                 self._registry.reap()
 
-    async def _hello(self, requests: AsyncIterator[pb.RegisterRequest]) -> Participant:
-        try:
-            # Not `wait_for`: until Python 3.12 it forgets that it was cancelled when its answer comes in the same moment, and
-            # the stream of somebody who is gone would hold the name against the successor.
-            async with asyncio.timeout(HELLO_WITHIN_S):
-                first = await anext(requests)
-        except (TimeoutError, StopAsyncIteration):
-            raise refuse(Reason.INVALID_ARGUMENT, "The stream began without Hello.") from None
-        if first.WhichOneof("message") != "hello":
-            raise refuse(Reason.INVALID_ARGUMENT, "The first message must be Hello.")
-        hello = first.hello
+    async def _hello(self, requests: AsyncIterator[pb.RegisterRequest]) -> pb.Hello:
+        hello: pb.Hello = await first_of(requests)
         participant_id, who = hello.capabilities.participant_id, caller()
         if not who.may_register(participant_id):
             raise refuse(
                 Reason.PERMISSION_DENIED, f"{who.name} may not speak for {participant_id[:128]!r}.",
                 next_step="Give the shim a certificate of its own name, or one without an instance.",
             )  # fmt: skip
-        return convert.participant(
-            hello.capabilities,
-            hello.incarnation_id,
-            hello.address,
-            hello.process if hello.HasField("process") else None,
-        )
+        return hello
 
     async def _read(self, session: Session, requests: AsyncIterator[pb.RegisterRequest], said: list[str]) -> None:
         async for request in requests:
@@ -111,6 +108,29 @@ class Registration:
             if request.HasField("goodbye"):
                 said[:] = [request.goodbye.cause[:MAX_CAUSE]]
                 return
+
+
+async def first_of(requests: AsyncIterator[Any]) -> Any:
+    """The hello that a stream begins with. Raises INVALID_ARGUMENT when it does not."""
+    try:
+        # Not `wait_for`: until Python 3.12 it forgets that it was cancelled when its answer comes in the same moment, and
+        # the stream of somebody who is gone would hold the name against the successor.
+        async with asyncio.timeout(HELLO_WITHIN_S):
+            first = await anext(requests)
+    except (TimeoutError, StopAsyncIteration):
+        raise refuse(Reason.INVALID_ARGUMENT, "The stream began without Hello.") from None
+    if first.WhichOneof("message") != "hello":
+        raise refuse(Reason.INVALID_ARGUMENT, "The first message must be Hello.")
+    return first.hello
+
+
+def check_end(request: pb.ReportEndRequest) -> None:
+    """Raise MALFORMED_ID, PERMISSION_DENIED for what its sender may not report."""
+    for name, value in (("participant_id", request.participant_id), ("incarnation_id", request.incarnation_id)):
+        if not is_wire_id(value):
+            raise refuse(Reason.MALFORMED_ID, f"{value[:60]!r} is no {name}.")
+    if not caller().may_register(request.participant_id):
+        raise refuse(Reason.PERMISSION_DENIED, f"{caller().name} may not speak for {request.participant_id}.")
 
 
 def _lost(who: Participant) -> SafepointError:

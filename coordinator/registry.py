@@ -3,7 +3,7 @@
 The rule: a name belongs to one living incarnation. A newcomer of that name with another incarnation is refused while
 the old one lives, and replaces it once it is dead; whoever follows the registry hears of a loss or a replacement at
 once, so that an operation never waits for somebody who is gone. Who is gone and has not come back is remembered: a
-snapshot without it would look whole and lack what it holds.
+snapshot without it would look whole and lack what it holds. Who is behind a relay is heard with it, and gone with it.
 
 No IO: the clock (seconds, monotonic) is given, streams call `beat` and `leave`.
 """
@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from typing import Final
 
-from coordinator.protocol.topology import Missing, Participant
+from coordinator.protocol.topology import Missing, Participant, ShimProcess
 from coordinator.wire.errors import Problem, Reason, refuse
 from coordinator.wire.ids import IncarnationId, ParticipantId
 from coordinator.wire.terms import Role
@@ -33,14 +33,39 @@ ENDED: Final = "ended"  # the key of a loss's metadata that says how the process
 
 
 @dataclass(slots=True, eq=False)
+class Relay:
+    """A relay: how it announced itself, when it was last heard, and how long it may be silent (seconds)."""
+
+    relay_id: str
+    incarnation_id: str
+    address: str
+    process: ShimProcess | None
+    nonce: str
+    heard_at: float
+    silence_s: float
+
+    def __str__(self) -> str:
+        return f"relay {self.relay_id} ({self.process or self.address})"
+
+
+@dataclass(slots=True, eq=False)
 class Session:
-    """One registration: what a shim said in Hello, when it was last heard, how long it may be silent, when it began (seconds)."""
+    """One registration: what a shim said in Hello, when it was last heard, how long it may be silent, when it began (seconds).
+
+    `relay`: the one it came through, which is heard for it.
+    """
 
     participant: Participant
     heard_at: float
     silence_s: float
     began_at: float
+    relay: Relay | None = None
     alive: bool = True
+
+    @property
+    def pulse(self) -> Relay | Session:
+        """Whose heartbeats say that it lives."""
+        return self.relay or self
 
 
 @dataclass(slots=True)
@@ -75,8 +100,8 @@ class Registry:
         if gone_for_good is not None:
             self._on_gone_for_good.append(gone_for_good)
 
-    def register(self, participant: Participant, silence_s: float = 0.0) -> Session:
-        """A shim announces itself. Call `beat` for each of its heartbeats and `leave` when its stream ends.
+    def register(self, participant: Participant, silence_s: float = 0.0, relay: Relay | None = None) -> Session:
+        """A shim announces itself, or a relay does for it. Call `beat` for each heartbeat and `leave` when the stream ends.
         `silence_s`: how long it may be silent, when that is longer than for others.
 
         Raises DUPLICATE_PARTICIPANT when another living incarnation has the name. The same incarnation on a new stream
@@ -94,8 +119,8 @@ class Registry:
         if old is None and static is None and len(self._sessions) >= MAX_PARTICIPANTS:
             raise refuse(Reason.LIMIT_EXCEEDED, f"There are {MAX_PARTICIPANTS} participants already.")
         if old is not None and old.participant.incarnation_id != participant.incarnation_id:
-            silent_s = self.clock() - old.heard_at
-            if silent_s <= old.silence_s:
+            silent_s = self.clock() - old.pulse.heard_at
+            if silent_s <= old.pulse.silence_s:
                 raise refuse(
                     Reason.DUPLICATE_PARTICIPANT,
                     f"{name} is registered from {old.participant.address}, heard {silent_s:.1f} s ago.",
@@ -108,16 +133,21 @@ class Registry:
         elif old is not None:
             old.alive = False
         now = self.clock()
-        session = Session(participant, now, max(silence_s, self.silence_s), now)
+        session = Session(participant, now, max(silence_s, self.silence_s), now, relay)
         self._sessions[name] = session
         self._gone.pop(name, None)
         for joined in self._on_joined:
             joined(participant)
         return session
 
-    def beat(self, session: Session) -> None:
-        """A heartbeat, or anything else, came from this shim."""
-        session.heard_at = self.clock()
+    def beat(self, who: Session | Relay) -> None:
+        """A heartbeat, or anything else, came from this shim, or from a relay for all who are behind it."""
+        who.heard_at = self.clock()
+
+    def relay_of(self, name: str, incarnation_id: str) -> Relay | None:
+        """Through which relay that lifetime of that participant is registered now; None when through none, or not at all."""
+        session = self._sessions.get(ParticipantId(name))
+        return session.relay if session is not None and session.participant.incarnation_id == incarnation_id else None
 
     def leave(self, session: Session, why: str, goodbye: str = "") -> None:
         """The stream has ended; `goodbye` is what the shim has said of it. Nothing happens when the registration was
@@ -126,7 +156,8 @@ class Registry:
             return
         if goodbye:
             self._end(session.participant.incarnation_id, goodbye)
-        self._lose(session, f"{session.participant.participant_id} is gone: {why}.", Reason.UNREACHABLE)
+        through = f" behind {session.relay}" if session.relay is not None else ""
+        self._lose(session, f"{session.participant.participant_id} is gone{through}: {why}.", Reason.UNREACHABLE)
 
     def explain(self, name: ParticipantId, incarnation_id: IncarnationId, how: str) -> None:
         """Somebody has seen how a shim's process ended. `how`: a sentence. Whether it is here, its stream alone decides.
@@ -155,16 +186,17 @@ class Registry:
     def reap(self) -> None:
         """Lose everybody who has been silent for too long; call it once a heartbeat interval."""
         now = self.clock()
-        for session in [s for s in self._sessions.values() if now - s.heard_at > s.silence_s]:
+        for session in [s for s in self._sessions.values() if now - s.pulse.heard_at > s.pulse.silence_s]:
             name = session.participant.participant_id
-            silent_s = now - session.heard_at
-            self._lose(session, f"{name} has been silent for {silent_s:.1f} s.", Reason.UNREACHABLE)
+            who = f"{name} is gone: its {session.relay}" if session.relay is not None else name
+            silent_s = now - session.pulse.heard_at
+            self._lose(session, f"{who} has been silent for {silent_s:.1f} s.", Reason.UNREACHABLE)
 
     def forgive(self) -> None:
         """Count everybody's silence from now: it was we who did not listen."""
         now = self.clock()
         for session in self._sessions.values():
-            session.heard_at = now
+            session.pulse.heard_at = now
 
     def set_static(self, participant: Participant) -> None:
         """What somebody of the static list said it is. Another incarnation than before is a replacement."""
@@ -243,6 +275,11 @@ class Registry:
         """Everybody now, sorted by name."""
         everybody = {**self._static, **{name: s.participant for name, s in self._sessions.items()}}
         return tuple(everybody[name] for name in sorted(everybody))
+
+    def addresses(self) -> set[str]:
+        """Where everybody is called: at their own addresses, or at their relays'."""
+        direct = {p.address for p in self._static.values()}
+        return direct | {(s.relay or s.participant).address for s in self._sessions.values()}
 
     def get(self, name: str) -> Participant | None:
         """The participant of that name."""

@@ -272,7 +272,10 @@ async def serve(
         raise
     registry = Registry(loop.time, settings.heartbeat_s * settings.missed_heartbeats)
     discovery = Discovery(
-        registry, Participants(journal.epoch, security, dial), settings.participants, settings.policy_endpoints
+        registry,
+        Participants(journal.epoch, security, dial, registry.relay_of),
+        settings.participants,
+        settings.policy_endpoints,
     )
     operations = Operations(settings, store, journal, discovery, Feed())
     operations.kept_out = lambda: still(door.refusals.kept_out(), registry.here_for_s)

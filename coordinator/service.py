@@ -31,13 +31,13 @@ from coordinator.outcomes import Ended
 from coordinator.protocol import events as core
 from coordinator.protocol.operation import Operation, Options, Outcome
 from coordinator.protocol.topology import Participant, fingerprint, validate
-from coordinator.registration import Registration
+from coordinator.registration import Registration, check_end
+from coordinator.relay_registration import RelayRegistration
 from coordinator.reporting import snapshot_info
 from coordinator.retention import Retention
 from coordinator.settings import Settings
 from coordinator.status import ANSWER_WITHIN_S, MAX_STACKS_OF, coordinator_status
 from coordinator.wire.errors import CATALOG, Problem, Reason, SafepointError, refuse
-from coordinator.wire.guard import caller
 from coordinator.wire.ids import IncarnationId, OperationId, ParticipantId, SnapshotId, is_rollout_id, is_wire_id
 from coordinator.wire.rpc import time_budget
 from coordinator.wire.terms import OperationKind
@@ -61,6 +61,7 @@ class CoordinatorService(coordinator_service_pb2_grpc.CoordinatorServicer):
     def __init__(self, operations: Operations, registration: Registration) -> None:
         self._operations = operations
         self._registration = registration
+        self._relays = RelayRegistration(operations.discovery.registry, registration)
 
     # ---- who takes part ---------------------------------------------------------------------------------------------
 
@@ -70,13 +71,15 @@ class CoordinatorService(coordinator_service_pb2_grpc.CoordinatorServicer):
         async for event in self._registration.serve(request_iterator):
             yield event
 
+    async def RegisterRelay(
+        self, request_iterator: AsyncIterator[pb.RegisterRelayRequest], context: Context
+    ) -> AsyncIterator[pb.RegisterRelayEvent]:
+        async for event in self._relays.serve(request_iterator):
+            yield event
+
     async def ReportEnd(self, request: pb.ReportEndRequest, context: Context) -> pb.ReportEndResponse:
         time_budget(context)
-        for name, value in (("participant_id", request.participant_id), ("incarnation_id", request.incarnation_id)):
-            if not is_wire_id(value):
-                raise refuse(Reason.MALFORMED_ID, f"{value[:60]!r} is no {name}.")
-        if not caller().may_register(request.participant_id):
-            raise refuse(Reason.PERMISSION_DENIED, f"{caller().name} may not speak for {request.participant_id}.")
+        check_end(request)
         self._operations.discovery.registry.explain(
             ParticipantId(request.participant_id), IncarnationId(request.incarnation_id), convert.process_end(request)
         )
@@ -94,7 +97,7 @@ class CoordinatorService(coordinator_service_pb2_grpc.CoordinatorServicer):
         findings += [convert.finding(found) for found in validate(topology)]
         findings += map(kept_out.finding, self._operations.kept_out())
         return pb.GetTopologyResponse(
-            participants=[convert.participant_info(p) for p in topology.participants],
+            participants=[discovery.info(p) for p in topology.participants],
             fingerprint=fingerprint(topology.participants),
             findings=findings,
         )

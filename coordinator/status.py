@@ -42,7 +42,7 @@ async def coordinator_status(
         healths = await asyncio.gather(*(one(p) for p in everybody))
     else:
         healths = [
-            coordinator_service_pb2.ParticipantHealth(info=convert.participant_info(p), reachable=True)
+            coordinator_service_pb2.ParticipantHealth(info=operations.discovery.info(p), reachable=True)
             for p in everybody
         ]
     return coordinator_service_pb2.GetCoordinatorStatusResponse(
@@ -75,7 +75,7 @@ def operation_status(operations: Operations) -> coordinator_service_pb2.Operatio
 async def _health(
     operations: Operations, who: Participant, max_rollouts: int, max_stacks: int, timeout_s: float
 ) -> coordinator_service_pb2.ParticipantHealth:
-    health = coordinator_service_pb2.ParticipantHealth(info=convert.participant_info(who))
+    health = coordinator_service_pb2.ParticipantHealth(info=operations.discovery.info(who))
     try:
         rollouts = min(max_rollouts, MAX_ROLLOUTS)
         status, stacks = await operations.participants.status(who, rollouts, timeout_s, max_stacks)

@@ -27,7 +27,7 @@ from safepoint.v1 import coordinator_service_pb2_grpc
 from coordinator.wire.access import Access
 from coordinator.wire.auth import Tokens
 from coordinator.wire.errors import SafepointError
-from coordinator.wire.record import look_up
+from coordinator.wire.record import Record, look_up
 from coordinator.wire.refusals import introduced
 from coordinator.wire.rpc import error_from_rpc
 from participant_shims.gate.life import is_ending, server_of, server_process
@@ -75,7 +75,7 @@ async def report(
     gone: Predecessor,
     target: str,
     tokens: Tokens | None,
-    dial: Callable[[str], aio.Channel],
+    dial: Callable[[Record], aio.Channel],
     within_s: float = REPORT_WITHIN_S,
 ) -> bool:
     """Tell the coordinator how `gone` ended; whether it was told. Tries for `within_s` seconds, and raises nothing."""
@@ -91,7 +91,7 @@ async def report(
             record = look_up(target)
             mine = tokens.metadata(Access.SHIM) if tokens else ()
             metadata = (*mine, *record.metadata(), *introduced(gone.participant_id))
-            async with dial(record.address) as link:
+            async with dial(record) as link:
                 stub = cast(Any, coordinator_service_pb2_grpc.CoordinatorStub(link))
                 await stub.ReportEnd(request, timeout=REPORT_CALL_S, metadata=metadata)
             return True

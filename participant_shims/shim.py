@@ -24,7 +24,6 @@ from grpc import aio
 from safepoint.v1 import capabilities_pb2, participant_service_pb2_grpc
 
 from coordinator.wire import failpoints
-from coordinator.wire.access import Access
 from coordinator.wire.errors import Reason, SafepointError, refuse
 from coordinator.wire.ids import is_wire_id, new_incarnation_id
 from coordinator.wire.links import read_security
@@ -124,7 +123,8 @@ class Shim:
         self.incarnation_id = new_incarnation_id()
         self.address = ""
         self.service = ParticipantService(adapter, options.participant_id, self.incarnation_id, options.root, clock)
-        self._make_server, self._dial = make_server, dial or self._security.dial(Access.COORDINATOR)
+        self._make_server = make_server
+        self._dial = self._security.dial_found() if dial is None else lambda found: dial(found.address)
         self._listening: Listening | None = None
         self.registration: Registration | None = None
         self._server: aio.Server | None = None

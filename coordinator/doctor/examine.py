@@ -6,11 +6,13 @@ import datetime
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from coordinator.doctor import credentials, engines, fleet, machine
+from coordinator.doctor import relay as relay_of_node
 from coordinator.doctor import root as snapshot_root
 from coordinator.doctor.finding import Finding, Severity, from_error
 from coordinator.wire.errors import Reason, SafepointError
@@ -27,7 +29,7 @@ CALL_S: Final = 3.0
 class Circumstances:
     """What is examined. `client`: None when nothing names a coordinator, or when `no_client` says why there is none.
 
-    `root`: empty when nothing names one.
+    `root`: empty when nothing names one. `target`: what names the coordinator.
     """
 
     environ: Mapping[str, str]
@@ -36,6 +38,7 @@ class Circumstances:
     root: str = ""
     token_file: str = ""
     config: str = ""
+    target: str = ""
     clock: Callable[[], float] = field(default=time.monotonic)
 
 
@@ -117,6 +120,11 @@ def _newest_bytes(client: Client | None) -> int:
     return published[0].size_bytes if published else 0
 
 
+def _relay(here: Circumstances) -> Iterator[Finding]:
+    with suppress(SafepointError):  # that nobody has written the record is what the coordinator's check says
+        yield from relay_of_node.relay(here.target)
+
+
 Check = Callable[[Circumstances], Iterator[Finding]]
 CHECKS: Final[Mapping[str, Check]] = {
     "versions": _versions,
@@ -124,6 +132,7 @@ CHECKS: Final[Mapping[str, Check]] = {
     "settings": _settings,
     "credentials": _credentials,
     "root": _root,
+    "relay": _relay,
     "coordinator": _fleet,
 }
 

@@ -27,6 +27,7 @@ class Access(StrEnum):
     RESTORER = "restorer"  # restores, and ends what it has restored
     COORDINATOR = "coordinator"  # drives participants; what the coordinator itself has
     SHIM = "shim"  # registers at the coordinator; what participants have
+    RELAY = "relay"  # registers the shims of its node, and passes the coordinator's calls on to them
 
 
 EVERYTHING: Final = frozenset(Access)
@@ -115,14 +116,18 @@ _OPERATORS: Final = frozenset({Access.OPERATOR})
 _RESTORERS: Final = frozenset({Access.RESTORER})
 _ENDERS: Final = frozenset({Access.OPERATOR, Access.RESTORER})
 _SHIMS: Final = frozenset({Access.SHIM})
-_COORDINATORS: Final = frozenset({Access.COORDINATOR})
-_ASKERS: Final = frozenset({Access.COORDINATOR, Access.OBSERVER})
+_RELAYS: Final = frozenset({Access.RELAY})
+_FANNERS: Final = frozenset({Access.COORDINATOR})
+_COORDINATORS: Final = frozenset({Access.COORDINATOR, Access.RELAY})
+_ASKERS: Final = frozenset({Access.COORDINATOR, Access.RELAY, Access.OBSERVER})
 _COORDINATOR: Final = "/safepoint.v1.Coordinator/"
 _PARTICIPANT: Final = "/safepoint.v1.Participant/"
+_RELAY: Final = "/safepoint.v1.Relay/"
 
 # fmt: off
 METHODS: Final[Mapping[str, Method]] = MappingProxyType({
     _COORDINATOR + "Register":       Method(_SHIMS, Lane.STAY, 256 * _KIB),
+    _COORDINATOR + "RegisterRelay":  Method(_RELAYS, Lane.STAY, 512 * _KIB),
     _COORDINATOR + "ReportEnd":      Method(_SHIMS, Lane.WORK, 64 * _KIB),
     _COORDINATOR + "GetTopology":    Method(_LOOKERS, Lane.WORK, 4 * _KIB),
     _COORDINATOR + "Save":           Method(_OPERATORS, Lane.WORK, 256 * _KIB),
@@ -156,6 +161,8 @@ METHODS: Final[Mapping[str, Method]] = MappingProxyType({
     _PARTICIPANT + "RetireAttempts":  Method(_COORDINATORS, Lane.WORK, 512 * _KIB),
     _PARTICIPANT + "GetStatus":       Method(_ASKERS, Lane.RESERVED, 4 * _KIB),
     _PARTICIPANT + "WatchStatus":     Method(_ASKERS, Lane.WATCH, 4 * _KIB),
+    _RELAY + "Fan":                  Method(_FANNERS, Lane.WORK, 512 * _KIB),
+    _RELAY + "FanUrgent":            Method(_FANNERS, Lane.RESERVED, 512 * _KIB),
     "/grpc.health.v1.Health/Check": Method(EVERYTHING, Lane.RESERVED, 4 * _KIB),
     "/grpc.health.v1.Health/List":  Method(EVERYTHING, Lane.RESERVED, 4 * _KIB),
     "/grpc.health.v1.Health/Watch": Method(EVERYTHING, Lane.WATCH, 4 * _KIB),

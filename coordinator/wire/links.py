@@ -18,6 +18,7 @@ from grpc import aio
 from coordinator.wire.access import Access, server_name
 from coordinator.wire.auth import Metadata, TokenFile, read_token
 from coordinator.wire.errors import Reason, SafepointError, refuse
+from coordinator.wire.record import Record
 from coordinator.wire.rpc import CHANNEL_OPTIONS
 from coordinator.wire.tls import Tls, read_tls
 
@@ -61,6 +62,10 @@ class Security:
     def dial(self, peer: Access) -> Callable[[str], aio.Channel]:
         """`channel` for one kind of peer."""
         return lambda target: self.channel(target, peer)
+
+    def dial_found(self) -> Callable[[Record], aio.Channel]:
+        """A channel to a coordinator, or to the relay whose record was found in its place."""
+        return lambda record: self.channel(record.address, Access.RELAY if record.beyond else Access.COORDINATOR)
 
     def _check_plain(self, target: str) -> None:
         if self.tokens is None or self.insecure:

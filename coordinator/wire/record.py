@@ -6,6 +6,7 @@ record's nonce, and a coordinator that has another nonce refuses it before anyth
 again then. A call to an address that a person wrote down carries none.
 
     <root>/coordinator/address.json     {"address": "10.0.0.3:41873", "epoch": 7, "nonce": "9f2c..."}
+    <run_dir>/relay/address.json        {"address": ..., "nonce": ..., "coordinator": "file:<root>/coordinator/address.json"}
 """
 
 from __future__ import annotations
@@ -29,11 +30,15 @@ NONCE_METADATA_KEY: Final = "safepoint-nonce"
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """A gRPC target, and what is known of the coordinator there: zero and empty when somebody wrote the target down."""
+    """A gRPC target, and what is known of the coordinator there: zero and empty when somebody wrote the target down.
+
+    `beyond`: of a relay's record, where its coordinator is looked up when the relay stays away.
+    """
 
     address: str
     epoch: int = 0
     nonce: str = ""
+    beyond: str = ""
 
     def metadata(self) -> tuple[tuple[str, str], ...]:
         """What a call to it carries."""
@@ -56,10 +61,18 @@ def look_up(target: str) -> Record:
     except (OSError, ValueError, RecursionError) as error:
         raise _nowhere(f"No coordinator's address is in {path}: it cannot be read ({error}).") from error
     fields = cast("dict[str, object]", loaded) if isinstance(loaded, dict) else {}
-    address, nonce = fields.get("address"), fields.get("nonce")
+    address, nonce, beyond = fields.get("address"), fields.get("nonce"), fields.get("coordinator")
     if not isinstance(address, str) or not address:
         raise _nowhere(f"No coordinator's address is in {path}.")
-    return Record(address, epoch_in(fields), nonce if isinstance(nonce, str) else "")
+    return Record(
+        address, epoch_in(fields), nonce if isinstance(nonce, str) else "", beyond if isinstance(beyond, str) else ""
+    )
+
+
+def look_up_coordinator(target: str) -> Record:
+    """As `look_up`, and past a relay: whom a trainer or a person calls. Raises as `look_up`."""
+    record = look_up(target)
+    return look_up(record.beyond) if record.beyond else record
 
 
 def epoch_in(fields: Mapping[str, object]) -> int:

@@ -23,7 +23,7 @@ from coordinator.wire.extras import install_extra
 VARIABLE: Final = "SAFEPOINT_TRACES"
 _API: Final = "opentelemetry.trace"
 _TRACEPARENT: Final = re.compile(r"[0-9a-f]{2}-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}")
-_HEADERS: Final = ("traceparent", "tracestate")
+HEADERS: Final = ("traceparent", "tracestate")
 _MAX_STATE: Final = 512
 
 Metadata = tuple[tuple[str, str], ...]
@@ -46,7 +46,7 @@ def outgoing() -> Metadata:
 
 def incoming(metadata: Iterable[tuple[str, str | bytes]] | None) -> dict[str, str]:
     """The context that came with a call; empty when there was none that can be one."""
-    found = {key: value for key, value in metadata or () if key in _HEADERS and isinstance(value, str)}
+    found = {key: value for key, value in metadata or () if key in HEADERS and isinstance(value, str)}
     if not _TRACEPARENT.fullmatch(found.get("traceparent", "")):
         return {}
     return {key: value for key, value in found.items() if len(value) <= _MAX_STATE}

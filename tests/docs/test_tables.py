@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 
 import pytest
-from safepoint.v1 import coordinator_service_pb2, errors_pb2, participant_service_pb2
+from safepoint.v1 import coordinator_service_pb2, errors_pb2, participant_service_pb2, relay_service_pb2
 
 from coordinator.wire.errors import CATALOG, Reason
 from tests.docs.render_tables import DOCUMENTS, ROOT, TABLES, rendered
@@ -39,6 +39,7 @@ def test_every_rpc_has_its_place_among_the_error_tables() -> None:
     for service, heading, following in (
         (participant_service_pb2.DESCRIPTOR.services_by_name["Participant"], "### 8.2", "### 8.3"),
         (coordinator_service_pb2.DESCRIPTOR.services_by_name["Coordinator"], "### 8.3", "### 8.4"),
+        (relay_service_pb2.DESCRIPTOR.services_by_name["Relay"], "### 8.3", "### 8.4"),
     ):
         part = NORMATIVE[NORMATIVE.index(heading) : NORMATIVE.index(following)]
         prose = "\n".join(line for line in part.splitlines() if not line.startswith("|"))

@@ -11,7 +11,7 @@ from typing import Any, cast
 import pytest
 from cryptography import x509
 from grpc import aio
-from safepoint.v1 import coordinator_service_pb2_grpc, participant_service_pb2_grpc
+from safepoint.v1 import coordinator_service_pb2_grpc, participant_service_pb2_grpc, relay_service_pb2_grpc
 
 from coordinator import certs
 from coordinator.wire.access import Access
@@ -80,6 +80,7 @@ async def answering(
     server = aio.server(interceptors=[interceptor], options=SERVER_OPTIONS)
     coordinator_service_pb2_grpc.add_CoordinatorServicer_to_server(_unimplemented(coordinator_service_pb2_grpc), server)
     participant_service_pb2_grpc.add_ParticipantServicer_to_server(_unimplemented(participant_service_pb2_grpc), server)
+    relay_service_pb2_grpc.add_RelayServicer_to_server(_unimplemented(relay_service_pb2_grpc), server)
     _health_grpc.add_HealthServicer_to_server(_health.aio.HealthServicer(), server)
     listening = listen(server, bind, security)
     await server.start()

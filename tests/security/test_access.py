@@ -11,7 +11,7 @@ import pytest
 from grpc import aio
 from hypothesis import given
 from hypothesis import strategies as st
-from safepoint.v1 import coordinator_service_pb2, participant_service_pb2
+from safepoint.v1 import coordinator_service_pb2, participant_service_pb2, relay_service_pb2
 
 from coordinator.wire.access import EVERYTHING, METHODS, Access, caller_from_uris, uri
 from coordinator.wire.auth import TokenFile
@@ -33,7 +33,13 @@ CHANGES_NOTHING = {
 def methods_of_the_contract() -> dict[str, bool]:
     """Every RPC that a server may serve, and whether the client streams."""
     found: dict[str, bool] = {}
-    modules: list[Any] = [coordinator_service_pb2, participant_service_pb2, health_pb2, reflection_pb2]
+    modules: list[Any] = [
+        coordinator_service_pb2,
+        participant_service_pb2,
+        relay_service_pb2,
+        health_pb2,
+        reflection_pb2,
+    ]
     for module in modules:
         for service in module.DESCRIPTOR.services_by_name.values():
             found |= {f"/{service.full_name}/{m.name}": m.client_streaming for m in service.methods}
@@ -59,9 +65,19 @@ def test_a_shim_may_only_announce_itself() -> None:
     assert allowed == {"/safepoint.v1.Coordinator/Register", "/safepoint.v1.Coordinator/ReportEnd"}
 
 
-def test_the_phases_of_a_participant_are_for_its_coordinator_alone() -> None:
+def test_the_phases_of_a_participant_are_for_its_coordinator_and_its_relay_alone() -> None:
     for name in ("Prepare", "Commit", "Confirm", "Restore", "Resume", "Abort", "RenewLease", "RetireAttempts"):
-        assert METHODS[f"/safepoint.v1.Participant/{name}"].access == {Access.COORDINATOR}
+        assert METHODS[f"/safepoint.v1.Participant/{name}"].access == {Access.COORDINATOR, Access.RELAY}
+
+
+def test_a_relay_may_announce_shims_and_pass_calls_on_and_nothing_else_of_the_coordinator() -> None:
+    """It starts no operation and ends none: what it passes on is fenced by an epoch that it is given."""
+    allowed = {name for name, method in METHODS.items() if Access.RELAY in method.access and "Health" not in name}
+    assert {name for name in allowed if "/safepoint.v1.Participant/" not in name} == {
+        "/safepoint.v1.Coordinator/RegisterRelay"
+    }
+    for name in ("Fan", "FanUrgent"):
+        assert METHODS[f"/safepoint.v1.Relay/{name}"].access == {Access.COORDINATOR}
 
 
 async def outcome(link: Any, method: str, metadata: Any, streams: bool) -> Reason | None:

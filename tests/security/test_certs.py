@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
+from coordinator.certs import USUAL
 from coordinator.cli import app
 from coordinator.wire.tls import read_tls
 from participant_shims.serve import ServeOptions, serve_environment
@@ -28,6 +29,7 @@ def test_a_cluster_gets_an_authority_and_what_its_processes_need(tmp_path: Path)
     assert {Path(c["directory"]).name: c["names"] for c in made["certificates"]} == {
         "coordinator": ["safepoint://run-7/coordinator"],
         "shim": ["safepoint://run-7/shim"],
+        "relay": ["safepoint://run-7/relay"],
         "trainer": ["safepoint://run-7/operator", "safepoint://run-7/restorer"],
         "observer": ["safepoint://run-7/observer"],
     }
@@ -65,7 +67,7 @@ def test_renewed_ones_have_the_same_names_and_other_keys(tmp_path: Path) -> None
 def test_what_names_nothing_is_refused(tmp_path: Path, arguments: list[str]) -> None:
     run("init", str(tmp_path))
     assert run("issue", str(tmp_path), *arguments)[0] == 2
-    assert len(list(tmp_path.glob("*/tls.key"))) == 4
+    assert {path.parent.name for path in tmp_path.glob("*/tls.key")} == set(USUAL)
 
 
 def test_serve_tells_the_servers_where_the_certificate_is(tmp_path: Path) -> None:

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from coordinator.wire.staying import MAX_CAUSE_BYTES
 from participant_shims.last_words import BYTES, last_words
-from participant_shims.registration import MAX_CAUSE_BYTES
 
 
 @pytest.mark.parametrize(

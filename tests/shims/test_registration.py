@@ -17,7 +17,8 @@ from safepoint.v1 import coordinator_service_pb2 as pb
 
 from coordinator.wire.errors import Reason, refuse
 from coordinator.wire.rpc import SERVER_OPTIONS, ErrorInterceptor
-from participant_shims.registration import AnotherJob, Registration
+from coordinator.wire.staying import AnotherJob
+from participant_shims.registration import Registration
 from tests.shims.shim_fakes import until
 
 
@@ -214,7 +215,7 @@ async def test_a_shim_that_was_refused_to_the_end_leaves_no_task_and_one_line(
         return [repr(task) for task in asyncio.all_tasks() - before if "_consume_request_iterator" in repr(task)]
 
     await until(lambda: not left())
-    said = [r.getMessage() for r in caplog.records if r.name == "participant_shims.registration"]
+    said = [r.getMessage() for r in caplog.records if r.name == "coordinator.wire.staying"]
     assert len(said) == 1
     assert "Somebody has this name." in said[0]
     assert shim.trouble is not None

@@ -399,6 +399,256 @@ class Heartbeat(_message.Message):
 Global___Heartbeat: _TypeAlias = Heartbeat  # noqa: Y015
 
 @_typing.final
+class RegisterRelayRequest(_message.Message):
+    """RegisterRelayRequest is what a relay sends."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    HELLO_FIELD_NUMBER: _builtins.int
+    HEARTBEAT_FIELD_NUMBER: _builtins.int
+    GOODBYE_FIELD_NUMBER: _builtins.int
+    NEWS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def hello(self) -> Global___RelayHello:
+        """First and once."""
+
+    @_builtins.property
+    def heartbeat(self) -> Global___Heartbeat:
+        """At the interval of Welcome."""
+
+    @_builtins.property
+    def goodbye(self) -> Global___Goodbye:
+        """Last, from a relay that ends by itself. It then ends the stream."""
+
+    @_builtins.property
+    def news(self) -> Global___RelayNews:
+        """Whenever something has happened behind it."""
+
+    def __init__(
+        self,
+        *,
+        hello: Global___RelayHello | None = ...,
+        heartbeat: Global___Heartbeat | None = ...,
+        goodbye: Global___Goodbye | None = ...,
+        news: Global___RelayNews | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["goodbye", b"goodbye", "heartbeat", b"heartbeat", "hello", b"hello", "message", b"message", "news", b"news"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["goodbye", b"goodbye", "heartbeat", b"heartbeat", "hello", b"hello", "message", b"message", "news", b"news"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["hello", "heartbeat", "goodbye", "news"]  # noqa: Y015
+    _WhichOneofArgType_message: _TypeAlias = _typing.Literal["message", b"message"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType_message) -> _WhichOneofReturnType_message | None: ...
+
+Global___RegisterRelayRequest: _TypeAlias = RegisterRelayRequest  # noqa: Y015
+
+@_typing.final
+class RegisterRelayEvent(_message.Message):
+    """RegisterRelayEvent is what the coordinator sends to a relay."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    WELCOME_FIELD_NUMBER: _builtins.int
+    HEARTBEAT_FIELD_NUMBER: _builtins.int
+    VERDICTS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def welcome(self) -> Global___Welcome:
+        """First and once."""
+
+    @_builtins.property
+    def heartbeat(self) -> Global___Heartbeat:
+        """At the interval of Welcome."""
+
+    @_builtins.property
+    def verdicts(self) -> Global___RelayVerdicts:
+        """For each shim of a RelayNews that has come, in one or more of these."""
+
+    def __init__(
+        self,
+        *,
+        welcome: Global___Welcome | None = ...,
+        heartbeat: Global___Heartbeat | None = ...,
+        verdicts: Global___RelayVerdicts | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["heartbeat", b"heartbeat", "message", b"message", "verdicts", b"verdicts", "welcome", b"welcome"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["heartbeat", b"heartbeat", "message", b"message", "verdicts", b"verdicts", "welcome", b"welcome"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["welcome", "heartbeat", "verdicts"]  # noqa: Y015
+    _WhichOneofArgType_message: _TypeAlias = _typing.Literal["message", b"message"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType_message) -> _WhichOneofReturnType_message | None: ...
+
+Global___RegisterRelayEvent: _TypeAlias = RegisterRelayEvent  # noqa: Y015
+
+@_typing.final
+class RelayHello(_message.Message):
+    """RelayHello announces a relay."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    RELAY_ID_FIELD_NUMBER: _builtins.int
+    INCARNATION_ID_FIELD_NUMBER: _builtins.int
+    ADDRESS_FIELD_NUMBER: _builtins.int
+    PROCESS_FIELD_NUMBER: _builtins.int
+    NONCE_FIELD_NUMBER: _builtins.int
+    relay_id: _builtins.str
+    """REQUIRED. What people call it, such as the name of its node; an id. Need not be unique."""
+    incarnation_id: _builtins.str
+    """REQUIRED. One lifetime of the relay process."""
+    address: _builtins.str
+    """REQUIRED. Where its Relay service listens, in gRPC target form."""
+    nonce: _builtins.str
+    """OPTIONAL. The nonce of its address record, which calls to it carry as `safepoint-nonce`."""
+    @_builtins.property
+    def process(self) -> Global___ShimProcess:
+        """OPTIONAL. The process that speaks, for errors about it."""
+
+    def __init__(
+        self,
+        *,
+        relay_id: _builtins.str = ...,
+        incarnation_id: _builtins.str = ...,
+        address: _builtins.str = ...,
+        process: Global___ShimProcess | None = ...,
+        nonce: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["process", b"process"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "incarnation_id", b"incarnation_id", "nonce", b"nonce", "process", b"process", "relay_id", b"relay_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RelayHello: _TypeAlias = RelayHello  # noqa: Y015
+
+@_typing.final
+class RelayNews(_message.Message):
+    """RelayNews is what has happened behind a relay since its last message."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    JOINED_FIELD_NUMBER: _builtins.int
+    LEFT_FIELD_NUMBER: _builtins.int
+    ENDS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def joined(self) -> _containers.RepeatedCompositeFieldContainer[Global___Hello]:
+        """OPTIONAL. Shims that have registered at it; at most 512."""
+
+    @_builtins.property
+    def left(self) -> _containers.RepeatedCompositeFieldContainer[Global___ShimLeft]:
+        """OPTIONAL. Shims whose registration has ended; at most 512."""
+
+    @_builtins.property
+    def ends(self) -> _containers.RepeatedCompositeFieldContainer[Global___ReportEndRequest]:
+        """OPTIONAL. How shims ended, as it was told by ReportEnd; at most 512."""
+
+    def __init__(
+        self,
+        *,
+        joined: _abc.Iterable[Global___Hello] | None = ...,
+        left: _abc.Iterable[Global___ShimLeft] | None = ...,
+        ends: _abc.Iterable[Global___ReportEndRequest] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["ends", b"ends", "joined", b"joined", "left", b"left"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RelayNews: _TypeAlias = RelayNews  # noqa: Y015
+
+@_typing.final
+class ShimLeft(_message.Message):
+    """ShimLeft says that a shim's registration at a relay has ended."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    PARTICIPANT_ID_FIELD_NUMBER: _builtins.int
+    INCARNATION_ID_FIELD_NUMBER: _builtins.int
+    WHY_FIELD_NUMBER: _builtins.int
+    GOODBYE_FIELD_NUMBER: _builtins.int
+    participant_id: _builtins.str
+    """REQUIRED."""
+    incarnation_id: _builtins.str
+    """REQUIRED. Which lifetime."""
+    why: _builtins.str
+    """REQUIRED. Why, as a part of a sentence, such as "its registration ended". At most 500 bytes."""
+    goodbye: _builtins.str
+    """OPTIONAL. The cause of its Goodbye."""
+    def __init__(
+        self,
+        *,
+        participant_id: _builtins.str = ...,
+        incarnation_id: _builtins.str = ...,
+        why: _builtins.str = ...,
+        goodbye: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["goodbye", b"goodbye", "incarnation_id", b"incarnation_id", "participant_id", b"participant_id", "why", b"why"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ShimLeft: _TypeAlias = ShimLeft  # noqa: Y015
+
+@_typing.final
+class RelayVerdicts(_message.Message):
+    """RelayVerdicts says which shims are in."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    VERDICTS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def verdicts(self) -> _containers.RepeatedCompositeFieldContainer[Global___RelayVerdict]:
+        """REQUIRED."""
+
+    def __init__(
+        self,
+        *,
+        verdicts: _abc.Iterable[Global___RelayVerdict] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["verdicts", b"verdicts"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RelayVerdicts: _TypeAlias = RelayVerdicts  # noqa: Y015
+
+@_typing.final
+class RelayVerdict(_message.Message):
+    """RelayVerdict is the answer to one Hello of a relay."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    PARTICIPANT_ID_FIELD_NUMBER: _builtins.int
+    INCARNATION_ID_FIELD_NUMBER: _builtins.int
+    REFUSED_FIELD_NUMBER: _builtins.int
+    participant_id: _builtins.str
+    """REQUIRED."""
+    incarnation_id: _builtins.str
+    """REQUIRED. Which lifetime."""
+    @_builtins.property
+    def refused(self) -> _errors_pb2.ErrorDetail:
+        """OPTIONAL. Why it is refused, or, of one that was in, why it counts as gone; the relay ends its registration with this.
+        Absent: it is registered.
+        """
+
+    def __init__(
+        self,
+        *,
+        participant_id: _builtins.str = ...,
+        incarnation_id: _builtins.str = ...,
+        refused: _errors_pb2.ErrorDetail | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["refused", b"refused"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["incarnation_id", b"incarnation_id", "participant_id", b"participant_id", "refused", b"refused"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RelayVerdict: _TypeAlias = RelayVerdict  # noqa: Y015
+
+@_typing.final
 class GetTopologyRequest(_message.Message):
     """GetTopologyRequest asks for the topology."""
 
@@ -430,6 +680,7 @@ class ParticipantInfo(_message.Message):
     INCARNATION_ID_FIELD_NUMBER: _builtins.int
     ADDRESS_FIELD_NUMBER: _builtins.int
     PROCESS_FIELD_NUMBER: _builtins.int
+    RELAY_FIELD_NUMBER: _builtins.int
     incarnation_id: _builtins.str
     """REQUIRED."""
     address: _builtins.str
@@ -442,6 +693,10 @@ class ParticipantInfo(_message.Message):
     def process(self) -> Global___ShimProcess:
         """OPTIONAL. As in its Hello."""
 
+    @_builtins.property
+    def relay(self) -> Global___RelayInfo:
+        """OPTIONAL. The relay that it registered through and is called through; absent when there is none between."""
+
     def __init__(
         self,
         *,
@@ -449,14 +704,47 @@ class ParticipantInfo(_message.Message):
         incarnation_id: _builtins.str = ...,
         address: _builtins.str = ...,
         process: Global___ShimProcess | None = ...,
+        relay: Global___RelayInfo | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["capabilities", b"capabilities", "process", b"process"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["capabilities", b"capabilities", "process", b"process", "relay", b"relay"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "capabilities", b"capabilities", "incarnation_id", b"incarnation_id", "process", b"process"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "capabilities", b"capabilities", "incarnation_id", b"incarnation_id", "process", b"process", "relay", b"relay"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___ParticipantInfo: _TypeAlias = ParticipantInfo  # noqa: Y015
+
+@_typing.final
+class RelayInfo(_message.Message):
+    """RelayInfo is one relay."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    RELAY_ID_FIELD_NUMBER: _builtins.int
+    ADDRESS_FIELD_NUMBER: _builtins.int
+    PROCESS_FIELD_NUMBER: _builtins.int
+    relay_id: _builtins.str
+    """REQUIRED. As in its RelayHello."""
+    address: _builtins.str
+    """REQUIRED."""
+    @_builtins.property
+    def process(self) -> Global___ShimProcess:
+        """OPTIONAL. As in its RelayHello."""
+
+    def __init__(
+        self,
+        *,
+        relay_id: _builtins.str = ...,
+        address: _builtins.str = ...,
+        process: Global___ShimProcess | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["process", b"process"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "process", b"process", "relay_id", b"relay_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RelayInfo: _TypeAlias = RelayInfo  # noqa: Y015
 
 @_typing.final
 class Finding(_message.Message):

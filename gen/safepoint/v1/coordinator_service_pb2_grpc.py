@@ -40,6 +40,11 @@ class CoordinatorStub(object):
                 request_serializer=safepoint_dot_v1_dot_coordinator__service__pb2.RegisterRequest.SerializeToString,
                 response_deserializer=safepoint_dot_v1_dot_coordinator__service__pb2.RegisterEvent.FromString,
                 _registered_method=True)
+        self.RegisterRelay = channel.stream_stream(
+                '/safepoint.v1.Coordinator/RegisterRelay',
+                request_serializer=safepoint_dot_v1_dot_coordinator__service__pb2.RegisterRelayRequest.SerializeToString,
+                response_deserializer=safepoint_dot_v1_dot_coordinator__service__pb2.RegisterRelayEvent.FromString,
+                _registered_method=True)
         self.ReportEnd = channel.unary_unary(
                 '/safepoint.v1.Coordinator/ReportEnd',
                 request_serializer=safepoint_dot_v1_dot_coordinator__service__pb2.ReportEndRequest.SerializeToString,
@@ -158,6 +163,18 @@ class CoordinatorServicer(object):
         named there. A stream that ends, or is silent for three intervals, removes the participant; in an operation that
         voids the cut. Errors: ALREADY_EXISTS (REASON_DUPLICATE_PARTICIPANT): another live shim has this name; stop it, or
         rename this one. A shim without a role is registered, and a blocking finding of the topology.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def RegisterRelay(self, request_iterator, context):
+        """RegisterRelay announces a relay, and with it the shims behind it: one stream and one heartbeat for all of them.
+
+        The first message must be RelayHello; the coordinator answers Welcome, then both sides send heartbeats as in Register.
+        Each shim that comes and goes is told in RelayNews, and the coordinator answers who has come with a verdict: what
+        Register would have answered. A stream that ends, or is silent for three intervals, removes everybody behind the relay,
+        as the ends of their own streams would. Errors: as Register; refusals of single shims are in their verdicts.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -365,6 +382,11 @@ def add_CoordinatorServicer_to_server(servicer, server):
                     request_deserializer=safepoint_dot_v1_dot_coordinator__service__pb2.RegisterRequest.FromString,
                     response_serializer=safepoint_dot_v1_dot_coordinator__service__pb2.RegisterEvent.SerializeToString,
             ),
+            'RegisterRelay': grpc.stream_stream_rpc_method_handler(
+                    servicer.RegisterRelay,
+                    request_deserializer=safepoint_dot_v1_dot_coordinator__service__pb2.RegisterRelayRequest.FromString,
+                    response_serializer=safepoint_dot_v1_dot_coordinator__service__pb2.RegisterRelayEvent.SerializeToString,
+            ),
             'ReportEnd': grpc.unary_unary_rpc_method_handler(
                     servicer.ReportEnd,
                     request_deserializer=safepoint_dot_v1_dot_coordinator__service__pb2.ReportEndRequest.FromString,
@@ -499,6 +521,33 @@ class Coordinator(object):
             '/safepoint.v1.Coordinator/Register',
             safepoint_dot_v1_dot_coordinator__service__pb2.RegisterRequest.SerializeToString,
             safepoint_dot_v1_dot_coordinator__service__pb2.RegisterEvent.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def RegisterRelay(request_iterator,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.stream_stream(
+            request_iterator,
+            target,
+            '/safepoint.v1.Coordinator/RegisterRelay',
+            safepoint_dot_v1_dot_coordinator__service__pb2.RegisterRelayRequest.SerializeToString,
+            safepoint_dot_v1_dot_coordinator__service__pb2.RegisterRelayEvent.FromString,
             options,
             channel_credentials,
             insecure,

@@ -50,6 +50,14 @@ class CoordinatorStub:
     voids the cut. Errors: ALREADY_EXISTS (REASON_DUPLICATE_PARTICIPANT): another live shim has this name; stop it, or
     rename this one. A shim without a role is registered, and a blocking finding of the topology.
     """
+    RegisterRelay: _grpc.StreamStreamMultiCallable[_coordinator_service_pb2.RegisterRelayRequest, _coordinator_service_pb2.RegisterRelayEvent]
+    """RegisterRelay announces a relay, and with it the shims behind it: one stream and one heartbeat for all of them.
+
+    The first message must be RelayHello; the coordinator answers Welcome, then both sides send heartbeats as in Register.
+    Each shim that comes and goes is told in RelayNews, and the coordinator answers who has come with a verdict: what
+    Register would have answered. A stream that ends, or is silent for three intervals, removes everybody behind the relay,
+    as the ends of their own streams would. Errors: as Register; refusals of single shims are in their verdicts.
+    """
     ReportEnd: _grpc.UnaryUnaryMultiCallable[_coordinator_service_pb2.ReportEndRequest, _coordinator_service_pb2.ReportEndResponse]
     """ReportEnd says how a shim ended. Whoever has seen its end calls it: the shim's successor at its start, before it can
     register, or whoever started the shim.
@@ -167,6 +175,14 @@ class CoordinatorAsyncStub(CoordinatorStub):
     named there. A stream that ends, or is silent for three intervals, removes the participant; in an operation that
     voids the cut. Errors: ALREADY_EXISTS (REASON_DUPLICATE_PARTICIPANT): another live shim has this name; stop it, or
     rename this one. A shim without a role is registered, and a blocking finding of the topology.
+    """
+    RegisterRelay: _aio.StreamStreamMultiCallable[_coordinator_service_pb2.RegisterRelayRequest, _coordinator_service_pb2.RegisterRelayEvent]  # type: ignore[assignment]
+    """RegisterRelay announces a relay, and with it the shims behind it: one stream and one heartbeat for all of them.
+
+    The first message must be RelayHello; the coordinator answers Welcome, then both sides send heartbeats as in Register.
+    Each shim that comes and goes is told in RelayNews, and the coordinator answers who has come with a verdict: what
+    Register would have answered. A stream that ends, or is silent for three intervals, removes everybody behind the relay,
+    as the ends of their own streams would. Errors: as Register; refusals of single shims are in their verdicts.
     """
     ReportEnd: _aio.UnaryUnaryMultiCallable[_coordinator_service_pb2.ReportEndRequest, _coordinator_service_pb2.ReportEndResponse]  # type: ignore[assignment]
     """ReportEnd says how a shim ended. Whoever has seen its end calls it: the shim's successor at its start, before it can
@@ -288,6 +304,20 @@ class CoordinatorServicer(metaclass=_abc_1.ABCMeta):
         named there. A stream that ends, or is silent for three intervals, removes the participant; in an operation that
         voids the cut. Errors: ALREADY_EXISTS (REASON_DUPLICATE_PARTICIPANT): another live shim has this name; stop it, or
         rename this one. A shim without a role is registered, and a blocking finding of the topology.
+        """
+
+    @_abc_1.abstractmethod
+    def RegisterRelay(
+        self,
+        request_iterator: _MaybeAsyncIterator[_coordinator_service_pb2.RegisterRelayRequest],
+        context: _ServicerContext,
+    ) -> _typing.Union[_abc.Iterator[_coordinator_service_pb2.RegisterRelayEvent], _abc.AsyncIterator[_coordinator_service_pb2.RegisterRelayEvent]]:
+        """RegisterRelay announces a relay, and with it the shims behind it: one stream and one heartbeat for all of them.
+
+        The first message must be RelayHello; the coordinator answers Welcome, then both sides send heartbeats as in Register.
+        Each shim that comes and goes is told in RelayNews, and the coordinator answers who has come with a verdict: what
+        Register would have answered. A stream that ends, or is silent for three intervals, removes everybody behind the relay,
+        as the ends of their own streams would. Errors: as Register; refusals of single shims are in their verdicts.
         """
 
     @_abc_1.abstractmethod

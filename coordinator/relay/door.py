@@ -1,0 +1,91 @@
+"""What a relay serves to shims: the part of the Coordinator service that they call.
+
+The rule: a shim cannot tell a relay from a coordinator. It is welcomed under the coordinator's epoch once the coordinator
+has taken it, is refused with the coordinator's own words, and its stream ends when the relay's does.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from typing import TYPE_CHECKING, Any
+
+from grpc import aio
+from safepoint.v1 import coordinator_service_pb2 as pb
+from safepoint.v1 import coordinator_service_pb2_grpc
+
+from coordinator import convert
+from coordinator.protocol.topology import Participant
+from coordinator.registration import Registration, check_end
+from coordinator.registry import ENDED, Registry, Session
+from coordinator.relay.standing import Standing
+from coordinator.wire.errors import Problem, Reason, refuse
+from coordinator.wire.rpc import time_budget
+
+Context = aio.ServicerContext[Any, Any]
+
+
+class RelayedRegistration(Registration):
+    """Register streams of shims behind a relay."""
+
+    def __init__(self, registry: Registry, standing: Standing, job_id: str, heartbeat_s: float) -> None:
+        super().__init__(registry, 0, job_id, heartbeat_s)
+        self._standing = standing
+        registry.follow(self._lost, lambda who: None)
+
+    async def _admit(self, session: Session, hello: pb.Hello) -> asyncio.Future[None]:
+        return await self._standing.admit(hello)
+
+    def welcome(self, interval_s: float) -> pb.Welcome:
+        """As the coordinator has welcomed the relay."""
+        return pb.Welcome(
+            coordinator_epoch=self._standing.coordinator_epoch,
+            heartbeat_interval=convert.duration(interval_s),
+            job_id=self._job_id,
+        )
+
+    def _lost(self, who: Participant, problem: Problem) -> None:
+        # The coordinator says who it was and behind which relay; what is left is why.
+        goodbye = problem.metadata.get(ENDED, "")
+        why = problem.message.removeprefix(f"{who.participant_id} is gone: ").removeprefix(f"{who.participant_id} ")
+        for known in (f" (its shim was {who.process})", f". {goodbye.rstrip('.')}" if goodbye else ""):
+            why = why.replace(known, "") if known else why
+        self._standing.leave(who.participant_id, who.incarnation_id, why.rstrip("."), goodbye)
+
+
+if TYPE_CHECKING:  # which would have all of the methods written down
+    Servicer = object
+else:
+    Servicer = coordinator_service_pb2_grpc.CoordinatorServicer
+
+
+class Door(Servicer):
+    """Register and ReportEnd. All else of the service is the coordinator's own, and is refused as not served here."""
+
+    def __init__(self, registration: RelayedRegistration, standing: Standing) -> None:
+        self._registration = registration
+        self._standing = standing
+
+    async def Register(
+        self, request_iterator: AsyncIterator[pb.RegisterRequest], context: Context
+    ) -> AsyncIterator[pb.RegisterEvent]:
+        async for event in self._registration.serve(request_iterator):
+            yield event
+
+    async def ReportEnd(self, request: pb.ReportEndRequest, context: Context) -> pb.ReportEndResponse:
+        time_budget(context)
+        check_end(request)
+        self._standing.report(request)
+        return pb.ReportEndResponse()
+
+
+def _elsewhere(door: Door, request: object, context: Context) -> None:
+    raise refuse(
+        Reason.UNSUPPORTED, "This is a relay, which serves shims.",
+        next_step="Call the coordinator: its address is below its root, and in the relay's own record.",
+    )  # fmt: skip
+
+
+for _method in pb.DESCRIPTOR.services_by_name["Coordinator"].methods_by_name:
+    if _method not in vars(Door):
+        setattr(Door, _method, _elsewhere)

@@ -1,0 +1,272 @@
+"""The coordinator's end of the Relay service: calls that begin together go out in one request to each relay.
+
+The rule: a call through a relay ends exactly as it would have ended without: the same answers, the same refusal, and
+when nothing came back, the status of the transport. Whoever calls cannot tell the two apart.
+
+`calls_through` makes what stands in for a participant's stub. A call waits until the loop turns once without another one
+beginning, so that a wave is one request, however it is begun.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import AsyncIterator, Callable, Collection, Generator
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, Final
+
+import grpc
+from grpc import aio
+from safepoint.v1 import participant_service_pb2 as participant_pb
+from safepoint.v1 import relay_service_pb2 as pb
+from safepoint.v1 import relay_service_pb2_grpc
+
+from coordinator.registry import Relay
+from coordinator.stubs import Stubs
+from coordinator.wire.auth import Metadata
+from coordinator.wire.record import NONCE_METADATA_KEY
+from coordinator.wire.rpc import ERROR_TRAILER
+from coordinator.wire.trace import HEADERS
+
+MAX_TARGETS: Final = 512
+URGENT: Final = frozenset({"resume", "abort", "renew_lease", "get_status"})
+# By method of the Participant service: the name of its request and answer in FanRequest and FanReply.
+CALLS: Final = {
+    "GetCapabilities": "get_capabilities",
+    "Precopy": "precopy",
+    "Prepare": "prepare",
+    "Commit": "commit",
+    "Confirm": "confirm",
+    "Restore": "restore",
+    "RetireAttempts": "retire_attempts",
+    "Resume": "resume",
+    "Abort": "abort",
+    "RenewLease": "renew_lease",
+    "GetStatus": "get_status",
+}
+_UNANSWERED: Final = "unanswered"
+_REFUSED: Final = "refused"
+
+
+class RelayedCall:
+    """One call at one participant, as grpc.aio has them: awaitable, iterable, and can be left."""
+
+    def __init__(self) -> None:
+        self.when_left: Callable[[], None] = lambda: None
+        self._answers: deque[Any] = deque()
+        self._news: asyncio.Future[None] | None = None
+        self._error: aio.AioRpcError | None = None
+        self.over = False
+
+    def answer(self, message: Any, *, last: bool) -> None:
+        """Something has come."""
+        if message is not None:
+            self._answers.append(message)
+        self.over = self.over or last
+        self._wake()
+
+    def fail(self, error: aio.AioRpcError) -> None:
+        """It ends so."""
+        if not self.over:
+            self._error, self.over = error, True
+            self._wake()
+
+    def cancel(self) -> bool:
+        """Wait no longer; what was called goes on."""
+        if self.over:
+            return False
+        self.over = True
+        self.when_left()
+        self._wake()
+        return True
+
+    def _wake(self) -> None:
+        if self._news is not None and not self._news.done():
+            self._news.set_result(None)
+
+    async def _next(self) -> Any:
+        """The next answer, or None after the last one."""
+        while not self._answers:
+            if self.over:
+                if self._error is not None:
+                    raise self._error
+                return None
+            self._news = asyncio.get_running_loop().create_future()
+            await self._news
+        return self._answers.popleft()
+
+    async def __aiter__(self) -> AsyncIterator[Any]:
+        while (found := await self._next()) is not None:
+            yield found
+
+    def __await__(self) -> Generator[Any, None, Any]:
+        try:
+            found = yield from self._next().__await__()
+        except asyncio.CancelledError:
+            self.cancel()
+            raise
+        if found is None:
+            raise _failure(grpc.StatusCode.INTERNAL, "The relay gave no answer.")
+        return found
+
+
+@dataclass(slots=True)
+class _Wave:
+    """Calls of one method with the same request and the same time, to one relay."""
+
+    relay: Relay
+    method: str
+    shared: Any
+    timeout_s: float
+    metadata: Metadata
+    calls: list[tuple[pb.FanTarget, RelayedCall]] = field(default_factory=list[tuple[pb.FanTarget, RelayedCall]])
+
+
+class Fanout:
+    """All calls of a coordinator through relays."""
+
+    def __init__(self, stubs: Stubs[relay_service_pb2_grpc.RelayAsyncStub]) -> None:
+        self._stubs = stubs
+        self._begun: dict[tuple[Any, ...], _Wave] = {}
+        self._count = self._counted = 0
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    def calls_through(self, relay: Relay, participant_id: str, incarnation_id: str) -> Any:
+        """What stands in for the stub of a participant behind that relay."""
+        return _Through(self, relay, participant_id, incarnation_id)
+
+    async def keep_only(self, addresses: Collection[str]) -> None:
+        """As of Stubs."""
+        await self._stubs.keep_only(addresses)
+
+    async def close(self) -> None:
+        """End all calls without answer."""
+        for task in list(self._tasks):
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self._stubs.close()
+
+    def begin(
+        self, relay: Relay, target: pb.FanTarget, method: str, request: Any, timeout: float, metadata: Metadata
+    ) -> RelayedCall:
+        """A call begins; it goes out with those that begin in the same turns of the loop."""
+        shared = _without_own(target, CALLS[method], request)
+        trace, others = _apart(metadata)
+        target.trace.update(trace)
+        key = (relay.incarnation_id, method, shared.SerializeToString(deterministic=True), timeout, others)
+        wave = self._begun.get(key)
+        if wave is None:
+            wave = self._begun[key] = _Wave(relay, method, shared, timeout, others)
+            if len(self._begun) == 1:
+                self._counted = self._count
+                asyncio.get_running_loop().call_soon(self._look)
+        call = RelayedCall()
+        wave.calls.append((target, call))
+        self._count += 1
+        if len(wave.calls) == MAX_TARGETS:
+            del self._begun[key]
+            self._send(wave)
+        return call
+
+    def _look(self) -> None:
+        if self._count != self._counted:
+            self._counted = self._count
+            asyncio.get_running_loop().call_soon(self._look)
+            return
+        begun, self._begun = self._begun, {}
+        for wave in begun.values():
+            self._send(wave)
+
+    def _send(self, wave: _Wave) -> None:
+        task = asyncio.create_task(self._make(wave), name=f"{wave.method} through {wave.relay.relay_id}")
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _make(self, wave: _Wave) -> None:
+        relay, kind = wave.relay, CALLS[wave.method]
+        waiting = [(target, call) for target, call in wave.calls if not call.over]  # who has left is not called at all
+        if not waiting:
+            return
+        request = pb.FanRequest(targets=[target for target, _ in waiting], **{kind: wave.shared})
+        calls = [call for _, call in waiting]
+        nonce = ((NONCE_METADATA_KEY, relay.nonce),) if relay.nonce else ()
+        stub = self._stubs.to(relay.address)
+        method = stub.FanUrgent if kind in URGENT else stub.Fan
+        fan = method(request, timeout=wave.timeout_s, metadata=(*wave.metadata, *nonce))
+
+        def left() -> None:
+            if all(call.over for call in calls):
+                fan.cancel()
+
+        for call in calls:
+            call.when_left = left
+        try:
+            async for event in fan:
+                for reply in event.replies:
+                    if reply.target < len(calls):
+                        _deliver(calls[reply.target], reply)
+            error = _failure(grpc.StatusCode.UNKNOWN, f"{relay} ended its answer without this one's.")
+        except aio.AioRpcError as failed:
+            # Whatever a relay says for itself: whether it has called anybody is not known. So its own reason is text.
+            error = _failure(failed.code(), f"through {relay}: {failed.details() or ''}")
+        except asyncio.CancelledError:
+            error = _failure(grpc.StatusCode.CANCELLED, f"The call through {relay} was left.")
+        finally:
+            fan.cancel()
+        for call in calls:
+            call.fail(error)
+
+
+class _Through:
+    """A stub of the Participant service for one participant behind a relay."""
+
+    def __init__(self, fanout: Fanout, relay: Relay, participant_id: str, incarnation_id: str) -> None:
+        self._fanout, self._relay = fanout, relay
+        self._participant_id, self._incarnation_id = participant_id, incarnation_id
+
+    def __getattr__(self, method: str) -> Callable[..., RelayedCall]:
+        if method not in CALLS:
+            raise AttributeError(method)
+        return partial(self._begin, method)
+
+    def _begin(self, method: str, request: Any, *, timeout: float, metadata: Metadata = ()) -> RelayedCall:
+        target = pb.FanTarget(participant_id=self._participant_id, incarnation_id=self._incarnation_id)
+        return self._fanout.begin(self._relay, target, method, request, timeout, metadata)
+
+
+def _without_own(target: pb.FanTarget, kind: str, request: Any) -> Any:
+    """What of a request is the same for everybody; the rest goes into the target."""
+    if kind == "confirm":
+        target.confirm.incarnation_id = request.incarnation_id
+        target.confirm.admission_generation = request.admission_generation
+        return participant_pb.ConfirmRequest(context=request.context)
+    if kind == "restore":
+        target.restore.manifest_sha256 = request.manifest_sha256
+        target.restore.source_participant_id = request.source_participant_id
+        return participant_pb.RestoreRequest(
+            context=request.context, snapshot_id=request.snapshot_id, lease_ttl=request.lease_ttl
+        )
+    return request
+
+
+def _apart(metadata: Metadata) -> tuple[dict[str, str], Metadata]:
+    """The context of a trace, which is the target's own, and the rest."""
+    trace = {key: value for key, value in metadata if key in HEADERS}
+    return trace, tuple(pair for pair in metadata if pair[0] not in HEADERS)
+
+
+def _deliver(call: RelayedCall, reply: pb.FanReply) -> None:
+    kind = reply.WhichOneof("reply")
+    if kind == _REFUSED:
+        trailers = aio.Metadata((ERROR_TRAILER, reply.refused.SerializeToString()))
+        call.fail(_failure(grpc.StatusCode.UNKNOWN, reply.refused.message, trailers))
+    elif kind == _UNANSWERED:
+        code = getattr(grpc.StatusCode, reply.unanswered.code, grpc.StatusCode.UNKNOWN)
+        call.fail(_failure(code, reply.unanswered.message))
+    else:
+        call.answer(getattr(reply, kind) if kind is not None else None, last=reply.last)
+
+
+def _failure(code: grpc.StatusCode, text: str, trailers: aio.Metadata | None = None) -> aio.AioRpcError:
+    return aio.AioRpcError(code, aio.Metadata(), trailers or aio.Metadata(), details=text)
