@@ -3,7 +3,7 @@
 The rule: a slow follower never slows the operation and never costs unbounded memory. Each has a bounded queue; when it
 is full the oldest event goes, and the follower is told that it has missed some (`resync`) before it gets the next one.
 Of a large fleet a follower sees how it stands, not each step: beyond the first FEW steps of a phase it is woken ten times
-a second, and who was called or done is not told any more when the phase has finished. Single event loop.
+a second, is not told who was called, and not who was done once the phase has finished. Single event loop.
 """
 
 from __future__ import annotations
@@ -60,6 +60,8 @@ class Follower:
             self._steps = 0
         elif kind == "phase_finished" and self._steps > FEW:
             self._events = deque(each for each in self._events if not _is_over(each))
+        elif kind == "participant_called" and self._steps >= FEW:
+            return  # the phase has said who takes part in it; who is done is told
         if len(self._events) >= self._limit:
             self._events.popleft()
             self._missed = True

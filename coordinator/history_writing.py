@@ -114,7 +114,7 @@ class HistoryWriter:
         is_progress = kind == "participant_progress"
         if is_progress and not event.participant_progress.done and not self._wanted(file, event):
             return
-        self._put(file, {"kind": "progress" if is_progress else "event", "event": _plain(event, kind or "")})
+        self._put_line(file, _line_of(event, kind or ""))
 
     def ended(self, drive: Drive, ended: Ended) -> None:
         """An operation has ended; nothing more of it is written."""
@@ -154,7 +154,9 @@ class HistoryWriter:
         return True
 
     def _put(self, file: _File, line: dict[str, Any], *, always: bool = False) -> None:
-        data = json.dumps(line, separators=(",", ":"), ensure_ascii=False).encode() + b"\n"
+        self._put_line(file, _encoded(line), always=always)
+
+    def _put_line(self, file: _File, data: bytes, *, always: bool = False) -> None:
         full = file.size + len(data) > history.MAX_FILE_BYTES
         if self._closing.is_set():
             return  # the thread takes nothing any more
@@ -243,19 +245,24 @@ def _after_others(directory: Directory, name: str, unwritten: Iterable[str] = ()
     return name if history.place(name) > newest else history.file_name((newest + 1) / 1000, name[14:-6])
 
 
-def _plain(event: pb.OperationEvent, kind: str) -> dict[str, Any]:
-    """The event as protobuf's JSON has it. Of large fleets nearly all are of two small kinds, made here in a tenth of the time."""
+def _line_of(event: pb.OperationEvent, kind: str) -> bytes:
+    """The line of an event, as protobuf's JSON has it. Of large fleets nearly all are of two small kinds, which have ids and
+    numbers alone and are written here in a twentieth of the time."""
     step = event.participant_called if kind == "participant_called" else event.participant_progress
-    done = kind == "participant_progress" and event.participant_progress.done
+    done = kind == "participant_progress" and step.done
+    line = "progress" if kind == "participant_progress" else "event"
     if not done and kind != "participant_called":
-        return json_format.MessageToDict(event, preserving_proto_field_name=True)
-    told: dict[str, Any] = {"phase": capabilities_pb2.Phase.Name(step.phase), "participant_id": step.participant_id}
-    if done:
-        told["done"] = True
-    return {
-        "operation_id": event.operation_id, "sequence": str(event.sequence), "elapsed": event.elapsed.ToJsonString(),
-        kind: told,
-    }  # fmt: skip
+        return _encoded({"kind": line, "event": json_format.MessageToDict(event, preserving_proto_field_name=True)})
+    at, over = event.elapsed, ',"done":true' if done else ""
+    phase = capabilities_pb2.Phase.Name(step.phase)
+    return (
+        f'{{"kind":"{line}","event":{{"operation_id":"{event.operation_id}","sequence":"{event.sequence}",'
+        f'"elapsed":"{at.seconds}.{at.nanos:09d}s","{kind}":{{"phase":"{phase}","participant_id":"{step.participant_id}"{over}}}}}}}\n'
+    ).encode()
+
+
+def _encoded(line: dict[str, Any]) -> bytes:
+    return json.dumps(line, separators=(",", ":"), ensure_ascii=False).encode() + b"\n"
 
 
 def _participant(who: Participant) -> dict[str, Any]:

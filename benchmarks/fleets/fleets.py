@@ -7,9 +7,9 @@ import json
 import shutil
 import tempfile
 import time
-from collections.abc import Generator
+from collections.abc import Generator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final, Protocol
 
@@ -29,12 +29,14 @@ TMPFS: Final = Path("/dev/shm")
 
 @dataclass(frozen=True, slots=True)
 class Taken:
-    """One cut. `overhead_s`: what it took beyond the longest drain; CPU of the coordinator, and of all participants."""
+    """One cut. `overhead_s`: what it took beyond the longest drain; CPU of the coordinator, of all participants, of all
+    relays."""
 
     elapsed_s: float
     overhead_s: float
     cpu_s: float
     participants_cpu_s: float
+    relays_cpu_s: float = 0.0
 
 
 class Fleet(Protocol):
@@ -72,8 +74,11 @@ class _Cpu:
 class OurFleet:
     """Safepoint."""
 
-    def __init__(self, members: list[work.Member], control: Worker, participants: list[Worker], address: str) -> None:
-        self.control = control
+    def __init__(
+        self, members: list[work.Member], control: Worker, participants: list[Worker], address: str,
+        relays: Sequence[Worker] = (),
+    ) -> None:  # fmt: skip
+        self.control, self._relays = control, relays
         self._cpu = _Cpu(control, participants)
         self._members = members
         self._channel = grpc.insecure_channel(address, options=CHANNEL_OPTIONS)
@@ -92,7 +97,7 @@ class OurFleet:
         operation = work.operation_name(f"save-{next(self._numbers)}", drain_s)
         request = pb.SaveRequest(operation_id=operation, snapshot_id=f"s-{operation}")
         request.options.straggler_grace.FromSeconds(60)
-        before, began = self._cpu.used(), time.perf_counter()
+        before, began, theirs = self._cpu.used(), time.perf_counter(), self.relays_cpu_s()
         last = None
         for last in self.stub.Save(request, timeout=SAVE_WITHIN_S):
             if last.HasField("failed"):
@@ -100,12 +105,17 @@ class OurFleet:
         elapsed = time.perf_counter() - began
         if last is None or not last.HasField("saved"):
             raise RuntimeError("the save did not end")
-        return _taken(operation, self._members, elapsed, before, self._cpu.used())
+        taken = _taken(operation, self._members, elapsed, before, self._cpu.used())
+        return replace(taken, relays_cpu_s=self.relays_cpu_s() - theirs)
+
+    def relays_cpu_s(self) -> float:
+        """What all relays have used."""
+        return sum(relay.cpu_s() for relay in self._relays)
 
 
 @contextmanager
-def ours(count: int) -> Generator[OurFleet]:
-    """Shims and a coordinator, all registered."""
+def ours(count: int, relays: int = 0) -> Generator[OurFleet]:
+    """Shims and a coordinator, all registered, behind so many relays if any. Each relay is a process."""
     members = work.members(count)
     with scratch("ours") as root, ExitStack() as stack:
         # Hundreds of shims share one process and its loop, which may be busy for longer than three beats of one shim.
@@ -116,15 +126,29 @@ def ours(count: int) -> Generator[OurFleet]:
             )
         )
         address = coordinator.ready()["address"]
-        plans = [json.dumps({"root": str(root), "coordinator": address, "members": share}) for share in shares(members)]
+        between = [_relay(stack, root, address, number) for number in range(relays)]
+        for relay in between:
+            relay.ready()
+        plans = [
+            json.dumps(
+                {"root": str(root), "members": share, "coordinator": address,
+                 "relays": [f"file:{root}/relay-{n}/address.json" for n in range(relays)]}
+            )
+            for share in shares(members)
+        ]  # fmt: skip
         workers = [
             stack.enter_context(Worker("benchmarks.fleets.ours", plan, log=root / "participants.log")) for plan in plans
         ]
         for worker in workers:
             worker.ready()
-        fleet = OurFleet(members, coordinator, workers, address)
+        fleet = OurFleet(members, coordinator, workers, address, between)
         stack.callback(fleet.close)
         yield fleet
+
+
+def _relay(stack: ExitStack, root: Path, coordinator: str, number: int) -> Worker:
+    options = ("relay", "-c", coordinator, "--dir", str(root / f"relay-{number}"), "--name", f"n{number}")
+    return stack.enter_context(Worker("coordinator.cli", *options, log=root / "relays.log"))
 
 
 class AskedFleet:

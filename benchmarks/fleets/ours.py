@@ -1,6 +1,6 @@
 """Safepoint's own participants: many shims in one process, each with its own server, registration and adapter.
 
-    python -m benchmarks.fleets.ours '{"root": "/dev/shm/x", "coordinator": "file:...", "members": [["agent-0", "agent"]]}'
+    python -m benchmarks.fleets.ours '{"root": "/dev/shm/x", "coordinator": "file:...", "relays": [], "members": [["agent-0", "agent"]]}'
 
 Prints one line when all are registered; runs until SIGTERM.
 """
@@ -15,6 +15,7 @@ import signal
 import sys
 import tempfile
 import time
+import zlib
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AsyncExitStack
 from pathlib import Path
@@ -117,7 +118,8 @@ async def main(plan: str) -> None:
 
             async def join(name: str, role: str) -> None:
                 async with few:
-                    options = ShimOptions(Path(lives), name, given["coordinator"], root)
+                    found = given["relays"] or [given["coordinator"]]
+                    options = ShimOptions(Path(lives), name, found[zlib.crc32(name.encode()) % len(found)], root)
                     shim = await stack.enter_async_context(Shim(options, SmallAdapter(work.Member(name, role))))
                     assert shim.registration is not None
                     await shim.registration.welcomed.wait()

@@ -21,6 +21,7 @@ from coordinator.registry import ENDED, Registry, Session
 from coordinator.relay.standing import Standing
 from coordinator.wire.errors import Problem, Reason, refuse
 from coordinator.wire.rpc import time_budget
+from coordinator.wire.staying import MISSED_BEATS
 
 Context = aio.ServicerContext[Any, Any]
 
@@ -28,13 +29,18 @@ Context = aio.ServicerContext[Any, Any]
 class RelayedRegistration(Registration):
     """Register streams of shims behind a relay."""
 
-    def __init__(self, registry: Registry, standing: Standing, job_id: str, heartbeat_s: float) -> None:
-        super().__init__(registry, 0, job_id, heartbeat_s)
+    def __init__(self, registry: Registry, standing: Standing, job_id: str) -> None:
+        super().__init__(registry, 0, job_id, registry.silence_s / MISSED_BEATS)
         self._standing = standing
+        standing.when_begun = self._begun
         registry.follow(self._lost, lambda who: None)
 
     async def _admit(self, session: Session, hello: pb.Hello) -> asyncio.Future[None]:
         return await self._standing.admit(hello)
+
+    def _begun(self, interval_s: float) -> None:
+        self.heartbeat_s = interval_s
+        self._registry.silence_s = interval_s * MISSED_BEATS
 
     def welcome(self, interval_s: float) -> pb.Welcome:
         """As the coordinator has welcomed the relay."""

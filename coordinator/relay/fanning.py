@@ -23,7 +23,7 @@ from coordinator.wire.errors import Reason, Refused, refuse
 from coordinator.wire.rpc import detail_from_problem, error_from_rpc, time_budget
 from coordinator.wire.trace import incoming
 
-GATHER_S: Final = 0.01  # an answer that is not the last of all waits so long for others
+GATHER_S: Final = 0.025  # an answer that is not the last of all waits so long for others
 MAX_EVENT_BYTES: Final = 1 << 20
 MAX_MESSAGE_BYTES: Final = 500
 _METHODS: Final = {kind: method for method, kind in CALLS.items()}

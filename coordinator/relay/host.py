@@ -47,13 +47,14 @@ log = logging.getLogger(__name__)
 ADDRESS_NAME: Final = "address.json"
 LOCK_NAME: Final = "relay.lock"
 STOP_GRACE_S: Final = 0.1
+FIRST_BEAT_S: Final = 1.0  # until the coordinator has said how often
 
 
 @dataclass(frozen=True, slots=True)
 class RelayOptions:
     """What a relay is started with. `coordinator`: where its coordinator is found; `directory`: where it is found itself.
 
-    An empty `relay_id` is the name of this machine; empty files are as the environment says. `heartbeat_s`: of its shims.
+    An empty `relay_id` is the name of this machine; empty files are as the environment says.
     """
 
     coordinator: str
@@ -65,7 +66,6 @@ class RelayOptions:
     token_file: str = ""
     tls_dir: str = ""
     insecure: bool = False
-    heartbeat_s: float = 1.0
 
 
 @dataclass(slots=True)
@@ -150,11 +150,11 @@ async def serve(
     )
     found = security.dial_found() if dial is None else lambda record: dial(record.address)
     standing = Standing(hello, options.coordinator, options.job_id, security.tokens, found)
-    registry = Registry(loop.time, options.heartbeat_s * MISSED_BEATS)
+    registry = Registry(loop.time, FIRST_BEAT_S * MISSED_BEATS)
     stubs: Stubs[participant_service_pb2_grpc.ParticipantAsyncStub] = Stubs(
         dial or security.dial(Access.SHIM), participant_service_pb2_grpc.ParticipantStub, lambda: security.version
     )
-    registration = RelayedRegistration(registry, standing, options.job_id, options.heartbeat_s)
+    registration = RelayedRegistration(registry, standing, options.job_id)
     fanning = Fanning(registry, stubs, lambda: security.metadata(Access.RELAY))
     coordinator_service_pb2_grpc.add_CoordinatorServicer_to_server(cast(Any, Door(registration, standing)), server)
     relay_service_pb2_grpc.add_RelayServicer_to_server(fanning, server)

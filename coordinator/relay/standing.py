@@ -42,6 +42,7 @@ class Standing(Staying):
     ) -> None:
         super().__init__("relay", Access.RELAY, target, job_id, tokens, dial=dial)
         self._hello = hello
+        self.when_begun: Callable[[float], None] = lambda interval_s: None
         self._joined: list[pb.Hello] = []
         self._left: list[pb.ShimLeft] = []
         self._ends: list[pb.ReportEndRequest] = []
@@ -130,6 +131,10 @@ class Standing(Staying):
     def request(self, **message: Any) -> pb.RegisterRelayRequest:
         """A RegisterRelayRequest."""
         return pb.RegisterRelayRequest(**message)
+
+    def begun(self, welcome: pb.Welcome) -> None:
+        """How often the coordinator wants to hear of us is how often we want to hear of shims."""
+        self.when_begun(welcome.heartbeat_interval.ToMicroseconds() / 1e6)
 
     def heard(self, event: pb.RegisterRelayEvent) -> None:
         """Verdicts."""

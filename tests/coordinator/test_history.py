@@ -335,4 +335,6 @@ def test_the_steps_that_are_made_by_hand_are_what_protobuf_makes_of_them(kind: s
     getattr(event, kind).participant_id = "agent"
     if kind == "participant_progress":
         event.participant_progress.done = True
-    assert history_writing._plain(event, kind) == json_format.MessageToDict(event, preserving_proto_field_name=True)
+    line = json.loads(history_writing._line_of(event, kind))
+    assert json_format.ParseDict(line["event"], pb.OperationEvent()) == event
+    assert line["kind"] == ("progress" if kind == "participant_progress" else "event")

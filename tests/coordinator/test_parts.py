@@ -237,14 +237,25 @@ async def test_of_a_small_fleet_each_step_is_told_at_once() -> None:
             assert follower.take() is not None
 
 
-async def test_steps_that_are_gathered_come_without_another_event() -> None:
+async def test_of_a_large_fleet_a_follower_is_told_who_was_called_of_the_first_few_alone() -> None:
     feed = Feed()
     with feed.follow() as follower:
         for number in range(100):
             feed.publish(step("participant_called", number))
         async with asyncio.timeout(10):
             await follower.wait()
+        assert [event.sequence for event in iter(follower.take, None)] == list(range(FEW))
+        assert not follower.resync(), "nothing was missed: the phase has said who takes part"
+
+
+async def test_steps_that_are_gathered_come_without_another_event() -> None:
+    feed = Feed()
+    with feed.follow() as follower:
+        for number in range(100):
+            feed.publish(step("participant_progress", number))
+        async with asyncio.timeout(10):
+            await follower.wait()
             assert len(list(iter(follower.take, None))) == 100
-            feed.publish(step("participant_called", 100))
+            feed.publish(step("participant_progress", 100))
             await follower.wait()
             assert follower.take() is not None

@@ -94,7 +94,7 @@ class Node:
 
     async def relay(self, name: str = "n1") -> RelayServer:
         """One in this process."""
-        options = RelayOptions(self.record, self.path / f"relay-{name}", name, heartbeat_s=BEAT_S)
+        options = RelayOptions(self.record, self.path / f"relay-{name}", name)
         made = self.relays[name] = await host.serve(options)
         return made
 
