@@ -27,6 +27,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from coordinator.wire import failpoints
+from coordinator.wire.beneath import storage_error
 from coordinator.wire.chunks import Chunks, ChunkWriter, Piece, Segment, wasted
 from coordinator.wire.rope import SUFFIX, Rope
 from coordinator.wire.terms import RolloutState
@@ -229,13 +230,16 @@ def _to_file(log: CallLog, directory: Path, stateful: bool, lost_reason: str, pr
 
 
 def _write(path: Path, parts: Sequence[bytes] | Iterator[bytes]) -> None:
-    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-    with os.fdopen(descriptor, "wb") as out:
-        for part in parts:
-            out.write(part)
-        out.flush()
-        failpoints.reach("calllog.before_fsync")
-        os.fsync(out.fileno())
+    try:
+        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        with os.fdopen(descriptor, "wb") as out:
+            for part in parts:
+                out.write(part)
+            out.flush()
+            failpoints.reach("calllog.before_fsync")
+            os.fsync(out.fileno())
+    except OSError as error:  # that of a write says no path, and the root and the run directory are two disks often
+        raise storage_error(error, f"writing {path}") from error
 
 
 # -- what the log says of a rollout

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import resource
 import sqlite3
 from collections.abc import Iterator
 from pathlib import Path
@@ -85,6 +86,20 @@ def test_what_was_exported_is_loaded_as_the_next_attempt(log: CallLog, tmp_path:
     assert new.stale(CallIdentity("r-9", 1, "0.5")) is None
     assert new.attempt_of("r-1") == 1
     new.close()
+
+
+def test_a_full_disk_at_the_export_is_told_with_the_file_that_it_did_not_take(log: CallLog, tmp_path: Path) -> None:
+    dispatched(log)
+    (tmp_path / "out").mkdir()
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100, limits[1]))  # a write fails as on a full disk: without a path
+    try:
+        with pytest.raises(SafepointError) as refused:
+            calllog_files.export(log, tmp_path / "out")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert refused.value.reason is Reason.STORAGE_FAILED
+    assert str(tmp_path / "out" / calllog_files.FILE) in refused.value.problem.message
 
 
 def test_the_ledger_has_each_rollout_in_one_state(log: CallLog, tmp_path: Path) -> None:
