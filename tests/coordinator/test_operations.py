@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import re
-import time
 from collections.abc import Awaitable, Callable
 from typing import Any
 
@@ -22,6 +21,7 @@ from coordinator.wire.rpc import error_from_rpc
 from coordinator.wire.terms import CheckpointMode, Role
 from tests.coordinator.conftest import Bench, collect, kinds, unary, until
 from tests.fakes import NEVER, FakeShim, Knobs
+from tests.in_time import Stopwatch, room_for_answers
 
 
 def reason_of(caught: pytest.ExceptionInfo[SafepointError]) -> Reason:
@@ -164,17 +164,17 @@ async def test_status_and_abort_answer_within_a_second_whatever_is_stuck(bench: 
     await bench.start(agent_0=Knobs(hang_on=stuck), model_0=Knobs(hang_on=stuck))
     saving = asyncio.create_task(bench.save(timeout=20))
     await until(lambda: bench.shims["model-0"].count("Prepare") == 1)
-    began = time.monotonic()
+    watch = Stopwatch()
     status = await bench.status(participants=True)
-    assert time.monotonic() - began < 1
+    assert watch.seconds < 1
     assert status.operation.operation_id == "save-1"
     assert "model-0" in status.operation.waiting_for
     health = {h.info.capabilities.participant_id: h for h in status.participants}
     assert not health["model-0"].reachable
     assert health["resources-0"].reachable
-    began = time.monotonic()
-    assert "model-0" in (await bench.abort("save-1")).unconfirmed
-    assert time.monotonic() - began < 1
+    watch = Stopwatch()
+    assert "model-0" in (await bench.abort("save-1", timeout=30)).unconfirmed
+    assert watch.seconds < 1
     saving.cancel()
 
 
@@ -219,7 +219,9 @@ async def test_watch_begins_with_the_status_and_ends_with_its_operation(bench: B
 
 async def test_retired_rollouts_are_told_to_everybody_and_who_could_not_be_told_is_named(bench: Bench) -> None:
     await bench.start(model_0=Knobs(hang_on={"RetireAttempts"}))
-    reply = await unary(bench.stub().RetireRollouts(pb.RetireRolloutsRequest(rollout_ids=["r-1", "r-2"]), timeout=1))
+    request = pb.RetireRolloutsRequest(rollout_ids=["r-1", "r-2"])
+    with room_for_answers():
+        reply = await unary(bench.stub().RetireRollouts(request, timeout=15))
     assert list(reply.unconfirmed) == ["model-0"]
     assert "model-0" in reply.causes["model-0"]
     assert set(bench.shims["agent-0"].retired) == {"r-1", "r-2"}
@@ -286,7 +288,7 @@ async def test_a_trainer_that_falls_silent_lets_everybody_open(bench: Bench) -> 
     options = pb.SaveOptions()
     options.lease_ttl.FromMilliseconds(1000)
     await bench.phase("Prepare", operation_id="save-1", snapshot_id="step-1", options=options)
-    await until(bench.all_open, within_s=3)
+    await until(bench.all_open)
     explained = await bench.explain()
     assert explained.operation.failure.primary.reason == int(Reason.LEASE_LAPSED)
 
