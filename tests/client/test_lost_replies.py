@@ -69,6 +69,17 @@ async def test_a_hanging_coordinator_costs_no_more_than_the_deadline(driver: Dri
     assert "safepoint status" in caught.value.problem.next_step
 
 
+async def test_a_call_that_runs_out_of_time_says_where_the_operation_stood(
+    driver: Driver, fake: FakeCoordinator
+) -> None:
+    fake.fail("Prepare", *[Fault(hang=True, after=1)] * 10)
+    with pytest.raises(Unanswered) as caught:
+        await driver.do("prepare", "s", "save-1", timeout=2)
+    assert caught.value.problem.phase is Phase.PREPARE
+    assert "the deadline of 2 s passed" in str(caught.value)
+    assert "in prepare, and waited for agent, counter" in str(caught.value)
+
+
 async def test_a_stream_that_ends_well_without_its_result_is_no_success(driver: Driver, fake: FakeCoordinator) -> None:
     fake.fail("Save", Fault(end=True, after=3))
     with pytest.raises(Misanswered, match="without the event Saved"):
