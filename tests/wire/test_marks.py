@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import math
 import asyncio
 import logging
+import math
 import resource
 from contextlib import AsyncExitStack
 from itertools import chain, pairwise, repeat
