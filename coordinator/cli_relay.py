@@ -6,12 +6,16 @@ The rule: it is a process like the coordinator: one line of JSON once it serves,
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from coordinator.cli_options import Target, TokenFile
-from coordinator.cli_output import note, reporting
+from coordinator.cli_options import Target, TokenFile, missing
+from coordinator.cli_output import emit, note, reporting
+from coordinator.wire.extras import install_extra
+
+if TYPE_CHECKING:
+    from coordinator.relay.host import RelayOptions
 
 
 def relay(
@@ -35,11 +39,26 @@ def relay(
         typer.Option("--advertise", envvar="SAFEPOINT_ADVERTISE", metavar="HOST", help="Host that others reach it by."),
     ] = "",
     token_file: TokenFile = "",
+    ray: Annotated[
+        bool, typer.Option("--ray", help="Host one on every node of a Ray cluster, and return once all serve.")
+    ] = False,
+    namespace: Annotated[str, typer.Option("--namespace", help="With --ray: of the actors.")] = "safepoint",
+    ray_address: Annotated[
+        str,
+        typer.Option("--ray-address", envvar="RAY_ADDRESS", metavar="ADDRESS", help="With --ray: a cluster that runs."),
+    ] = "auto",
+    ray_resource: Annotated[
+        str,
+        typer.Option(
+            "--ray-resource", metavar="NAME", help="With --ray: only on nodes that have this custom resource."
+        ),
+    ] = "",
     log_format: Annotated[
         str, typer.Option("--log-format", envvar="SAFEPOINT_LOG_FORMAT", help="text, or json: one object a line.")
     ] = "text",
 ) -> None:
-    """Run the relay of a node until SIGTERM: the node's shims register at it, and the coordinator calls them through it.
+    """Run the relay of a node until SIGTERM, or with --ray one on every node: shims register at it, and the coordinator
+    calls them through it.
 
     Prints one line of JSON with its address, which it also writes to DIR/address.json, where the node's shims look.
 
@@ -59,8 +78,23 @@ def relay(
             job_id=job,
             token_file=token_file,
         )
+        if ray:
+            _on_ray(options, namespace, ray_address, ray_resource)
+            return
         import asyncio
 
         logs.configure(log_format)
         record = address_record(options.directory)
         asyncio.run(run(options, lambda: note(f"For the shims of this node: export SAFEPOINT_COORDINATOR={record}")))
+
+
+def _on_ray(options: RelayOptions, namespace: str, address: str, resource: str) -> None:
+    try:
+        from coordinator import ray_host, ray_relays
+    except ImportError as error:
+        missing(f"Ray is not installed here ({error.name}).", install_extra("ray"), as_json=False)
+    ray_host.connect(address)
+    try:
+        emit({"relays": ray_relays.start(options, namespace, resource), "namespace": namespace})
+    finally:
+        ray_host.disconnect()

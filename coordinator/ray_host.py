@@ -1,4 +1,4 @@
-"""The coordinator as a named, detached Ray actor: the only file that imports Ray.
+"""The coordinator as a named, detached Ray actor: with `ray_relays` the only file that imports Ray.
 
 The rule: the actor is a host and nothing more. Everything it knows is on the disk or with the participants, so Ray may
 restart it on any node at any time: it comes up under a higher epoch at another port, settles what it finds, and writes
@@ -45,7 +45,7 @@ ELSEWHERE_AFTER_S: Final = 10.0  # a restarted actor that cannot start here give
 _ray: Final[Any] = ray  # much of it is typed in part only
 _kv: Final[Any] = importlib.import_module("ray.experimental.internal_kv")
 _KV_NAMESPACE: Final = b"safepoint"
-_WILDCARDS: Final = ("0.0.0.0:", "[::]:")
+WILDCARDS: Final = ("0.0.0.0:", "[::]:")
 
 T = TypeVar("T")
 
@@ -129,7 +129,7 @@ class CoordinatorHost:
             await self._starting.result().stop()
 
     def _here(self) -> Settings:
-        if self._settings.advertise or not self._settings.bind.startswith(_WILDCARDS):
+        if self._settings.advertise or not self._settings.bind.startswith(WILDCARDS):
             return self._settings
         # The node may be another one after a restart, so this is asked here and not by whoever made the actor.
         return self._settings.model_copy(update={"advertise": _ray.util.get_node_ip_address()})

@@ -45,6 +45,7 @@ CALLS: Final = {
     "RenewLease": "renew_lease",
     "GetStatus": "get_status",
 }
+METHOD_OF: Final = {kind: method for method, kind in CALLS.items()}
 _UNANSWERED: Final = "unanswered"
 _REFUSED: Final = "refused"
 

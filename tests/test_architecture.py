@@ -77,6 +77,7 @@ RULES = (
     Rule("coordinator.retention", NO_IO | WIRE_PURE),
     Rule("coordinator.protocol*", NO_IO | {"coordinator.protocol"} | WIRE_PURE),
     Rule("coordinator.ray_host", COORDINATOR | {"ray"}),
+    Rule("coordinator.ray_relays", COORDINATOR | {"ray"}),
     Rule("coordinator.certs", STDLIB | {"coordinator.wire", "cryptography"}),
     Rule("coordinator.demo.network", STDLIB | {"torch", "coordinator.demo"}),
     Rule("coordinator.demo.policy", STDLIB | {"torch", "coordinator.demo", "aiohttp"}),

@@ -16,7 +16,7 @@ from safepoint.v1 import participant_service_pb2_grpc, relay_service_pb2_grpc
 from safepoint.v1 import relay_service_pb2 as pb
 
 from coordinator.registry import Registry
-from coordinator.relay_calls import CALLS, MAX_TARGETS, URGENT
+from coordinator.relay_calls import MAX_TARGETS, METHOD_OF, URGENT
 from coordinator.stubs import Stubs
 from coordinator.wire.auth import Metadata
 from coordinator.wire.errors import Reason, Refused, refuse
@@ -26,7 +26,6 @@ from coordinator.wire.trace import incoming
 GATHER_S: Final = 0.025  # an answer that is not the last of all waits so long for others
 MAX_EVENT_BYTES: Final = 1 << 20
 MAX_MESSAGE_BYTES: Final = 500
-_METHODS: Final = {kind: method for method, kind in CALLS.items()}
 _STREAMS: Final = {"prepare": "prepared", "commit": "committed", "restore": "restored"}  # by call: its last step
 # Steps that the next ones overtake.
 _PROGRESS: Final = frozenset({"drain_progress", "export_progress", "load_progress"})
@@ -108,7 +107,7 @@ class Fanning(relay_service_pb2_grpc.RelayServicer):
             request.CopyFrom(shared)
             request.MergeFrom(getattr(target, kind))
         metadata = (*self._metadata(), *incoming(target.trace.items()).items())
-        call = getattr(self._stubs.to(who.address), _METHODS[kind])(request, timeout=timeout_s, metadata=metadata)
+        call = getattr(self._stubs.to(who.address), METHOD_OF[kind])(request, timeout=timeout_s, metadata=metadata)
         try:
             if kind not in _STREAMS:
                 answers.add(pb.FanReply(target=number, last=True, **{kind: await call}))

@@ -227,7 +227,7 @@ def _write(path: Path, line: str) -> None:
     aside = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         aside.write_text(line)
-        os.replace(aside, path)
+        aside.replace(path)
     except OSError as error:
         with contextlib.suppress(OSError):
             aside.unlink()

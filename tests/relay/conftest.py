@@ -22,8 +22,9 @@ from coordinator.relay import host
 from coordinator.relay.host import RelayOptions, RelayServer, address_record
 from coordinator.server import Coordinator, serve
 from coordinator.settings import Settings
+from coordinator.wire.access import Access
+from coordinator.wire.links import read_security
 from coordinator.wire.record import FILE
-from coordinator.wire.rpc import channel
 from coordinator.wire.terms import CheckpointMode, Role
 from participant_shims.adapter import Description
 from participant_shims.shim import Shim, ShimOptions
@@ -77,6 +78,12 @@ class Node:
     shims: dict[str, Shim] = field(default_factory=dict[str, Shim])
     servers: dict[str, Server] = field(default_factory=dict[str, Server])
     settings: dict[str, Any] = field(default_factory=dict[str, Any])
+    tls: Path | None = None  # of `safepoint certs init`
+    token_file: str = ""
+
+    def shown(self, who: str) -> dict[str, str]:
+        """What a process of that name is started with, to show who it is."""
+        return {"tls_dir": str(self.tls / who) if self.tls is not None else "", "token_file": self.token_file}
 
     @property
     def root(self) -> Path:
@@ -88,13 +95,13 @@ class Node:
 
     async def coordinate(self) -> Coordinator:
         self.root.mkdir(exist_ok=True)
-        given = {"heartbeat_s": BEAT_S, "straggler_grace_s": 0.5, **self.settings}
+        given = {"heartbeat_s": BEAT_S, "straggler_grace_s": 0.5, **self.shown("coordinator"), **self.settings}
         self.coordinator = await serve(Settings(root=str(self.root), **given))
         return self.coordinator
 
     async def relay(self, name: str = "n1") -> RelayServer:
         """One in this process."""
-        options = RelayOptions(self.record, self.path / f"relay-{name}", name)
+        options = RelayOptions(self.record, self.path / f"relay-{name}", name, **self.shown("relay"))
         made = self.relays[name] = await host.serve(options)
         return made
 
@@ -115,7 +122,7 @@ class Node:
         """A shim, behind a relay, or with an empty name none."""
         server = Server(role=role or ROLES[name.partition("-")[0]], name=name)
         target = address_record(self.path / f"relay-{behind}") if behind else self.record
-        options = ShimOptions(self.path / f"life-{name}", name, target, self.root)
+        options = ShimOptions(self.path / f"life-{name}", name, target, self.root, **self.shown("shim"))
         options.life.mkdir(mode=0o700, exist_ok=True)
         self.servers[name] = server
         shim = self.shims[name] = Shim(options, server)
@@ -157,8 +164,11 @@ class Node:
 
     async def ask(self, method: str, request: Any, timeout: float = 10.0) -> Any:
         assert self.coordinator is not None
-        async with channel(self.coordinator.address) as link:
-            call = getattr(coordinator_service_pb2_grpc.CoordinatorStub(link), method)(request, timeout=timeout)
+        mine, access = self.shown("trainer"), Access.RESTORER if method == "Restore" else Access.OPERATOR
+        security = read_security(mine["token_file"] or None, mine["tls_dir"] or None)
+        async with security.channel(self.coordinator.address, Access.COORDINATOR) as link:
+            stub = coordinator_service_pb2_grpc.CoordinatorStub(link)
+            call = getattr(stub, method)(request, timeout=timeout, metadata=security.metadata(access))
             return await (collect(call) if hasattr(call, "__aiter__") else answer(call))
 
     async def save(self, number: int = 1, timeout: float = 15.0, **options: Any) -> list[pb.OperationEvent]:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import grpc
 from safepoint.v1 import errors_pb2
 
+from coordinator.relay_calls import METHOD_OF
 from coordinator.wire.errors import Reason
 from tests.simulation.faults import FINISHED_IDS, LEASE_S
 
@@ -97,7 +98,12 @@ class Behaviour:
     # ---- calls --------------------------------------------------------------------------------------------------------
 
     def sent(self, process: Process, method: str, request: Any) -> None:
-        """I14: a coordinator begins one operation at a time."""
+        """I14: a coordinator begins one operation at a time. What a relay passes on later is no call of its own."""
+        if process.name.startswith("relay-"):
+            return
+        if method == "Fan":
+            kind = request.WhichOneof("call")
+            method, request = METHOD_OF[kind], getattr(request, kind)
         if method not in (*GRANTING, "Commit", "Confirm") or not hasattr(request, "context"):
             return
         running = self.world.checks.coordinators.get(request.context.coordinator_epoch)

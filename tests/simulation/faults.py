@@ -22,6 +22,8 @@ HITS = (
 )  # fmt: skip
 AGED = 0.12  # of the runs are long enough for that
 AGES = ("quiet", "crash", "power", "second", "second", "fsync")
+RELAYED = "behind relays"  # asked for with kinds of faults: some of the servers are behind relays, which fail as well
+RELAY_FAULTS = ("crash relay", "crash relay", "pause relay", "cut relay off")
 OLD = "what is old"  # asked for with kinds of faults: each run is long enough
 FINISHED_IDS = 2  # of a fence with little memory
 
@@ -38,7 +40,7 @@ class Event:
 
     @property
     def is_fault(self) -> bool:
-        return self.kind in FAULTS
+        return self.kind in FAULTS or self.kind in RELAY_FAULTS
 
     def __str__(self) -> str:
         return f"{self.at:6.2f} {self.kind} {self.whom} {self.value:.3g} {self.extra}".rstrip()
@@ -62,6 +64,7 @@ class Plan:
     little_memory: bool = False  # fences remember FINISHED_IDS finished operations, not 16,384
     same_ports: bool = False  # a shim that is started again listens where the one before it did
     quick_restarts: bool = False
+    relays: dict[str, str] = field(default_factory=dict)  # who is behind which
     wall_skew_s: float = 0.0
     offsets: dict[str, float] = field(default_factory=dict)
 
@@ -81,6 +84,8 @@ def make(seed: int, only: tuple[str, ...] = ()) -> Plan:
     if OLD in only:
         plan = make(seed, tuple(kind for kind in only if kind != OLD))
         return replace(plan, ages=_ages(seed, 1.0))
+    if RELAYED in only:
+        return _behind_relays(make(seed, tuple(kind for kind in only if kind != RELAYED)))
     random = Random(f"plan {seed} {' '.join(only)}".rstrip())
     servers: dict[str, tuple[str, str]] = {}
     for name, kind, role, most in (
@@ -122,6 +127,23 @@ def make(seed: int, only: tuple[str, ...] = ()) -> Plan:
         wall_skew_s=random.choice([0.0, 3600.0, -3600.0]),
         offsets={name: random.uniform(0.0, 5000.0) for name in (*servers, "coordinator", "trainer")},
     )
+
+
+def _behind_relays(plan: Plan) -> Plan:
+    """The same run with one or two relays between."""
+    random = Random(f"relays {plan.seed}")
+    names = ("relay-0", "relay-1")[: random.randint(1, 2)]
+    behind = {server: random.choice(names) for server in plan.servers if random.random() < 0.85}
+    names = tuple(sorted(set(behind.values())))
+    more = [
+        Event(
+            random.uniform(0.5, plan.duration_s), random.choice(RELAY_FAULTS), random.choice(names),
+            random.choice([0.3, 1.0, 2.5, LEASE_S + 2, 2 * LEASE_S]) * random.uniform(0.7, 1.3),
+            random.choice(["to", "from", "both"]),
+        )
+        for _ in range(random.randint(0, 4) if names and plan.faults else 0)
+    ]  # fmt: skip
+    return replace(plan, relays=behind, events=tuple(sorted([*plan.events, *more], key=lambda e: e.at)))
 
 
 def _ages(seed: int, share: float) -> str:

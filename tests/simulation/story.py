@@ -124,7 +124,7 @@ class Story:
         what, _, kind = event.kind.partition(" ")
         process = self._process(kind if what in ("crash", "pause") else "who writes", whom)
         match event.kind:
-            case "crash coordinator" | "crash shim" | "crash server":
+            case "crash coordinator" | "crash shim" | "crash server" | "crash relay":
                 if process is not None:
                     process.kill()
             case "hang and crash coordinator":
@@ -133,7 +133,9 @@ class Story:
                     world.loop.after(max(value, 2 * LEASE_S), world.shim_processes[whom].go_on)
                 if world.coordinator_process is not None:
                     world.coordinator_process.kill()
-            case "pause coordinator" | "pause shim" | "pause server" | "pause trainer":
+            case "cut relay off":
+                self._happen(replace(event, kind="partition"))
+            case "pause coordinator" | "pause shim" | "pause server" | "pause trainer" | "pause relay":
                 if process is not None:
                     process.pause()
                     world.loop.after(value, process.go_on)
@@ -244,6 +246,8 @@ class Story:
             return world.coordinator_process
         if kind == "trainer":
             return self.trainer.process
+        if kind == "relay":
+            return world.relay_processes[whom]
         if kind == "server":
             return world.http.servers[whom].process
         return world.shim_processes.get(whom)  # also of those who write: the shim writes most
@@ -283,6 +287,9 @@ class Story:
         world.supervised = True
         if world.coordinator_process is None or not world.coordinator_process.alive:
             world.start_coordinator()
+        for name, process in list(world.relay_processes.items()):
+            if not process.alive:
+                world.start_relay(name)
         for name, server in world.http.servers.items():
             if not server.process.alive:
                 world.start_server(name)

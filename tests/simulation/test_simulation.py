@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from tests.simulation import blame
-from tests.simulation.faults import AGES, FAULTS, OLD, make
+from tests.simulation.faults import AGES, FAULTS, OLD, RELAYED, make
 from tests.simulation.invariants import INVARIANTS
 from tests.simulation.loop import START_S
 from tests.simulation.mutants import MUTANTS
@@ -22,6 +22,7 @@ from tests.simulation.story import play
 from tests.simulation.world import CLOCKS, _with_clocks, made
 
 SEEDS = range(10_001, 10_025)  # `make sim` runs 2,000
+BEHIND_RELAYS = range(10_101, 10_113)
 GROUPS = 4
 ASKING = ("behaviour", "checks", "cut", "run", "servers", "story", "trainer")
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -32,6 +33,15 @@ def test_no_invariant_is_violated(group: int) -> None:
     for seed in SEEDS[group::GROUPS]:
         result = play(make(seed))
         assert result.violations == [], f"python -m tests.simulation.run --seed {seed} --shrink --trace"
+
+
+@pytest.mark.parametrize("group", range(GROUPS))
+def test_no_invariant_is_violated_with_relays_between(group: int) -> None:
+    for seed in BEHIND_RELAYS[group::GROUPS]:
+        result = play(make(seed, (RELAYED,)))
+        assert result.violations == [], (
+            f"python -m tests.simulation.run --seed {seed} --only '{RELAYED}' --shrink --trace"
+        )
 
 
 STEADY = (3, 14, 102, 170, 204, 207, 216, 300, 507, 520)

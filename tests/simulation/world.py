@@ -29,6 +29,8 @@ from typing import Any
 
 from coordinator import journal, journal_file, operations, sweeping
 from coordinator.journal import ADDRESS_NAME
+from coordinator.relay import host as relay_host
+from coordinator.relay.host import RelayOptions, address_record
 from coordinator.server import Coordinator, serve
 from coordinator.settings import Settings
 from coordinator.wire import manifest_file
@@ -86,6 +88,7 @@ class World:
         self.coordinator_process: Process | None = None
         self.shims: dict[str, Shim] = {}
         self.shim_processes: dict[str, Process] = {}
+        self.relay_processes: dict[str, Process] = {}
         self.lives: dict[str, int] = {}
         self.coordinators = 0
         self.supervised = True  # what dies is started again
@@ -230,8 +233,11 @@ class World:
         process = self.process(f"shim of {name}", name)
         self.shim_processes[name] = process
 
+        relay = self.plan.relays.get(name)
+        target = address_record(self.scratch / relay) if relay is not None else "coordinator"
+
         async def main() -> None:
-            options = ShimOptions(life=directory, participant_id=name, coordinator="coordinator", root=Path(ROOT))
+            options = ShimOptions(life=directory, participant_id=name, coordinator=target, root=Path(ROOT))
             shim = Shim(
                 options, GymAdapter(directory, name), make_server=self.network.make_server, dial=self.network.dial,
                 clock=LoopTime(),
@@ -254,11 +260,38 @@ class World:
         if self.supervised and server.life == life and server.process.alive and self.shim_processes[name] is dead:
             self.start_shim(name, directory, life)
 
+    def start_relay(self, name: str) -> None:
+        process = self.process(name, name)
+        self.relay_processes[name] = process
+
+        async def main() -> None:
+            options = RelayOptions("coordinator", self.scratch / name, name)
+            try:
+                relay = await relay_host.serve(options, make_server=self.network.make_server, dial=self.network.dial)
+            except Exception as error:
+                self.violation(f"{name} cannot start: {error!r}")
+                raise
+            self.trace(name, f"serves at {relay.address}")
+            await relay.staying
+
+        process.on_kill.append(lambda: self._relay_died(name, process))
+        process.spawn(main())
+
+    def _relay_died(self, name: str, process: Process) -> None:
+        self.trace(name, "is dead")
+        # Soon enough for its shims to wait for it, or not.
+        delay = self.random.choice([self.random.uniform(0.1, 2.5), self.random.uniform(6.0, 15.0)])
+        self.loop.after(delay, lambda: self._relay_again(name, process))
+
+    def _relay_again(self, name: str, dead: Process) -> None:
+        if self.supervised and self.relay_processes[name] is dead:
+            self.start_relay(name)
+
     def everybody(self) -> list[Process]:
         """All processes that belong to the job now."""
         servers = [server.process for server in self.http.servers.values()]
         coordinator = [self.coordinator_process] if self.coordinator_process else []
-        return [*coordinator, *servers, *self.shim_processes.values()]
+        return [*coordinator, *servers, *self.shim_processes.values(), *self.relay_processes.values()]
 
     def kill_all(self) -> None:
         self.supervised = False
@@ -268,6 +301,8 @@ class World:
     def start_all(self) -> None:
         self.supervised = True
         self.start_coordinator()
+        for name in sorted(set(self.plan.relays.values())):
+            self.start_relay(name)
         for name in self.plan.servers:
             self.start_server(name)
 
@@ -378,6 +413,7 @@ def made(plan: Plan) -> Generator[World]:
         (calllog_export, "SETTLED_FOR_S", SETTLED_FOR_S), (shelf, "SETTLED_FOR_S", SETTLED_FOR_S),
         (sweeping.sweep, "__kwdefaults__", {**(sweeping.sweep.__kwdefaults__ or {}), "grace_s": GRACE_S}),
         (calllog_export, "threading", SimpleNamespace(Lock=lambda: SimLock(world.loop))),
+        (relay_host, "_own", lambda directory: directory.mkdir(exist_ok=True) or -1),
         (os, "getpid", world.pid), (gate_process, "started", world.began),
         (ends, "output_of", lambda pid: ""), (socket, "gethostname", lambda: PROCESS.get(world.loop.outside).host),
     )  # fmt: skip
