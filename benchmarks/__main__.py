@@ -15,7 +15,7 @@ from benchmarks.measure import machine
 from benchmarks.results import Results, worse_than
 from benchmarks.scale import FULL, QUICK
 
-SECTIONS: Final = ("control", "detection", "gate", "throughput", "pauses", "lost")
+SECTIONS: Final = ("control", "relays", "detection", "gate", "throughput", "pauses", "lost")
 QUICK_SECTIONS: Final = ("control", "detection", "gate", "pauses", "lost")
 
 

@@ -249,7 +249,7 @@ def _line_of(event: pb.OperationEvent, kind: str) -> bytes:
     """The line of an event, as protobuf's JSON has it. Of large fleets nearly all are of two small kinds, which have ids and
     numbers alone and are written here in a twentieth of the time."""
     step = event.participant_called if kind == "participant_called" else event.participant_progress
-    done = kind == "participant_progress" and step.done
+    done = kind == "participant_progress" and event.participant_progress.done
     line = "progress" if kind == "participant_progress" else "event"
     if not done and kind != "participant_called":
         return _encoded({"kind": line, "event": json_format.MessageToDict(event, preserving_proto_field_name=True)})

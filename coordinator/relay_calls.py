@@ -10,6 +10,7 @@ beginning, so that a wave is one request, however it is begun.
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Collection, Generator
 from dataclasses import dataclass, field
@@ -28,6 +29,8 @@ from coordinator.wire.auth import Metadata
 from coordinator.wire.record import NONCE_METADATA_KEY
 from coordinator.wire.rpc import ERROR_TRAILER
 from coordinator.wire.trace import HEADERS
+
+log = logging.getLogger(__name__)
 
 MAX_TARGETS: Final = 512
 URGENT: Final = frozenset({"resume", "abort", "renew_lease", "get_status"})
@@ -185,12 +188,29 @@ class Fanout:
         task.add_done_callback(self._tasks.discard)
 
     async def _make(self, wave: _Wave) -> None:
-        relay, kind = wave.relay, CALLS[wave.method]
+        relay = wave.relay
         waiting = [(target, call) for target, call in wave.calls if not call.over]  # who has left is not called at all
         if not waiting:
             return
-        request = pb.FanRequest(targets=[target for target, _ in waiting], **{kind: wave.shared})
         calls = [call for _, call in waiting]
+        error = _failure(grpc.StatusCode.UNKNOWN, f"{relay} ended its answer without this one's.")
+        try:
+            await self._fan(wave, [target for target, _ in waiting], calls)
+        except aio.AioRpcError as failed:
+            # Whatever a relay says for itself: whether it has called anybody is not known. So its own reason is text.
+            error = _failure(failed.code(), f"through {relay}: {failed.details() or ''}")
+        except asyncio.CancelledError:
+            error = _failure(grpc.StatusCode.CANCELLED, f"The call through {relay} was left.")
+        except Exception as failed:  # it cannot be dialled, or a bug: nobody may wait for ever
+            log.warning("the call through %s failed: %r", relay, failed)
+            error = _failure(grpc.StatusCode.UNAVAILABLE, f"through {relay}: {failed}")
+        for call in calls:
+            call.fail(error)
+
+    async def _fan(self, wave: _Wave, targets: list[pb.FanTarget], calls: list[RelayedCall]) -> None:
+        """Make one request of a wave, and hand out what comes. Raises as gRPC does."""
+        relay, kind = wave.relay, CALLS[wave.method]
+        request = pb.FanRequest(targets=targets, **{kind: wave.shared})
         nonce = ((NONCE_METADATA_KEY, relay.nonce),) if relay.nonce else ()
         stub = self._stubs.to(relay.address)
         method = stub.FanUrgent if kind in URGENT else stub.Fan
@@ -207,16 +227,8 @@ class Fanout:
                 for reply in event.replies:
                     if reply.target < len(calls):
                         _deliver(calls[reply.target], reply)
-            error = _failure(grpc.StatusCode.UNKNOWN, f"{relay} ended its answer without this one's.")
-        except aio.AioRpcError as failed:
-            # Whatever a relay says for itself: whether it has called anybody is not known. So its own reason is text.
-            error = _failure(failed.code(), f"through {relay}: {failed.details() or ''}")
-        except asyncio.CancelledError:
-            error = _failure(grpc.StatusCode.CANCELLED, f"The call through {relay} was left.")
         finally:
             fan.cancel()
-        for call in calls:
-            call.fail(error)
 
 
 class _Through:
