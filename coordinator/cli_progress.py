@@ -65,7 +65,10 @@ class _Bars:
             self._tasks.clear()
             self._most.clear()
         if kind == "participant_progress":
-            self._step(event.participant_progress)
+            step = event.participant_progress
+            self._step(step)
+            for name in step.also_done:
+                self._step(pb.ParticipantProgress(phase=step.phase, participant_id=name, done=True))
         elif kind in ("phase_finished", "warning"):
             self._view.console.print(describe(event), highlight=False, markup=False)
 

@@ -34,7 +34,8 @@ class Heard:
                 self._phase = Phase.UNSPECIFIED
             self._pending = dict.fromkeys(event.phase_started.participant_ids)
         elif kind == "participant_progress" and event.participant_progress.done:
-            self._pending.pop(event.participant_progress.participant_id, None)
+            for name in (event.participant_progress.participant_id, *event.participant_progress.also_done):
+                self._pending.pop(name, None)
         elif kind == "phase_finished":
             self._pending = {}
 

@@ -13,9 +13,7 @@ import asyncio
 import logging
 import os
 import time
-from collections.abc import Mapping
-from dataclasses import asdict, replace
-from pathlib import Path
+from dataclasses import replace
 from typing import Any, Final
 
 import ray
@@ -39,9 +37,9 @@ _ray: Final[Any] = ray  # much of it is typed in part only
 class RelayHost:
     """What runs in an actor's process."""
 
-    def __init__(self, options: Mapping[str, Any]) -> None:
+    def __init__(self, options: RelayOptions) -> None:
         # Begun in the constructor, which Ray runs again after a restart.
-        self._options = RelayOptions(**{**options, "directory": Path(options["directory"])})
+        self._options = options
         self._problem: Problem | None = None
         self._starting: asyncio.Task[RelayServer] = asyncio.get_running_loop().create_task(self._start())
 
@@ -121,7 +119,7 @@ def stop(job_id: str = "default", namespace: str = NAMESPACE) -> int:
 
 def _actor(options: RelayOptions, node: str, namespace: str) -> Any:
     actor_class = _ray.remote(RelayHost)
-    named = {**asdict(options), "directory": str(options.directory), "relay_id": f"node-{node[:12]}"}
+    named = replace(options, relay_id=f"node-{node[:12]}")
     return actor_class.options(
         name=f"{_prefix(options.job_id)}{node}", namespace=namespace, lifetime="detached", get_if_exists=True,
         max_restarts=-1, max_task_retries=0, num_cpus=0,

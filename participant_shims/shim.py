@@ -124,7 +124,7 @@ class Shim:
         self.address = ""
         self.service = ParticipantService(adapter, options.participant_id, self.incarnation_id, options.root, clock)
         self._make_server = make_server
-        self._dial = self._security.dial_found() if dial is None else lambda found: dial(found.address)
+        self._dial = self._security.dial_found(dial)
         self._listening: Listening | None = None
         self.registration: Registration | None = None
         self._server: aio.Server | None = None

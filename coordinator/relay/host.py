@@ -148,8 +148,7 @@ async def serve(
     hello = pb.RelayHello(
         relay_id=relay_id, incarnation_id=new_incarnation_id(), address=listening.address, process=process, nonce=nonce
     )
-    found = security.dial_found() if dial is None else lambda record: dial(record.address)
-    standing = Standing(hello, options.coordinator, options.job_id, security.tokens, found)
+    standing = Standing(hello, options.coordinator, options.job_id, security.tokens, security.dial_found(dial))
     registry = Registry(loop.time, FIRST_BEAT_S * MISSED_BEATS)
     stubs: Stubs[participant_service_pb2_grpc.ParticipantAsyncStub] = Stubs(
         dial or security.dial(Access.SHIM), participant_service_pb2_grpc.ParticipantStub, lambda: security.version

@@ -63,9 +63,15 @@ class Security:
         """`channel` for one kind of peer."""
         return lambda target: self.channel(target, peer)
 
-    def dial_found(self) -> Callable[[Record], aio.Channel]:
-        """A channel to a coordinator, or to the relay whose record was found in its place."""
-        return lambda record: self.channel(record.address, Access.RELAY if record.beyond else Access.COORDINATOR)
+    def dial_found(self, dial: Callable[[str], aio.Channel] | None = None) -> Callable[[Record], aio.Channel]:
+        """A channel to a coordinator, or to the relay whose record was found in its place. `dial`: of a simulated network."""
+
+        def found(record: Record) -> aio.Channel:
+            if dial is not None:
+                return dial(record.address)
+            return self.channel(record.address, Access.RELAY if record.beyond else Access.COORDINATOR)
+
+        return found
 
     def _check_plain(self, target: str) -> None:
         if self.tokens is None or self.insecure:

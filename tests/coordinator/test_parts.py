@@ -9,16 +9,17 @@ import pytest
 from google.protobuf import json_format
 from hypothesis import given
 from hypothesis import strategies as st
+from safepoint.v1 import capabilities_pb2, manifest_pb2
 from safepoint.v1 import coordinator_service_pb2 as pb
-from safepoint.v1 import manifest_pb2
 
 from coordinator import convert, ledger_lines
+from coordinator.client_heard import Heard
 from coordinator.feed import FEW, Feed
 from coordinator.pause import PauseMeter
 from coordinator.protocol.ledger import Line
 from coordinator.protocol.topology import Participant
 from coordinator.registry import Registry
-from coordinator.wire.errors import Problem, Reason, SafepointError
+from coordinator.wire.errors import Problem, Reason, SafepointError, Unanswered
 from coordinator.wire.ids import IncarnationId, ParticipantId
 from coordinator.wire.terms import CheckpointMode, QuiesceMode, Role, RolloutState
 
@@ -227,6 +228,26 @@ async def test_of_a_large_fleet_a_follower_is_not_told_who_was_done_when_the_pha
         assert not follower.resync(), "nothing was missed"
 
 
+async def test_who_is_done_in_one_moment_of_a_large_fleet_is_told_together() -> None:
+    feed = Feed()
+    with feed.follow() as follower, feed.follow() as another:
+        for number in range(FEW, 100):
+            feed.publish(step("participant_called", number))
+        told = [step("participant_progress", number) for number in range(100, 200)]
+        for event in told:
+            feed.publish(event)
+        async with asyncio.timeout(10):
+            await follower.wait()
+        done = [event for event in iter(follower.take, None) if event.HasField("participant_progress")]
+        assert len(done) == 1
+        names = [done[0].participant_progress.participant_id, *done[0].participant_progress.also_done]
+        assert names == [f"p-{number}" for number in range(100, 200)]
+        assert done[0].sequence == 199
+        assert not told[0].participant_progress.also_done, "what others are told is as it was"
+        other = [event for event in iter(another.take, None) if event.HasField("participant_progress")]
+        assert other == done
+
+
 async def test_of_a_small_fleet_each_step_is_told_at_once() -> None:
     feed = Feed()
     with feed.follow() as follower:
@@ -255,7 +276,23 @@ async def test_steps_that_are_gathered_come_without_another_event() -> None:
             feed.publish(step("participant_progress", number))
         async with asyncio.timeout(10):
             await follower.wait()
-            assert len(list(iter(follower.take, None))) == 100
+            got = list(iter(follower.take, None))
+            assert len(got) + sum(len(event.participant_progress.also_done) for event in got) == 100
             feed.publish(step("participant_progress", 100))
             await follower.wait()
             assert follower.take() is not None
+
+
+def test_who_is_told_to_be_done_together_is_waited_for_no_more() -> None:
+    heard = Heard()
+    heard.take(
+        pb.OperationEvent(
+            phase_started=pb.PhaseStarted(phase=capabilities_pb2.PHASE_PREPARE, participant_ids=["a", "b", "c"])
+        )
+    )
+    done = pb.OperationEvent()
+    done.participant_progress.participant_id, done.participant_progress.done = "a", True
+    done.participant_progress.also_done.append("b")
+    heard.take(done)
+    error = heard.added_to(Unanswered(Problem(Reason.UNREACHABLE, "No answer.")))
+    assert "waited for c." in error.problem.message

@@ -1314,6 +1314,7 @@ class ParticipantProgress(_message.Message):
     WAITING_FOR_COUNT_FIELD_NUMBER: _builtins.int
     ITEMS_DONE_FIELD_NUMBER: _builtins.int
     ITEMS_TOTAL_FIELD_NUMBER: _builtins.int
+    ALSO_DONE_FIELD_NUMBER: _builtins.int
     phase: _capabilities_pb2.Phase.ValueType
     """REQUIRED."""
     participant_id: _builtins.str
@@ -1340,6 +1341,12 @@ class ParticipantProgress(_message.Message):
     def waiting_for(self) -> _containers.RepeatedCompositeFieldContainer[_capabilities_pb2.RolloutActivity]:
         """OPTIONAL. The oldest rollouts waited for, at most 20."""
 
+    @_builtins.property
+    def also_done(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """OPTIONAL. With `done`, and of large fleets: others that have shown the proof of the phase within the same moment. They are
+        not told of again.
+        """
+
     def __init__(
         self,
         *,
@@ -1355,10 +1362,11 @@ class ParticipantProgress(_message.Message):
         waiting_for_count: _builtins.int = ...,
         items_done: _builtins.int = ...,
         items_total: _builtins.int = ...,
+        also_done: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["bytes_done", b"bytes_done", "bytes_total", b"bytes_total", "done", b"done", "held", b"held", "in_flight", b"in_flight", "items_done", b"items_done", "items_total", b"items_total", "parked", b"parked", "participant_id", b"participant_id", "phase", b"phase", "waiting_for", b"waiting_for", "waiting_for_count", b"waiting_for_count"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["also_done", b"also_done", "bytes_done", b"bytes_done", "bytes_total", b"bytes_total", "done", b"done", "held", b"held", "in_flight", b"in_flight", "items_done", b"items_done", "items_total", b"items_total", "parked", b"parked", "participant_id", b"participant_id", "phase", b"phase", "waiting_for", b"waiting_for", "waiting_for_count", b"waiting_for_count"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
