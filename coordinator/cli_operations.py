@@ -24,8 +24,8 @@ from coordinator.cli_options import (
     make_client,
 )
 from coordinator.cli_output import emit, note, plain, reporting, say, show
-from coordinator.objects import is_url
 from coordinator.wire.errors import Reason, refuse
+from coordinator.wire.objects import is_url
 
 
 def save(

@@ -10,8 +10,8 @@ import typer
 
 from coordinator.cli_exit import ExitCode
 from coordinator.cli_output import fail, note
-from coordinator.objects import is_url
 from coordinator.wire.errors import Reason, refuse
+from coordinator.wire.objects import is_url
 
 if TYPE_CHECKING:
     from coordinator.client import Client

@@ -27,9 +27,9 @@ from coordinator.cli_options import (
     missing,
 )
 from coordinator.cli_output import emit, note, plain, reporting, say, show
-from coordinator.objects import is_url, objects_at
 from coordinator.wire.errors import Reason, refuse
 from coordinator.wire.ids import SnapshotId
+from coordinator.wire.objects import is_url, objects_at
 
 if TYPE_CHECKING:
     from safepoint.v1 import manifest_pb2

@@ -24,8 +24,8 @@ from coordinator.protocol.topology import Participant, Topology, fingerprint
 from coordinator.snapshot_reading import MAX_LEDGER_LINE, blamed_on, participant_files
 from coordinator.snapshots import SnapshotStore
 from coordinator.wire import failpoints
-from coordinator.wire.beneath import Directory
 from coordinator.wire.errors import Problem, Reason, Refused, refuse
+from coordinator.wire.folder import Folder
 from coordinator.wire.ids import ParticipantId, SnapshotId
 from coordinator.wire.manifest_file import LEDGER_NAME, MANIFEST_NAME, PLAIN_FORMAT
 from coordinator.wire.terms import Phase
@@ -134,7 +134,7 @@ class Publisher:
         return self._last_ns
 
 
-def _has_manifest(directory: Directory, name: ParticipantId) -> bool:
+def _has_manifest(directory: Folder, name: ParticipantId) -> bool:
     try:
         with directory.child(name) as part:
             return MANIFEST_NAME in part.names()
@@ -143,7 +143,7 @@ def _has_manifest(directory: Directory, name: ParticipantId) -> bool:
 
 
 def _report_of(
-    directory: Directory, operation: Operation, participant: Participant, proof: Committed
+    directory: Folder, operation: Operation, participant: Participant, proof: Committed
 ) -> ledger_merge.Report:
     participant_id = participant.participant_id
     with blamed_on(participant_id, Phase.PUBLISH):
