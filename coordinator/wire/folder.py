@@ -96,3 +96,8 @@ def names_below(at: Where) -> Names:
     if found is None:
         found = _ROOTS[at] = names_at(at)
     return found
+
+
+def use(at: Where, names: Names) -> None:
+    """Have a root in a store used by these names, in this process."""
+    _ROOTS[at] = names
