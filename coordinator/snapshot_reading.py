@@ -90,7 +90,7 @@ class SnapshotReader:
             raise refuse(Reason.MALFORMED_ID, f"{snapshot_id[:130]!r} is no snapshot_id.")
         with self.snapshots() as snapshots:
             try:
-                return snapshots.child(snapshot_id)
+                return snapshots.seen(snapshot_id)
             except FileNotFoundError:
                 raise _not_found(snapshot_id) from None
 
@@ -153,7 +153,7 @@ class SnapshotReader:
                 try:
                     if not is_wire_id(name):
                         raise refuse(Reason.SNAPSHOT_UNSAFE, f"{name[:130]!r} is no snapshot_id.")
-                    with snapshots.child(name) as directory:
+                    with snapshots.seen(name) as directory:
                         manifest = self._manifest(directory, name)
                         self._check_complete(directory, manifest)
                         valid.append(manifest)

@@ -90,7 +90,7 @@ def named(reader: SnapshotReader, without: frozenset[str] = frozenset()) -> set[
             if not is_wire_id(name) or not snapshots.is_directory(name):
                 raise refuse(Reason.SNAPSHOT_UNSAFE, f"{snapshots.path / name[:130]} is no snapshot.")
             try:
-                with snapshots.child(name) as directory:
+                with snapshots.seen(name) as directory:
                     found |= _named_in(directory)
             except FileNotFoundError:
                 pass  # deleted in between

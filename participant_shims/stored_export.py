@@ -129,7 +129,7 @@ class StoredExports:
         self, snapshot_id: str, source_id: str, manifest_sha256: str, now: capabilities_pb2.Capabilities
     ) -> VerifiedPart:
         """As `Exports.verify`, of a part that is brought into the spool for it."""
-        snapshot = self._snapshot(snapshot_id).look()
+        snapshot = self._snapshot(snapshot_id)
         try:
             published = snapshot.read(MANIFEST_NAME, MAX_MANIFEST_BYTES)
             if published == VOID:
@@ -199,7 +199,7 @@ class StoredExports:
 
     def _snapshot(self, snapshot_id: str) -> StoredFolder:
         try:
-            return StoredFolder(self._names).child(f"{SNAPSHOTS}/{snapshot_id}")
+            return StoredFolder(self._names).child(SNAPSHOTS).seen(snapshot_id)
         except FileNotFoundError:
             raise refuse(
                 Reason.SNAPSHOT_NOT_FOUND, f"There is no {self._names.url}/{SNAPSHOTS}/{snapshot_id}.",

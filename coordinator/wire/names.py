@@ -14,6 +14,7 @@ Everything here blocks: callers on an event loop use a thread. Safe for several 
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import os
 import secrets
@@ -28,6 +29,7 @@ from coordinator.wire.objects import FsspecObjects, check_url
 _TRIES: Final = 3
 _AGAIN_S: Final = (0.1, 0.5)
 _READ: Final = 1 << 20
+_BLOCK: Final = 8 << 20
 _SCHEMES: Final = ("s3://", "s3a://")
 
 
@@ -175,6 +177,22 @@ class S3Requests(FsspecObjects):
         path = f"{self._path}/{key}"
         with self._told(f"writing {self.url}/{key}"), self._refusal(path, key):
             self._fs.pipe_file(path, data, mode="create" if once else "overwrite")
+
+    def chunks(self, key: str) -> Iterator[bytes]:
+        """One request for what is small, which most objects are."""
+        path, at, size = f"{self._path}/{key}", 0, _BLOCK
+        while at < size:
+            with self._told(f"reading {self.url}/{key}"):
+                try:
+                    block: bytes = self._fs.cat_file(path, start=at, end=at + _BLOCK)
+                except OSError as error:
+                    if error.errno == errno.EINVAL and self.size(key) == 0:
+                        return  # of nothing there is no range
+                    raise
+                if not at and len(block) == _BLOCK:
+                    size = self.size(key) or 0
+            yield block
+            at += _BLOCK
 
     def info(self, key: str) -> Stored | None:
         with self._told(f"looking at {self.url}/{key}"):

@@ -16,6 +16,7 @@ blocks.
 from __future__ import annotations
 
 import hashlib
+import os
 import re
 import tempfile
 from collections.abc import Generator, Iterable, Iterator
@@ -52,14 +53,15 @@ class Where(str):
 class StoredFolder:
     """One folder. Methods as those of `beneath.Directory`; nothing has to be closed."""
 
-    __slots__ = ("_key", "_names", "_seen", "path")
+    __slots__ = ("_key", "_looked", "_names", "_seen", "path")
 
     def __init__(self, names: Names, key: str = "", path: Where | None = None) -> None:
         """`key`: what the keys of its objects begin with; empty: the root, else with a slash at its end."""
         self._names = names
         self._key = key
         self.path = path or Where(names.url)
-        self._seen: dict[str, Stored] = {}  # objects below: they never change, so what was seen once may be relied upon
+        self._seen: dict[str, Stored] = {}  # objects: they never change, so what was seen once may be relied upon
+        self._looked = False  # whether everything below was seen
 
     def __enter__(self) -> StoredFolder:
         return self
@@ -74,10 +76,18 @@ class StoredFolder:
         """The same one."""
         return self
 
-    def look(self) -> StoredFolder:
-        """See all that is below with one list, so that what is asked about it needs no more. Returns itself."""
-        self._seen.update((found.key, found) for found in self._names.all(self._key))
-        return self
+    def seen(self, name: str) -> StoredFolder:
+        """As `child`. What is below is looked at with one list, so that what is asked about it needs no more; folders that are
+        made later are not seen."""
+        (segment,) = segments(name)
+        beginning = f"{self._key}{segment}!"
+        below = {found.key: found for found in self._names.all(beginning)}
+        number, there = _number(key for key in below if "/" not in key[len(beginning) :])
+        if not there:
+            raise FileNotFoundError(str(self.path / name))
+        made = self._at(segment, number)
+        made._seen, made._looked = below, True
+        return made
 
     def child(self, path: str) -> StoredFolder:
         """A folder below this one. Raises FileNotFoundError."""
@@ -95,7 +105,7 @@ class StoredFolder:
         if there:
             raise FileExistsError(segment)
         number += 1
-        self._names.create(f"{self._key}{segment}!{number}!{MADE}", token())
+        self._create(f"{segment}!{number}!{MADE}", token())
         return self._at(segment, number)
 
     def ensure_child(self, name: str) -> StoredFolder:
@@ -109,9 +119,8 @@ class StoredFolder:
 
     def names(self) -> list[str]:
         """Files and folders, sorted; of a folder that was taken away and is not deleted yet, a name that begins with GONE."""
-        files, folders = self._names.near(self._key)
+        keys, folders = self._near(self._key)
         below = len(self._key)
-        keys = [file.key for file in files]
         found = [key[below:] for key in keys if "!" not in key[below:]]
         marks: dict[str, list[str]] = {}
         for key in keys:
@@ -201,9 +210,8 @@ class StoredFolder:
         One that has these very bytes counts as ours: an answer that was lost cannot be told from it.
         """
         (segment,) = segments(name)
-        key = self._key + segment
         if isinstance(data, bytes):
-            self._names.create(key, data)
+            self._create(segment, data)
             return digest or FileDigest(len(data), hashlib.sha256(data).hexdigest())
         hasher, size = hashlib.sha256(), 0
         with tempfile.TemporaryFile() as file:
@@ -212,13 +220,13 @@ class StoredFolder:
                 size += len(part)
                 file.write(part)
             file.flush()
-            self._names.create(key, file.fileno())
+            self._create(segment, file.fileno())
         return FileDigest(size, hasher.hexdigest())
 
     def put_file(self, name: str, file: int) -> None:
         """As `write_new`, of what an open regular file holds."""
         (segment,) = segments(name)
-        self._names.create(self._key + segment, file)
+        self._create(segment, file)
 
     def replace(self, name: str, data: bytes) -> None:
         """Write a file over whatever has the name. For pointers and notes, never for snapshots."""
@@ -271,18 +279,28 @@ class StoredFolder:
 
     def _at(self, name: str, number: int) -> StoredFolder:
         made = StoredFolder(self._names, f"{self._key}{name}!{number}/", self.path / name)
-        made._seen = self._seen
+        made._seen, made._looked = self._seen, self._looked
         return made
 
     def _newest(self, name: str) -> tuple[int, bool]:
         """The highest number of that name, zero without any, and whether it is there."""
-        beginning = f"{self._key}{name}!"
-        seen = _number(key for key in self._seen if key.startswith(beginning))
-        if seen[1]:
-            return seen
-        files, _ = self._names.near(beginning)
-        self._seen.update((file.key, file) for file in files)
-        return _number(file.key for file in files)
+        return _number(self._near(f"{self._key}{name}!")[0])
+
+    def _near(self, beginning: str) -> tuple[list[str], list[str]]:
+        """Keys that begin so and have no slash after it, and what others begin with, up to that slash."""
+        if not self._looked:
+            files, folders = self._names.near(beginning)
+            return [file.key for file in files], folders
+        keys: list[str] = []
+        above: set[str] = set()
+        for key in self._seen:
+            if key.startswith(beginning):
+                name, slash, _ = key[len(beginning) :].partition("/")
+                if slash:
+                    above.add(beginning + name)
+                else:
+                    keys.append(key)
+        return keys, sorted(above)
 
     def _mark_gone(self, name: str, number: int) -> None:
         key = f"{self._key}{name}!{number}!{TAKEN}"
@@ -291,6 +309,7 @@ class StoredFolder:
         except FileExistsError:
             pass  # somebody else has, and it says the same
         self._seen.clear()
+        self._looked = False
 
     def _file(self, path: str) -> tuple[StoredFolder, str]:
         *above, name = segments(path)
@@ -318,6 +337,13 @@ class StoredFolder:
                 file.write(part)
             file.seek(0)
             yield file
+
+    def _create(self, name: str, data: bytes | int) -> None:
+        key = self._key + name
+        self._names.create(key, data)
+        if self._looked:
+            size = len(data) if isinstance(data, bytes) else os.fstat(data).st_size
+            self._seen[key] = Stored(key, size, 0.0)
 
     def _delete(self, keys: Iterable[str]) -> None:
         with ThreadPoolExecutor(_AT_ONCE) as threads:

@@ -102,10 +102,12 @@ def test_one_look_answers_for_everything_below(store: MemoryStore, top: StoredFo
     for name in ("manifest.json", "state", "ledger"):
         part.write_new(name, b"1")
     client = store.client()
-    seen = StoredFolder(Names(client)).child("snapshots/a").look()
+    seen = StoredFolder(Names(client)).child("snapshots").seen("a")
     before = client.count
     for name in ("manifest.json", "state", "ledger"):
         assert seen.child("agent").size(name) == 1
+    assert seen.names() == ["agent"]
+    assert seen.child("agent").names() == ["ledger", "manifest.json", "state"]
     assert client.count == before
     part.write_new("late", b"1")  # what came afterwards is found all the same
     assert seen.child("agent").size("late") == 1
