@@ -21,6 +21,7 @@ from coordinator.cli_options import (
     Timeout,
     TokenFile,
     Wait,
+    is_stored_root,
     make_client,
 )
 from coordinator.cli_output import emit, note, plain, reporting, say, show
@@ -130,7 +131,7 @@ def restore(
     from coordinator.client_results import size_text
 
     with reporting(as_json):
-        store = root if is_url(root) else ""
+        store = root if is_url(root) and not is_stored_root(root) else ""
         root = os.environ.get(ROOT_VARIABLE, "") if store else root
         with make_client(target, root, token_file, wait, as_json) as client, progress(as_json) as on_progress:
             if store:

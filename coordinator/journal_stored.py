@@ -22,6 +22,8 @@ Everything here blocks: callers on an event loop use a thread. One writer; not s
 from __future__ import annotations
 
 import logging
+import os
+import re
 import secrets
 import time
 from collections.abc import Callable, Iterable, Mapping
@@ -47,7 +49,7 @@ from coordinator.snapshots import SnapshotStore
 from coordinator.wire import failpoints
 from coordinator.wire.beneath import Directory, storage_error
 from coordinator.wire.errors import Problem, Reason, Refused, SafepointError, refuse
-from coordinator.wire.folder import Folder, names_below
+from coordinator.wire.folder import Folder, Place, names_below
 from coordinator.wire.ids import OperationId
 from coordinator.wire.names import Names, Stored, token
 from coordinator.wire.stored_folder import StoredFolder, Where
@@ -423,6 +425,14 @@ def open_journal(store: SnapshotStore, above: Mapping[str, int]) -> AnyJournal:
     folder = store.directory(FOLDER)
     assert isinstance(folder, Directory)
     return Journal(folder, above)
+
+
+def newest_epoch_at(root: Place) -> int:
+    """The highest epoch that a coordinator of this root has had; zero when there was none. Raises OSError, STORAGE_FAILED."""
+    if isinstance(root, Where):
+        return max(_epochs(names_below(root).near(_EPOCHS)[0]), default=0)
+    names = (re.fullmatch(r"epoch-([0-9]{1,18})", entry.name) for entry in os.scandir(root / FOLDER))
+    return max((int(match[1]) for match in names if match), default=0)
 
 
 def _key(epoch: int, number: int) -> str:

@@ -202,7 +202,7 @@ def test_every_object_that_is_missing_or_another_is_found_on_the_way(stored: Job
     stored.store.begin(SnapshotId("step-1"))
     proof = stored.machine().save("step-1", [b"one", b"two"])
     stored.publish(proof)
-    keys = [k for k in stored.memory.keys() if k.startswith("chunks/") or f"/{NAME}!1/" in k]
+    keys = [k for k in stored.memory.keys("") if k.startswith("chunks/") or f"/{NAME}!1/" in k]
     for key in keys:
         if key.endswith("!made"):
             continue
