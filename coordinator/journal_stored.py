@@ -30,6 +30,7 @@ from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from typing import Final, TypeAlias, TypeVar
 
 from coordinator.journal import ADDRESS_NAME, Journal, announced
@@ -223,7 +224,7 @@ class StoredJournal:
         while first - 1 in there:
             first -= 1  # what is below a gap was deleted, when it was no longer needed
         with ThreadPoolExecutor(_AT_ONCE) as threads:
-            objects = list(threads.map(lambda number: self._object(epoch, number), range(first, last + 1)))
+            objects = list(threads.map(partial(self._object, epoch), range(first, last + 1)))
         found = _Log(None, last + 1)
         for entries in objects:
             head, data = entries[0], entries[0].data

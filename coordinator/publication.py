@@ -116,7 +116,7 @@ class Publisher:
         if isinstance(self._store.root, Path):
             return [read(*part) for part in parts]
         with ThreadPoolExecutor(_AT_ONCE) as threads:
-            return list(threads.map(lambda part: read(*part), parts))
+            return list(threads.map(read, [who for who, _ in parts], [proof for _, proof in parts]))
 
     def _until_seen(self, snapshot_id: SnapshotId, names: Iterable[ParticipantId]) -> None:
         """Wait, a little, for the parts that were committed on other machines: a network file system shows them late.

@@ -159,7 +159,7 @@ class StoredExports:
 
     def _send(self, chunks: Iterable[Chunk]) -> None:
         with ThreadPoolExecutor(_AT_ONCE) as threads:
-            list(threads.map(lambda chunk: self._stored.send(chunk, self._chunks), chunks))
+            list(threads.map(partial(self._stored.send, source=self._chunks), chunks))
 
     def _bring(self, part: StoredFolder, raw: bytes, local: Directory, manifest_sha256: str) -> None:
         local.write_new(MANIFEST_NAME, raw)

@@ -7,6 +7,7 @@ import os
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 
 from coordinator.wire import folder
 from coordinator.wire.errors import Reason, refuse
@@ -18,6 +19,10 @@ _NUMBERS = itertools.count(1)
 
 class Lost(Exception):
     """Raised by `after`: it was done, and nobody hears of it. By `before`: it was not done."""
+
+
+def quiet(_method: str, _key: str) -> None:
+    """Nothing happens to a request."""
 
 
 @dataclass(slots=True)
@@ -56,8 +61,8 @@ class MemoryRequests:
     def __init__(self, store: MemoryStore) -> None:
         self.store = store
         self.url = store.url
-        self.before: Callable[[str, str], None] = lambda *_: None
-        self.after: Callable[[str, str], None] = lambda *_: None
+        self.before: Callable[[str, str], None] = quiet
+        self.after: Callable[[str, str], None] = quiet
         self.count = 0
         self._lock = threading.Lock()
 
@@ -73,10 +78,7 @@ class MemoryRequests:
         return answer
 
     def put(self, key: str, data: bytes | int, *, once: bool) -> None:
-        if isinstance(data, int):
-            os.lseek(data, 0, os.SEEK_SET)
-            data = b"".join(iter(lambda: os.read(data, 1 << 20), b""))
-        content = data
+        content = os.pread(data, os.fstat(data).st_size, 0) if isinstance(data, int) else data
 
         def write() -> None:
             if once and self.store.once and key in self.store.objects:
@@ -140,7 +142,7 @@ class Interleaved:
         self._clients = clients
         self.steps: list[int] = []
         for number, client in enumerate(clients):
-            client.before = lambda _method, _key, number=number: self._wait(number)  # type: ignore[misc]
+            client.before = partial(self._asked, number)
 
     def run(self, works: list[Callable[[], object]]) -> list[object]:
         """What each returned, or raised."""
@@ -164,6 +166,9 @@ class Interleaved:
             thread.join(20)
             assert not thread.is_alive(), "it hangs"
         return results
+
+    def _asked(self, number: int, _method: str, _key: str) -> None:
+        self._wait(number)
 
     def _wait(self, number: int) -> None:
         with self._turn:

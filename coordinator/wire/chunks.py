@@ -18,7 +18,7 @@ from collections.abc import Generator, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final
+from typing import ClassVar, Final
 
 from coordinator.wire import failpoints
 from coordinator.wire.beneath import Directory, FileDigest, storage_error
@@ -58,7 +58,7 @@ class Chunks:
     That the name of a folder is durable is seen to once, not for each chunk: none of us removes one.
     """
 
-    grace_s: Final = GRACE_S
+    grace_s: ClassVar[float] = GRACE_S
 
     def __init__(self, root: Path) -> None:
         self.root = root

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from pathlib import Path
 from types import TracebackType
-from typing import Final, Protocol, TypeAlias
+from typing import ClassVar, Final, Protocol, TypeAlias
 
 from coordinator.wire.beneath import Directory, FileDigest
 from coordinator.wire.chunks import Chunk, Chunks, Found
@@ -65,8 +65,8 @@ class Folder(Protocol):
 class ChunkStore(Protocol):
     """As `chunks.Chunks` says of each method; errors as there."""
 
-    @property
-    def grace_s(self) -> float: ...
+    grace_s: ClassVar[float]
+
     def check(self, chunk: Chunk) -> None: ...
     def opened(self, sha256: str) -> AbstractContextManager[int]: ...
     def all(self) -> Iterator[Found]: ...

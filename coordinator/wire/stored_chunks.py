@@ -20,7 +20,7 @@ import threading
 import time
 from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager
-from typing import Final
+from typing import ClassVar, Final
 
 from coordinator.wire import failpoints
 from coordinator.wire.beneath import FileDigest, storage_error
@@ -36,7 +36,7 @@ _KEY: Final = re.compile(rf"{CHUNKS}/[0-9a-f]{{2}}/([0-9a-f]{{64}})\.([1-9][0-9]
 class StoredChunks:
     """The chunks of one root."""
 
-    grace_s: Final = GRACE_S
+    grace_s: ClassVar[float] = GRACE_S
 
     def __init__(self, names: Names, clock: Callable[[], float] = time.monotonic) -> None:
         """`clock`: monotonic seconds."""

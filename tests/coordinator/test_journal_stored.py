@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import random
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -15,7 +16,7 @@ from coordinator.journal_stored import StoredJournal
 from coordinator.wire.errors import Reason, SafepointError, refuse
 from coordinator.wire.ids import OperationId
 from coordinator.wire.names import Names
-from tests.stored import Interleaved, Lost, MemoryRequests, MemoryStore
+from tests.stored import Interleaved, Lost, MemoryRequests, MemoryStore, quiet
 
 
 @pytest.fixture
@@ -77,13 +78,6 @@ def starting_and_appending(order: list[int]) -> tuple[Interleaved, Any, StoredJo
     old.append(entry("save-0"))
     both = Interleaved([old_client, new_client], order)
 
-    def append() -> list[str]:
-        told: list[str] = []
-        for name in ("save-1", "save-2"):
-            old.append(entry(name))
-            told.append(name)
-        return told
-
     acknowledged: list[str] = []
 
     def appending() -> None:
@@ -125,7 +119,7 @@ def test_of_starts_at_once_one_at_most_goes_on_and_it_knows_everything(seed: int
     order = [chance.randrange(3) for _ in range(200)]
     results = Interleaved(clients, order).run([lambda c=c: by(c) for c in clients])  # type: ignore[misc]
     for client in clients:
-        client.before = lambda *_: None
+        client.before = quiet
     made = [one for one in results if isinstance(one, StoredJournal)]
     refused = [one for one in results if not isinstance(one, StoredJournal)]
     assert all(isinstance(one, SafepointError) and one.reason is Reason.FENCED for one in refused), refused
@@ -147,10 +141,10 @@ def test_in_an_empty_store_starts_at_once_end_with_one(store: MemoryStore) -> No
         clients = [store.client(), store.client()]
         chance = random.Random(seed)
         results = Interleaved(clients, [chance.randrange(2) for _ in range(100)]).run(
-            [lambda c=c: by(c) for c in clients]  # type: ignore[misc]
+            [partial(by, client) for client in clients]
         )
         for client in clients:
-            client.before = lambda *_: None
+            client.before = quiet
         made = [one for one in results if isinstance(one, StoredJournal)]
         assert made, results
         max(made, key=lambda one: one.epoch).append(entry("save-1"))
@@ -217,6 +211,7 @@ def test_a_request_that_comes_late_after_its_number_was_given_up_changes_nothing
 
 def test_a_start_that_dies_at_any_request_leaves_a_log_that_the_next_one_reads(store: MemoryStore) -> None:
     for when in ("before", "after"):
+        number = 0
         for number in itertools.count():
             store = MemoryStore()
             old = opened(store)

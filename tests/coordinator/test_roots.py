@@ -14,7 +14,7 @@ from coordinator.retention import Retention
 from coordinator.snapshots import SnapshotStore
 from coordinator.wire.errors import Reason, SafepointError
 from coordinator.wire.ids import SnapshotId
-from coordinator.wire.names import Names
+from coordinator.wire.names import Names, Stored
 from coordinator.wire.stored_folder import StoredFolder
 from tests.coordinator.test_snapshots import make, refused
 from tests.object_store import S3Server, environment, prefix
@@ -272,10 +272,11 @@ def test_a_store_that_lets_a_second_writer_in_is_refused_at_the_start() -> None:
 def test_a_store_whose_lists_are_late_is_refused_at_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
     memory = MemoryStore()
     real = MemoryRequests.listed
-    monkeypatch.setattr(
-        MemoryRequests, "listed",
-        lambda self, beginning, *, deep: ([], []) if beginning.startswith(".probe") else real(self, beginning, deep=deep),
-    )  # fmt: skip
+
+    def late(self: MemoryRequests, beginning: str, *, deep: bool) -> tuple[list[Stored], list[str]]:
+        return ([], []) if beginning.startswith(".probe") else real(self, beginning, deep=deep)
+
+    monkeypatch.setattr(MemoryRequests, "listed", late)
     assert refused(SnapshotStore, memory.root(), "job-1").reason is Reason.STORAGE_FAILED
 
 
