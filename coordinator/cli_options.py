@@ -10,9 +10,8 @@ import typer
 from coordinator.cli_exit import ExitCode
 from coordinator.cli_output import fail, note
 from coordinator.wire.errors import Reason, refuse
-from coordinator.wire.names import is_store, names_at
+from coordinator.wire.names import is_store
 from coordinator.wire.objects import check_url, is_url
-from coordinator.wire.record import address_below
 
 if TYPE_CHECKING:
     from coordinator.client import Client
@@ -62,9 +61,12 @@ def make_client(
     if not target and not root:
         no_coordinator(as_json)
     if not target:
-        target = address_below(place_of(root))
+        root = place_of(root)
     from coordinator.client import Budgets, Client
+    from coordinator.wire.record import address_below
 
+    if not target:
+        target = address_below(root)
     budgets = Budgets(unreachable_s=wait_s, lost_reply_s=max(wait_s, 60.0), not_ready_s=max(wait_s, 30.0))
     if not patient:
         budgets = Budgets(unreachable_s=0.0, lost_reply_s=0.0, not_ready_s=0.0)
@@ -101,7 +103,10 @@ def place_of(root: str) -> str:
 
 def is_stored_root(root: str) -> bool:
     """Whether there is a root at this URL, and not copies of snapshots. Asks the store: raises STORAGE_FAILED, NotInstalled."""
-    return is_store(root) and names_at(place_of(root)).info("owner.json") is not None
+    from coordinator.wire.folder import names_below
+    from coordinator.wire.stored_folder import Where
+
+    return is_store(root) and names_below(Where(place_of(root))).info("owner.json") is not None
 
 
 def folder(root: str) -> str:

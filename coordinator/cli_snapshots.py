@@ -28,7 +28,6 @@ from coordinator.cli_options import (
 )
 from coordinator.cli_output import emit, note, plain, reporting, say, show
 from coordinator.wire.errors import Reason, refuse
-from coordinator.wire.folder import open_root, place
 from coordinator.wire.ids import SnapshotId
 from coordinator.wire.objects import is_url, objects_at
 
@@ -198,6 +197,8 @@ def verify(
 
 def open_store(root: str, as_json: bool) -> SnapshotStore:
     """The store below `root`, for the job that owns it. Makes nothing: a mistyped path stays what it is."""
+    from coordinator.wire.folder import open_root, place
+
     path = place(place_of(root))
     owner_file = path / "owner.json"
     try:

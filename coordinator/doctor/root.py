@@ -19,7 +19,9 @@ from coordinator.doctor.finding import Finding, Severity
 from coordinator.journal import RESERVE_BYTES
 from coordinator.wire.beneath import STORAGE_HELP, storage_error
 from coordinator.wire.errors import Reason, SafepointError
-from coordinator.wire.names import is_store, names_at
+from coordinator.wire.folder import names_below
+from coordinator.wire.names import is_store
+from coordinator.wire.stored_folder import Where
 
 # A save fsyncs each file, each folder and the manifest; at this cost for one of them a small save takes a second.
 SLOW_SYNC_S: Final = 0.1
@@ -64,7 +66,7 @@ def root(path: str, newest_bytes: int, clock: Callable[[], float] = time.monoton
 def _store(url: str, clock: Callable[[], float]) -> Finding:
     """Read only: what a store must do is tried by the coordinator's start."""
     try:
-        names = names_at(url)
+        names = names_below(Where(url))
         owned = names.info("owner.json") is not None  # the first answer takes a connection as well
         before = clock()
         names.near("snapshots/")
