@@ -9,15 +9,18 @@ from pathlib import Path
 import pytest
 
 from coordinator import pruning
+from coordinator.journal_file import Entry
+from coordinator.journal_stored import open_journal
 from coordinator.publication import Publisher
 from coordinator.retention import Retention
 from coordinator.snapshots import SnapshotStore
 from coordinator.wire.errors import Reason, SafepointError
-from coordinator.wire.ids import SnapshotId
+from coordinator.wire.ids import OperationId, SnapshotId
 from coordinator.wire.names import Names, Stored
 from coordinator.wire.stored_folder import StoredFolder
 from tests.coordinator.test_snapshots import make, refused
-from tests.object_store import S3Server, environment, prefix
+from tests.object_store import Door, S3Server, environment, prefix
+from tests.object_store import Lost as Unheard
 from tests.stored import Interleaved, Lost, MemoryRequests, MemoryStore
 
 STEP = SnapshotId("step-1")
@@ -300,3 +303,33 @@ def test_a_manifest_that_another_one_has_written_is_never_replaced() -> None:
     again.metadata["step"] = "8"
     assert refused(store.publish, again).reason is Reason.SNAPSHOT_EXISTS
     assert store.load("step-1") == made
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_a_real_server_whose_every_answer_to_a_write_is_lost_once_is_settled(server: S3Server, when: str) -> None:
+    door = Door(server)
+    seen: set[str] = set()
+
+    def lost(method: str, path: str) -> None:
+        if method == "PUT" and path not in seen:
+            seen.add(path)
+            raise Unheard
+
+    try:
+        with environment(AWS_ENDPOINT_URL=door.address, AWS_MAX_ATTEMPTS="1"):
+            root = f"s3://bucket/{prefix()}"
+            setattr(door, when, lost)
+            store = SnapshotStore(root, "job-1")
+            make(store, "step-1")
+            journal = open_journal(store, {})
+            journal.append(Entry(OperationId("save-1"), "begun", {"record": {}}))
+            again = open_journal(store, {})
+            assert (journal.epoch, again.epoch) == (1, 2)
+            assert list(again.contents.open) == ["save-1"]
+            assert store.verify("step-1").unlisted == ()
+            assert len(seen) > 10
+            with pytest.raises(SafepointError) as caught:
+                journal.append(Entry(OperationId("save-2"), "begun", {"record": {}}))
+            assert caught.value.reason is Reason.STALE_EPOCH
+    finally:
+        door.close()
