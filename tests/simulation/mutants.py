@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.simulation.invariants import INVARIANTS
+from tests.simulation.stored_mutants import STORED
 
 TOP = Path(__file__).parents[2]
 SEEDS = 150
@@ -304,6 +305,7 @@ MUTANTS = (
     m("a restore is whole", "I5", "a restore is resumed when everybody has loaded", PHASES,
       "Phase.RESTORE: PhaseSpec(_waves(P, E, A, R), ", "Phase.RESTORE: PhaseSpec(_waves(P, E, A), ",
       faults="one message"),
+    *(m(*row[:6], test=row[6], why=row[7]) for row in STORED),
 )  # fmt: skip
 
 EQUIVALENT = {
