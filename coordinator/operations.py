@@ -24,8 +24,8 @@ from coordinator.driver import Drive, Identity
 from coordinator.feed import Feed
 from coordinator.fetching import Fetching
 from coordinator.housekeeping import Housekeeping
-from coordinator.journal import Journal
 from coordinator.journal_file import Entry
+from coordinator.journal_stored import AnyJournal
 from coordinator.kept_out import blaming
 from coordinator.membership import Membership
 from coordinator.outcomes import Ended
@@ -71,7 +71,7 @@ class Operations:
     """All operations of a job. Belongs to one event loop; implements `driver.Surroundings`."""
 
     def __init__(
-        self, settings: Settings, store: SnapshotStore, journal: Journal, discovery: Discovery, feed: Feed
+        self, settings: Settings, store: SnapshotStore, journal: AnyJournal, discovery: Discovery, feed: Feed
     ) -> None:
         self.settings = settings
         self.store = store
