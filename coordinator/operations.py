@@ -345,6 +345,12 @@ class Operations:
         if done.orphans:
             text = f"{len(done.orphans)} rollouts are known to servers and to no agent; they are in no ledger."
             self._loop.call_soon_threadsafe(drive.reporter.warn, text)
+        if done.ambiguous:
+            first, count = done.ambiguous[0], len(done.ambiguous)
+            text = (
+                f"Rollout {first.rollout_id}{f' and {count - 1} more' if count > 1 else ''} restarts: {first.reason}."
+            )
+            self._loop.call_soon_threadsafe(drive.reporter.warn, text)
         return done.manifest
 
     def published_manifest(self, drive: Drive) -> manifest_pb2.SnapshotManifest | None:

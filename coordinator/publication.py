@@ -21,6 +21,7 @@ from typing import Final
 from safepoint.v1 import manifest_pb2
 
 from coordinator import convert, ledger_merge
+from coordinator.protocol.ledger import Line, refuse_ambiguous
 from coordinator.protocol.operation import Operation
 from coordinator.protocol.proofs import Committed
 from coordinator.protocol.topology import Participant, Topology, fingerprint
@@ -31,7 +32,7 @@ from coordinator.wire.errors import Problem, Reason, Refused, refuse
 from coordinator.wire.folder import Folder
 from coordinator.wire.ids import ParticipantId, SnapshotId
 from coordinator.wire.manifest_file import LEDGER_NAME, MANIFEST_NAME, PLAIN_FORMAT
-from coordinator.wire.terms import Phase
+from coordinator.wire.terms import Phase, StragglerPolicy
 
 SEEN_WITHIN_S: Final = 3.0
 LOOK_EVERY_S: Final = 0.1
@@ -50,10 +51,11 @@ class Cut:
 
 @dataclass(frozen=True, slots=True)
 class Publication:
-    """The manifest that was linked, and rollouts that only servers know: nobody runs them any more."""
+    """The manifest that was linked, rollouts that only servers know, which nobody runs any more, and ids at two agents."""
 
     manifest: manifest_pb2.SnapshotManifest
     orphans: tuple[str, ...]
+    ambiguous: tuple[Line, ...]
 
 
 class Publisher:
@@ -87,6 +89,8 @@ class Publisher:
             read = partial(_report_of, directory, cut.operation)
             parts = [(by_name[name], proof) for name, proof in sorted(cut.committed.items())]
             merged = ledger_merge.merge(self._each(read, parts))
+            if cut.operation.options.straggler_policy == StragglerPolicy.FAIL:
+                refuse_ambiguous(merged.ambiguous)
             try:
                 written = directory.write_new(LEDGER_NAME, merged.blocks)
             except FileExistsError:
@@ -107,7 +111,7 @@ class Publisher:
         )
         manifest.create_time.FromNanoseconds(self._next_ns())
         self._store.publish(manifest, still_valid)
-        return Publication(manifest, merged.orphans)
+        return Publication(manifest, merged.orphans, merged.ambiguous)
 
     def _each(
         self, read: Callable[[Participant, Committed], ledger_merge.Report], parts: list[tuple[Participant, Committed]]
