@@ -9,7 +9,7 @@ snapshot_reading, snapshots           the snapshots of a root: listed, verified;
 retention, pruning                    PURE which of them stay; pins, and what is deleted
 archive                               copies of snapshots in an object store
 uploads, uploading, fetching          PURE what is copied next; how, once everybody has resumed; and back
-journal, journal_stored
+journal, journal_stored, journals
                 epoch, records of operations, outcomes: durable before the calls they cover; on a disk, in a store
 registry, registration, membership, preflight
                 who is there, who is missed, and whether they can be checkpointed together

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from safepoint.v1 import manifest_pb2
 
 from coordinator import archive
-from coordinator.journal_stored import AnyJournal
+from coordinator.journals import AnyJournal
 from coordinator.snapshots import SnapshotStore
 from coordinator.uploading import in_daemon
 from coordinator.wire.errors import Reason, SafepointError, refuse

@@ -11,7 +11,7 @@ import logging
 from collections.abc import Callable, Collection, Mapping, Sequence
 
 from coordinator import pruning
-from coordinator.journal_stored import AnyJournal
+from coordinator.journals import AnyJournal
 from coordinator.retention import Retention
 from coordinator.settings import Settings
 from coordinator.snapshots import SnapshotStore

@@ -22,8 +22,6 @@ Everything here blocks: callers on an event loop use a thread. One writer; not s
 from __future__ import annotations
 
 import logging
-import os
-import re
 import secrets
 import time
 from collections.abc import Callable, Iterable, Mapping
@@ -31,9 +29,9 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
-from typing import Final, TypeAlias, TypeVar
+from typing import Final, TypeVar
 
-from coordinator.journal import ADDRESS_NAME, Journal, announced
+from coordinator.journal import ADDRESS_NAME, announced
 from coordinator.journal_file import (
     ACCEPT,
     HEAD,
@@ -46,11 +44,10 @@ from coordinator.journal_file import (
     lost,
     whole,
 )
-from coordinator.snapshots import SnapshotStore
 from coordinator.wire import failpoints
-from coordinator.wire.beneath import Directory, storage_error
+from coordinator.wire.beneath import storage_error
 from coordinator.wire.errors import Problem, Reason, Refused, SafepointError, refuse
-from coordinator.wire.folder import Folder, Place, names_below
+from coordinator.wire.folder import Folder
 from coordinator.wire.ids import OperationId
 from coordinator.wire.names import Names, Stored, token
 from coordinator.wire.stored_folder import StoredFolder, Where
@@ -416,24 +413,9 @@ class StoredJournal:
                     log.warning("an object that is not needed any more stays: %s", error)
 
 
-AnyJournal: TypeAlias = Journal | StoredJournal
-
-
-def open_journal(store: SnapshotStore, above: Mapping[str, int]) -> AnyJournal:
-    """The journal of a root, as its kind needs it. Raises as either does."""
-    if isinstance(store.root, Where):
-        return StoredJournal(names_below(store.root), above)
-    folder = store.directory(FOLDER)
-    assert isinstance(folder, Directory)
-    return Journal(folder, above)
-
-
-def newest_epoch_at(root: Place) -> int:
-    """The highest epoch that a coordinator of this root has had; zero when there was none. Raises OSError, STORAGE_FAILED."""
-    if isinstance(root, Where):
-        return max(_epochs(names_below(root).near(_EPOCHS)[0]), default=0)
-    names = (re.fullmatch(r"epoch-([0-9]{1,18})", entry.name) for entry in os.scandir(root / FOLDER))
-    return max((int(match[1]) for match in names if match), default=0)
+def newest_epoch(names: Names) -> int:
+    """The highest epoch that a coordinator of this root has had; zero when there was none. Raises STORAGE_FAILED."""
+    return max(_epochs(names.near(_EPOCHS)[0]), default=0)
 
 
 def _key(epoch: int, number: int) -> str:

@@ -17,7 +17,7 @@ from collections.abc import Awaitable, Callable, Iterable, Mapping
 from typing import Any
 
 from coordinator.journal_file import MEMBERS, Entry
-from coordinator.journal_stored import AnyJournal
+from coordinator.journals import AnyJournal
 from coordinator.protocol.records import participant_from_json, participant_to_json
 from coordinator.protocol.topology import NEVER, Participant
 from coordinator.registry import Registry

@@ -25,7 +25,7 @@ from coordinator.feed import Feed
 from coordinator.fetching import Fetching
 from coordinator.housekeeping import Housekeeping
 from coordinator.journal_file import Entry
-from coordinator.journal_stored import AnyJournal
+from coordinator.journals import AnyJournal
 from coordinator.kept_out import blaming
 from coordinator.membership import Membership
 from coordinator.outcomes import Ended

@@ -20,7 +20,7 @@ from safepoint.v1 import coordinator_service_pb2
 from coordinator import outcomes
 from coordinator.driver import Drive, Identity
 from coordinator.journal_file import Entry, damaged
-from coordinator.journal_stored import newest_epoch_at
+from coordinator.journals import newest_epoch_at
 from coordinator.operations import Operations
 from coordinator.protocol import events as core
 from coordinator.protocol.operation import Operation

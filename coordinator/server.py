@@ -29,7 +29,7 @@ from coordinator.feed import Feed
 from coordinator.fetching import Fetching
 from coordinator.history_writing import HistoryWriter
 from coordinator.journal import ADDRESS_NAME, Journal, require_no_directory
-from coordinator.journal_stored import open_journal
+from coordinator.journals import open_journal
 from coordinator.kept_out import still
 from coordinator.metrics import Metrics, MetricsServer, metrics_address
 from coordinator.operations import Chronicle, Operations

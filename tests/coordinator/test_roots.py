@@ -10,7 +10,7 @@ import pytest
 
 from coordinator import pruning
 from coordinator.journal_file import Entry
-from coordinator.journal_stored import open_journal
+from coordinator.journals import open_journal
 from coordinator.publication import Publisher
 from coordinator.retention import Retention
 from coordinator.snapshots import SnapshotStore
