@@ -113,7 +113,7 @@ class Dispatches:
                 except Exception as caught:
                     error = caught
                 if dispatch.overtaken is not None and (answer is None or answer.status >= 500):
-                    answer = _conflict(dispatch, dispatch.overtaken)  # said as what it is, however the agent failed over it
+                    answer = _conflict(dispatch, dispatch.overtaken)  # however the agent has failed over it
                 if not dispatch.diverged and answer is not None and answer.status < 400:
                     if left := dispatch.leftover():
                         dispatch.diverge(left)

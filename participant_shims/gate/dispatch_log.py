@@ -134,7 +134,7 @@ class DispatchLog(LogFile):
         row = self.db.execute("SELECT state, attempt FROM rollouts WHERE rollout_id=?", (rollout_id,)).fetchone()
         return row is not None and (row[0] == "diverged" or row[1] != attempt)
 
-    @tolerated(None)
+    @tolerated(None, "it has finished, and its result could not be recorded, so that a restore begins it again")
     def finish(self, rollout_id: str, attempt: int, result: Answer) -> None:
         """Record the result of a dispatch. A status of 400 and above is a failure: the next dispatch begins anew."""
         state = "completed" if result.status < 400 else "failed"

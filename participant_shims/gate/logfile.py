@@ -130,10 +130,16 @@ def log_failure(path: Path, error: sqlite3.Error) -> Refused:
     )  # fmt: skip
 
 
+_CALLS_LOST: Final = "its calls could not be logged"
+
+
 def tolerated(
-    default: _R,
+    default: _R, lost: str = ""
 ) -> Callable[[Callable[Concatenate[_Log, _P], _R]], Callable[Concatenate[_Log, _P], _R]]:
-    """A tolerant log answers `default` when the file fails, and remembers which rollout that concerns."""
+    """A tolerant log answers `default` when the file fails, and remembers which rollout that concerns.
+
+    `lost`: what the rollout has lost by it, where that is more than a call: it is said instead of what was lost before.
+    """
 
     def wrap(method: Callable[Concatenate[_Log, _P], _R]) -> Callable[Concatenate[_Log, _P], _R]:
         @functools.wraps(method)
@@ -147,8 +153,8 @@ def tolerated(
                 self.last_failure = str(error)[:100]
                 first = args[0] if args else None
                 rollout_id = first.rollout_id if isinstance(first, CallIdentity) else first
-                if isinstance(rollout_id, str):
-                    self.damaged.setdefault(rollout_id, f"its calls could not be logged: {error}"[:300])
+                if isinstance(rollout_id, str) and (lost or rollout_id not in self.damaged):
+                    self.damaged[rollout_id] = f"{lost or _CALLS_LOST}: {error}"[:300]
                 return default
 
         return method_or_default
