@@ -177,11 +177,18 @@ def difference(before: Iterable[Participant], now: Iterable[Participant]) -> lis
             out.append(f"{name} ({new[name]['role']}) is new.")
         else:
             out += [
-                f"{name}: {fact} was {was or 'empty'} and is {new[name][fact] or 'empty'}."
-                for fact, was in old[name].items()
-                if new[name][fact] != was
+                _changed(name, fact, was, new[name][fact]) for fact, was in old[name].items() if new[name][fact] != was
             ]
     return out
+
+
+def _changed(name: str, fact: str, was: str, now: str) -> str:
+    if fact == "config digest":  # all that is known of it is that it differs
+        text = f"{name}: the configuration of this server has changed (digest {was[:8] or 'empty'}, now {now[:8] or 'empty'})"
+        return f"{text}; compare its part of the configuration that its server was started with."
+    if fact == "workers":
+        return f"{name}: it had {was} worker process{'es' if was != '1' else ''} and has {now} now."
+    return f"{name}: {fact} was {was or 'empty'} and is {now or 'empty'}."
 
 
 def _facts(p: Participant) -> dict[str, str]:
