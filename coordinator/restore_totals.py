@@ -12,7 +12,7 @@ from typing import Final
 
 from safepoint.v1 import coordinator_service_pb2, manifest_pb2
 
-from coordinator import ledger_lines
+from coordinator import convert, ledger_lines
 from coordinator.driver import Drive
 from coordinator.reporting import snapshot_info
 from coordinator.snapshots import SnapshotStore
@@ -29,6 +29,7 @@ async def restore_done(store: SnapshotStore, drive: Drive) -> coordinator_servic
     if drive.manifest is not None:
         done.snapshot.CopyFrom(snapshot_info(drive.manifest))
         done.totals.CopyFrom(drive.manifest.totals)
+    done.placements.extend(map(convert.placement, drive.operation.placements))
     diverged: dict[str, manifest_pb2.LedgerEntry] = {}
     for reply in drive.replies.values():
         done.sessions += reply.sessions

@@ -58,6 +58,7 @@ PARENT_EVERY_S: Final = 1.0
 class ShimOptions:
     """What a shim is started with. Empty means: as the environment variable of ARCHITECTURE.md says.
 
+    `participant_id`: with the name of the Gym actor, `actor_id`, where it belongs to one.
     `parent_pid`: end when this process is no longer our parent; zero: never. `advertise`: the host that others reach us
     by, when it is not the one of `bind`.
     """
@@ -71,6 +72,7 @@ class ShimOptions:
     job_id: str = "default"
     token_file: str = ""
     tls_dir: str = ""
+    actor_id: str = ""
     parent_pid: int = 0
     insecure: bool = False
     predecessor: Predecessor | None = None  # the shim that it replaces
@@ -123,7 +125,9 @@ class Shim:
         self._adapter = adapter
         self.incarnation_id = new_incarnation_id()
         self.address = ""
-        self.service = ParticipantService(adapter, options.participant_id, self.incarnation_id, options.root, clock)
+        self.service = ParticipantService(
+            adapter, options.participant_id, self.incarnation_id, options.root, clock, options.actor_id
+        )
         self._make_server, self._dial = make_server, dial or self._security.dial(Access.COORDINATOR)
         self._listening: Listening | None = None
         self.registration: Registration | None = None
