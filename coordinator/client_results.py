@@ -13,6 +13,7 @@ from typing import Final
 from safepoint.v1 import capabilities_pb2, manifest_pb2
 from safepoint.v1 import coordinator_service_pb2 as pb
 
+from coordinator.client_heard import Heard
 from coordinator.wire.errors import Blocked, Misanswered, Problem, Reason, SafepointError
 from coordinator.wire.places import Locator, Placement
 from coordinator.wire.rpc import problem_from_detail
@@ -306,6 +307,7 @@ class Outcome:
         self.warnings: list[str] = []
         self._waiting: dict[str, tuple[int, int]] = {}
         self._participants: dict[str, None] = {}
+        self._heard = Heard()
         self._last_sequence = 0
 
     def take(self, event: pb.OperationEvent) -> bool:
@@ -324,6 +326,7 @@ class Outcome:
             return False
         self._last_sequence = event.sequence
         self.elapsed_s = seconds(event.elapsed)
+        self._heard.take(event)
         if kind == "warning":
             who = f"{event.warning.participant_id}: " if event.warning.participant_id else ""
             self.warnings.append(who + event.warning.message)
@@ -336,7 +339,11 @@ class Outcome:
         return True
 
     def also_failed(self, error: SafepointError) -> SafepointError:
-        """`error` with the secondary causes of the operation as notes, so that a traceback shows all of them."""
+        """`error` with the secondary causes of the operation as notes, so that a traceback shows all of them.
+
+        Where no answer came, with how far the operation had come.
+        """
+        error = self._heard.added_to(error)
         for detail in self.failed.secondary if self.failed else ():
             error.add_note(f"Also: {problem_from_detail(detail)}")
         return error

@@ -10,6 +10,7 @@ import asyncio
 from collections.abc import Collection, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from math import isfinite
 from typing import Final
 
 from safepoint.v1 import capabilities_pb2, manifest_pb2
@@ -99,18 +100,24 @@ class Discovery:
         """That nobody of a restore has done work. Raises NOT_FRESH with all who have; who does not say is asked by Restore."""
         into = [who for who in self.registry.participants() if who.participant_id in operation.parts]
         told = await asyncio.gather(*map(self._status, into))
-        used = [
-            who.participant_id for who, status in zip(into, told, strict=True) if status is not None and status.served
-        ]
-        if used:
+        worked = [who for who, status in zip(into, told, strict=True) if status is not None and status.served]
+        if worked:
+            used = [who.participant_id for who in worked]
             have = "has" if len(used) == 1 else "have"
+            where = "; ".join(map(self._where, worked[:_SHOWN]))
             raise refuse(
                 Reason.NOT_FRESH,
-                f"{names(used)} {have} served work since the start: nothing can be restored there. Nobody was paused.",
+                f"{names(used)} {have} served work since the start: nothing can be restored there ({where}). Nobody was paused.",
                 next_step=f"Restart {'it' if len(used) == 1 else 'them'} (under `gym env start` that is all of its servers), and "
                 "restore before there is work.",
                 phase=Phase.DISCOVER, participant_id=used[0] if len(used) == 1 else "",
             )  # fmt: skip
+
+    def _where(self, who: Participant) -> str:
+        """Which process it is and since when it is here: somebody may believe to have restarted it."""
+        here_s = self.registry.here_for_s(who.participant_id)
+        since = f", registered {here_s:.0f} s ago" if here_s is not None and isfinite(here_s) else ""
+        return f"{who.participant_id}: shim at {who.process or who.address}{since}"
 
     async def _status(self, who: Participant) -> capabilities_pb2.ParticipantStatus | None:
         """None of who does not answer in time."""

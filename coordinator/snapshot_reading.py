@@ -44,6 +44,9 @@ from coordinator.wire.terms import Phase, RolloutState
 MAX_LEDGER_LINE: Final = 64 << 10
 SNAPSHOTS: Final = "snapshots"
 GONE: Final = ".gone-"
+MOVED: Final = (
+    "Use the snapshot root as it was written: files of this snapshot were moved or renamed. Restore another one."
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -201,7 +204,9 @@ class SnapshotReader:
             )
         if manifest.snapshot_id != snapshot_id:
             raise refuse(
-                Reason.SNAPSHOT_FOREIGN, f"The directory {snapshot_id} holds the snapshot {manifest.snapshot_id}."
+                Reason.SNAPSHOT_FOREIGN,
+                f"The directory {snapshot_id} holds the snapshot {manifest.snapshot_id}.",
+                next_step=MOVED,
             )
         _check_fingerprint(directory, manifest)
         return manifest
@@ -322,6 +327,7 @@ def _check_belongs(
             f"The part {participant_id} of {snapshot.snapshot_id} was written by {found.capabilities.participant_id} for "
             f"{found.snapshot_id} in {found.operation_id}.",
             participant_id=participant_id,
+            next_step=MOVED,
         )
 
 

@@ -18,7 +18,7 @@ from safepoint.v1 import participant_service_pb2 as pb
 from coordinator.wire.chunks import Chunk
 from coordinator.wire.errors import Blocked, Reason, refuse
 from coordinator.wire.ids import is_wire_id
-from coordinator.wire.manifest_file import CHUNKED_FORMAT, PLAIN_FORMAT
+from coordinator.wire.manifest_file import CHUNKED_FORMAT, MAX_EPOCH, PLAIN_FORMAT
 from coordinator.wire.terms import Activity, QuiesceMode, RolloutState, StragglerPolicy
 from participant_shims.adapter import (
     Closed,
@@ -60,9 +60,19 @@ def operation_of(request: WithContext) -> tuple[str, int]:
     context = request.context
     if not is_wire_id(context.operation_id):
         raise refuse(Reason.MALFORMED_ID, f"{context.operation_id[:60]!r} is no operation_id.")
-    if context.coordinator_epoch < 1:
+    return context.operation_id, epoch_of(context.coordinator_epoch)
+
+
+def epoch_of(epoch: int) -> int:
+    """The epoch of a caller. Raises INVALID_ARGUMENT for one that is missing, or so high that none could follow it.
+
+    Whatever is served is the lowest that is served from then on: one mad call must not shut every coordinator out.
+    """
+    if epoch < 1:
         raise refuse(Reason.INVALID_ARGUMENT, "coordinator_epoch is missing: it is at least 1.")
-    return context.operation_id, context.coordinator_epoch
+    if epoch > MAX_EPOCH:
+        raise refuse(Reason.INVALID_ARGUMENT, f"coordinator_epoch is {epoch}; it is at most {MAX_EPOCH}.")
+    return epoch
 
 
 def request_digest(request: Message) -> str:

@@ -13,6 +13,7 @@ from typing import cast
 
 from coordinator.wire.errors import Reason, refuse
 from coordinator.wire.terms import ParticipantState
+from participant_shims import messages
 from participant_shims.adapter import Adapter, Exported, Precopies, Progress
 from participant_shims.fence import Fence
 
@@ -22,8 +23,7 @@ async def precopy(adapter: Adapter, fence: Fence, epoch: int, root: Path | None,
 
     Raises INVALID_ARGUMENT, STALE_EPOCH, FENCED, UNSUPPORTED, and what the adapter raises.
     """
-    if epoch < 1:
-        raise refuse(Reason.INVALID_ARGUMENT, "coordinator_epoch is missing: it is at least 1.")
+    messages.epoch_of(epoch)
     if epoch < fence.highest_epoch:
         raise refuse(
             Reason.STALE_EPOCH, f"Epoch {epoch} is older than {fence.highest_epoch}, which this participant serves."

@@ -323,12 +323,11 @@ class ParticipantService(participant_service_pb2_grpc.ParticipantServicer):
             raise refuse(
                 Reason.INVALID_ARGUMENT, f"{len(request.attempts)} attempts are named; 1 to 1,024 are allowed."
             )
-        if request.coordinator_epoch < 1:
-            raise refuse(Reason.INVALID_ARGUMENT, "coordinator_epoch is missing: it is at least 1.")
+        epoch = messages.epoch_of(request.coordinator_epoch)
         for attempt in request.attempts:
             if not is_rollout_id(attempt.rollout_id):
                 raise refuse(Reason.MALFORMED_ID, f"{attempt.rollout_id[:60]!r} is no rollout_id.")
-        decision = self._fence.may_retire(request.coordinator_epoch, self.operations.clock.now())
+        decision = self._fence.may_retire(epoch, self.operations.clock.now())
         self.operations.apply(decision.ended)
         if isinstance(decision, Refuse):
             raise Refused(decision.problem)

@@ -8,6 +8,8 @@
 `make test` runs two workers (pytest-xdist), a file at a time: each looks after what it started itself, and tells the
 process that people read. Files that wait for real servers come first, so that both workers end together.
 
+What processes leave that were killed, or a whole run that was, lies in one folder of that run, which is removed.
+
 How they are found where they hide: `tests/leftovers.py`. A server of grpc.aio that a test has not stopped is stopped with
 the test's loop, since it would hang the whole run at its end.
 """
@@ -25,7 +27,15 @@ from typing import Any
 
 import pytest
 
-from tests.leftovers import Row, command_of, note_started, processes, started_by, stop_servers_with_their_loop
+from tests.leftovers import (
+    Row,
+    command_of,
+    note_started,
+    processes,
+    started_by,
+    stop_servers_with_their_loop,
+    temporary_files_of_one_run,
+)
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 MARK = "SAFEPOINT_TEST_RUN"
@@ -50,6 +60,10 @@ def pytest_configure(config: pytest.Config) -> None:
         signal.getsignal(signal.SIGINT) is signal.SIG_IGN
     ):  # started in the background by a script: children would be deaf
         signal.signal(signal.SIGINT, signal.default_int_handler)
+    # `timeout` and CI end a run by it: fixtures then end what they have started, as after Ctrl-C.
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    if not hasattr(config, "workerinput"):  # workers inherit it
+        config.add_cleanup(temporary_files_of_one_run())
     make = tempfile.mkdtemp
 
     def mkdtemp(*args: Any, **kwargs: Any) -> Any:

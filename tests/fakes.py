@@ -32,6 +32,7 @@ from coordinator.wire.ids import new_incarnation_id
 from coordinator.wire.manifest_file import read_participant_manifest, verify_files, write_participant_manifest
 from coordinator.wire.rpc import SERVER_OPTIONS, ErrorInterceptor, channel, time_budget
 from coordinator.wire.terms import CheckpointMode, Phase, Role
+from tests.in_time import Stopwatch
 
 S = capabilities_pb2
 
@@ -112,6 +113,8 @@ class FakeShim(participant_service_pb2_grpc.ParticipantServicer):
         self.address = ""
         self._lease: asyncio.TimerHandle | None = None
         self._lease_until = 0.0
+        # Its owner is in this process too, and gets no processor while it gets none: that is not its owner's silence.
+        self._clock = Stopwatch()
         self._committed: participant_service_pb2.Committed | None = None
         self._server: aio.Server | None = None
         self._registration: asyncio.Task[None] | None = None
@@ -217,7 +220,9 @@ class FakeShim(participant_service_pb2_grpc.ParticipantServicer):
     async def _enter(self, method: str, context: participant_service_pb2.OperationContext | None) -> None:
         self.calls.append((method, context.operation_id if context else ""))
         if method in self.knobs.slow_s:
-            await asyncio.sleep(self.knobs.slow_s[method])
+            end = self._clock.seconds + self.knobs.slow_s[method]
+            while (left_s := end - self._clock.seconds) > 0:
+                await asyncio.sleep(left_s)
         if method in self.knobs.hang_on:
             await asyncio.Event().wait()
         if method in self.knobs.fail_on:
@@ -262,10 +267,13 @@ class FakeShim(participant_service_pb2_grpc.ParticipantServicer):
     def _renew(self, ttl_s: float) -> None:
         if self._lease is not None:
             self._lease.cancel()
-        self._lease_until = time.monotonic() + ttl_s
+        self._lease_until = self._clock.seconds + ttl_s
         self._lease = asyncio.get_running_loop().call_later(ttl_s, self._thaw)
 
     def _thaw(self) -> None:
+        if (left_s := self._lease_until - self._clock.seconds) > 0:
+            self._lease = asyncio.get_running_loop().call_later(left_s, self._thaw)
+            return
         self.thawed_by_lease += 1
         self._open("lease")
 
@@ -425,7 +433,7 @@ class FakeShim(participant_service_pb2_grpc.ParticipantServicer):
         await self._after("Confirm", context)
         return participant_service_pb2.ConfirmResponse(
             incarnation_id=self.incarnation_id, admission_generation=self.generation,
-            lease_remaining=_duration(self._lease_until - time.monotonic()),
+            lease_remaining=_duration(self._lease_until - self._clock.seconds),
         )  # fmt: skip
 
     async def Restore(self, request: Any, context: Any) -> AsyncIterator[Any]:

@@ -1,4 +1,4 @@
-"""What a test may leave behind, found even where it hides: processes, and servers of grpc.aio.
+"""What a test may leave behind, found even where it hides: processes, servers of grpc.aio, temporary files.
 
 A process is known by a mark in its environment, which children inherit. One that writes its title over its environment
 (vLLM's engine core, Ray's workers) is known by who started it: its parent, or its process group or session when the
@@ -7,13 +7,21 @@ parent is gone. Who leads a group was started by us, or was seen while it lived.
 
 from __future__ import annotations
 
+import fcntl
+import os
+import shutil
 import subprocess
+import tempfile
+import time
 from collections.abc import AsyncGenerator, Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from grpc.aio._server import Server  # aio.Server is its abstract base
+
+RUN_FOLDER = "spt-"
+_JUST_MADE_S = 30.0
 
 
 @dataclass(frozen=True)
@@ -105,6 +113,53 @@ def stop_servers_with_their_loop(told: Callable[[str], None]) -> Callable[[], No
         Server.start = start  # type: ignore[method-assign]
 
     return undo
+
+
+def temporary_files_of_one_run() -> Callable[[], None]:
+    """From now on what this process and its children write for a while lies in a folder of its own; what removes it.
+
+    A process that is killed does not tidy up: whatever it has left goes with the folder. A run that was killed itself is
+    tidied up after by the next one, which sees by a lock that nobody lives there any more.
+    """
+    shared = Path(tempfile.gettempdir())
+    for stale in shared.glob(f"{RUN_FOLDER}*"):
+        _remove_unless_used(stale)
+    folder = Path(tempfile.mkdtemp(prefix=RUN_FOLDER, dir=shared))  # a short name: sockets lie deep below it
+    lock = os.open(folder, os.O_RDONLY)
+    fcntl.flock(lock, fcntl.LOCK_EX)
+    ours = {"TMPDIR": str(folder), "XDG_RUNTIME_DIR": str(folder)}
+    before = {name: os.environ.get(name) for name in ours}
+    os.environ.update(ours)
+    # pytest's own folders stay where people look for them: it keeps those of the last three runs.
+    os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", str(shared))
+    tempfile.tempdir = str(folder)
+
+    def remove() -> None:
+        tempfile.tempdir = None
+        for name, value in before.items():
+            os.environ.pop(name)
+            if value is not None:
+                os.environ[name] = value
+        shutil.rmtree(folder, ignore_errors=True)
+        os.close(lock)
+
+    return remove
+
+
+def _remove_unless_used(folder: Path) -> None:
+    try:
+        if time.time() - folder.stat().st_mtime < _JUST_MADE_S:
+            return  # its maker may not have locked it yet
+        lock = os.open(folder, os.O_RDONLY)
+    except OSError:
+        return  # somebody else's, or somebody else was faster
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        shutil.rmtree(folder, ignore_errors=True)
+    except OSError:
+        pass
+    finally:
+        os.close(lock)
 
 
 def command_of(pid: int) -> str:

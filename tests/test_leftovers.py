@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from tests.leftovers import Row, processes, started_by
+from tests.leftovers import RUN_FOLDER, Row, processes, started_by
 
 ME = Row(pid=100, parent=90, group=80, session=70, began=1000)
 LEADER = 200  # started by us in a session of its own, and dead
@@ -81,14 +83,57 @@ def test_its_server_is_collected():
 """
 
 
-def test_a_server_that_a_failed_test_left_does_not_hang_the_run(tmp_path: Path) -> None:
+def pytest_in(folder: Path, **kwargs: Any) -> subprocess.Popen[str]:
+    """A run of what lies in `folder`, with everything that holds for our tests."""
     root = Path(__file__).resolve().parents[1]
-    (tmp_path / "test_it.py").write_text(LEAVES_A_SERVER)
-    (tmp_path / "conftest.py").write_text("from tests.conftest import *\n")
-    run = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-o", "asyncio_mode=auto", str(tmp_path)],
-        cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False,
-        env={**os.environ, "PYTHONPATH": f"{root}{os.pathsep}{root / 'gen'}"},
+    (folder / "conftest.py").write_text("from tests.conftest import *\n")
+    return subprocess.Popen(
+        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-o", "asyncio_mode=auto", str(folder)],
+        cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+        env={**os.environ, "PYTHONPATH": f"{root}{os.pathsep}{root / 'gen'}", "TMPDIR": str(folder)}, **kwargs,
     )  # fmt: skip
-    assert "1 failed, 1 passed" in run.stdout, run.stdout + run.stderr
-    assert "a gRPC server that was not stopped, by the end of test_it.py::test_it_fails" in run.stdout
+
+
+def test_a_server_that_a_failed_test_left_does_not_hang_the_run(tmp_path: Path) -> None:
+    (tmp_path / "test_it.py").write_text(LEAVES_A_SERVER)
+    said, _ = pytest_in(tmp_path).communicate(timeout=60)
+    assert "1 failed, 1 passed" in said
+    assert "a gRPC server that was not stopped, by the end of test_it.py::test_it_fails" in said
+
+
+LEAVES_FILES = """
+import os
+import pathlib
+import subprocess
+import sys
+import tempfile
+import time
+
+def test_it_is_ended_in_the_middle(tmp_path):
+    code = "import os, tempfile; tempfile.mkdtemp(); os.kill(os.getpid(), 9)"
+    subprocess.run([sys.executable, "-c", code])
+    pathlib.Path(os.environ["XDG_RUNTIME_DIR"], "safepoint").mkdir()
+    print("ready", flush=True)
+    time.sleep(60)
+"""
+
+
+@pytest.mark.parametrize("by", [signal.SIGTERM, signal.SIGKILL], ids=lambda by: by.name)
+def test_what_killed_processes_leave_is_gone_after_the_run_or_after_the_next(
+    tmp_path: Path, by: signal.Signals
+) -> None:
+    (tmp_path / "test_it.py").write_text(LEAVES_FILES)
+    (tmp_path / "pytest.ini").write_text("[pytest]\naddopts = -s\n")
+    run = pytest_in(tmp_path)
+    assert run.stdout is not None
+    while run.stdout.readline().strip(".\n") != "ready":
+        assert run.poll() is None
+    (folder,) = tmp_path.glob(f"{RUN_FOLDER}*")
+    assert len(list(folder.iterdir())) == 2, "what it and its child have made"
+    run.send_signal(by)
+    run.communicate(timeout=60)
+    if by is signal.SIGKILL:
+        os.utime(folder, (0, 0))  # some time later
+        (tmp_path / "test_it.py").write_text("def test_it():\n    pass\n")
+        assert "1 passed" in pytest_in(tmp_path).communicate(timeout=60)[0]
+    assert not list(tmp_path.glob(f"{RUN_FOLDER}*"))

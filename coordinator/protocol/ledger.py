@@ -82,6 +82,8 @@ def merge(reports: Iterable[tuple[Participant, Iterable[Line]]]) -> Ledger:
             f"Rollout {first.rollout_id} is {other.state.name.lower()} at `{other.participant_id}` and "
             f"{first.state.name.lower()} at `{first.participant_id}`.",
             conflicts,
+            next_step="Give each rollout an id of its own, when both agents were sent this one: `_ng_rollout_id` in its row. Otherwise"
+            " report it: one rollout is in two states.",
         )
     merged = tuple(_final(mine[rollout_id], excluded_elsewhere.get(rollout_id, "")) for rollout_id in sorted(mine))
     totals = Counter(line.state for line in merged)
@@ -167,11 +169,12 @@ def _final(line: Line, elsewhere: str) -> Line:
     return replace(line, state=RolloutState.EXCLUDED, reason=elsewhere) if elsewhere else line
 
 
-def _unbalanced(message: str, lines: list[Line], participant_id: str = "") -> Refused:
+def _unbalanced(message: str, lines: list[Line], participant_id: str = "", next_step: str = "") -> Refused:
     return Refused(
         Problem(
             Reason.LEDGER_UNBALANCED,
             message,
+            next_step,
             phase=Phase.PUBLISH,
             participant_id=participant_id,
             rollouts=tuple(Blocked(line.rollout_id, line.attempt) for line in lines[:_NAMED]),

@@ -26,6 +26,7 @@ __all__ = ["FORMAT", "Answer", "CallLog", "CallRecord", "Claim", "Header", "Stal
 
 # Answers of rollouts that ended without a word (their agent was killed) are dropped from here on, oldest first.
 MAX_EXECUTED: Final = 65_536
+_KEPT_MOVES: Final = 65_536  # of sessions: a worker that has seen none of so many reads all of them
 # Set while this life continues a snapshot that does not tell how many calls were executed.
 UNCOUNTED: Final = "uncounted"
 
@@ -58,6 +59,11 @@ _NOT_STALE: Final = cast("Stale | None", None)
 
 class CallLog(DispatchLog):
     """See the module. Raises sqlite3.Error when the file cannot be used, unless it is tolerant; nothing changed then."""
+
+    _sessions: tuple[dict[str, tuple[str, int]], int] = (
+        {},
+        0,
+    )  # what was read, and up to which move; replaced, not changed
 
     # -- calls that leave
 
@@ -201,9 +207,29 @@ class CallLog(DispatchLog):
         )  # fmt: skip
 
     def sessions(self) -> dict[str, tuple[str, int]]:
-        """Session id to (rollout, attempt), of the rollouts that are not over."""
-        rows = self.db.execute("SELECT session_id, rollout_id, attempt FROM sessions").fetchall()
-        return {r[0]: (r[1], r[2]) for r in rows}
+        """Session id to (rollout, attempt), of the rollouts that are not over. Reads what has changed since the last time."""
+        with self.together():
+            first, last = self.db.execute(
+                "SELECT coalesce(min(serial), 1), coalesce(max(serial), 0) FROM moved"
+            ).fetchone()
+            known, at = self._sessions
+            if first > at + 1 or not at:
+                known = {}
+                rows = self.db.execute("SELECT session_id, rollout_id, attempt FROM sessions")
+            else:
+                rows = self.db.execute(
+                    "SELECT DISTINCT m.session_id, s.rollout_id, s.attempt FROM moved m LEFT JOIN sessions s USING(session_id)"
+                    " WHERE m.serial>?", (at,),
+                )  # fmt: skip
+            for session_id, rollout_id, attempt in rows:
+                if rollout_id is None:
+                    known.pop(session_id, None)
+                else:
+                    known[session_id] = (rollout_id, attempt)
+            if last - first > 2 * _KEPT_MOVES:
+                self.db.execute("DELETE FROM moved WHERE serial<=?", (last - _KEPT_MOVES,))
+        self._sessions = (known, last)
+        return dict(known)
 
     @tolerated(False)
     def has_lost(self, call: CallIdentity, finished: int) -> bool:

@@ -27,6 +27,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from coordinator.wire import failpoints
+from coordinator.wire.beneath import storage_error
 from coordinator.wire.chunks import Chunks, ChunkWriter, Piece, Segment, wasted
 from coordinator.wire.rope import SUFFIX, Rope
 from coordinator.wire.terms import RolloutState
@@ -58,7 +59,6 @@ class _Bundle:
     """One rollout. `lines` or `piece`: what the log holds of it. `ledger` is None for what is another server's to tell."""
 
     ledger: LedgerLine | None
-    guest: bool
     digest: bytes = b""
     piece: Piece | None = None
 
@@ -165,12 +165,15 @@ class Gathered:
     def _seal(self, log: CallLog, path: Path, lost: Mapping[str, tuple[int, str]]) -> LogExport:
         rope = Rope()
         rope.add_inline(_dump({"t": "header", "format": FORMAT, "counted": bool(self._counted)}))
-        ledger, skip = _judged([(name, b.ledger, b.guest) for name, b in self._bundles.items()], lost)
+        names = sorted(self._bundles)
+        bundles = [self._bundles[name] for name in names]
+        ledger, skip = _judged(
+            [(n, b.ledger) for n, b in zip(names, bundles, strict=True) if b.ledger is not None], lost
+        )
         if skip:
             rope.add_inline(b"".join(map(_dump, _of_excluded(log.db, skip))))
-        for rollout_id, bundle in sorted(self._bundles.items()):
-            if rollout_id not in skip and bundle.piece is not None:
-                rope.add(bundle.piece)
+            bundles = [self._bundles[name] for name in names if name not in skip]
+        rope.add(*(bundle.piece for bundle in bundles if bundle.piece is not None))
         data = rope.to_bytes()
         _write(path, [data])
         file = WrittenFile(path.name, len(data), hashlib.sha256(data).hexdigest())
@@ -201,7 +204,7 @@ def _to_file(log: CallLog, directory: Path, stateful: bool, lost_reason: str, pr
     try:
         lost = _lost(db, stateful, lost_reason)
         found = [(name, _ledger_line(db, name)) for name in sorted(_known(db))]
-        ledger, skip = _judged([(name, line, guest) for name, (line, guest) in found], lost)
+        ledger, skip = _judged([(name, line) for name, line in found if line is not None], lost)
         digest, size = hashlib.sha256(), 0
 
         def parts() -> Iterator[bytes]:
@@ -229,13 +232,16 @@ def _to_file(log: CallLog, directory: Path, stateful: bool, lost_reason: str, pr
 
 
 def _write(path: Path, parts: Sequence[bytes] | Iterator[bytes]) -> None:
-    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-    with os.fdopen(descriptor, "wb") as out:
-        for part in parts:
-            out.write(part)
-        out.flush()
-        failpoints.reach("calllog.before_fsync")
-        os.fsync(out.fileno())
+    try:
+        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        with os.fdopen(descriptor, "wb") as out:
+            for part in parts:
+                out.write(part)
+            out.flush()
+            failpoints.reach("calllog.before_fsync")
+            os.fsync(out.fileno())
+    except OSError as error:  # that of a write says no path, and the root and the run directory are two disks often
+        raise storage_error(error, f"writing {path}") from error
 
 
 # -- what the log says of a rollout
@@ -247,27 +253,30 @@ def _known(db: sqlite3.Connection) -> Iterator[str]:
         yield row[0]
 
 
-def _ledger_line(db: sqlite3.Connection, rollout_id: str) -> tuple[LedgerLine | None, bool]:
-    """Where a rollout stands that this server runs, without what only the present cut says; and whether it is a guest."""
+def _ledger_line(db: sqlite3.Connection, rollout_id: str) -> LedgerLine | None:
+    """Where a rollout stands that this server runs, without what only the present cut says.
+
+    None for a guest, and for what is another server's to tell.
+    """
     row = db.execute(
         "SELECT attempt, state, input_sha256, turns, status, reason, guest FROM rollouts WHERE rollout_id=?",
         (rollout_id,),
     ).fetchone()
     if row is None or row[6]:
-        return None, row is not None
+        return None
     attempt, state, sha256, turns, status, noted, _ = row
     if state == "completed":
-        return LedgerLine(rollout_id, attempt, RolloutState.COMPLETED, "", int(turns), "", sha256), False
+        return LedgerLine(rollout_id, attempt, RolloutState.COMPLETED, "", int(turns), "", sha256)
     if state in ("failed", "excluded"):
         reason = noted if state == "excluded" else _FAILED.format(status)
-        return LedgerLine(rollout_id, attempt, RolloutState.EXCLUDED, reason, 0, "", sha256), False
+        return LedgerLine(rollout_id, attempt, RolloutState.EXCLUDED, reason, 0, "", sha256)
     (calls,) = db.execute("SELECT count(*) FROM calls WHERE rollout_id=? AND done=1", (rollout_id,)).fetchone()
     (pending,) = db.execute(
         "SELECT max(server || ' ' || method || ' ' || path) FROM calls WHERE rollout_id=? AND done=0 AND own=0",
         (rollout_id,),
     ).fetchone()
     to = RolloutState.PARKED if pending is None else RolloutState.PENDING
-    return LedgerLine(rollout_id, attempt, to, "", int(calls), str(pending or "")[:256], sha256), False
+    return LedgerLine(rollout_id, attempt, to, "", int(calls), str(pending or "")[:256], sha256)
 
 
 def _lost(db: sqlite3.Connection, stateful: bool, lost_reason: str) -> dict[str, tuple[int, str]]:
@@ -280,14 +289,12 @@ def _lost(db: sqlite3.Connection, stateful: bool, lost_reason: str) -> dict[str,
 
 
 def _judged(
-    found: Sequence[tuple[str, LedgerLine | None, bool]], lost: Mapping[str, tuple[int, str]]
+    found: Sequence[tuple[str, LedgerLine]], lost: Mapping[str, tuple[int, str]]
 ) -> tuple[list[LedgerLine], dict[str, LedgerLine]]:
     """The ledger of the cut, sorted, and the rollouts of it that cannot be saved."""
     ledger: list[LedgerLine] = []
     mine: set[str] = set()
-    for rollout_id, line, _ in found:
-        if line is None:
-            continue
+    for rollout_id, line in found:
         mine.add(rollout_id)
         if rollout_id in lost and line.state is not RolloutState.COMPLETED:
             reason = lost[rollout_id][1]
@@ -313,10 +320,10 @@ def _of_excluded(db: sqlite3.Connection, skip: Mapping[str, LedgerLine]) -> Iter
 
 def _read(db: sqlite3.Connection, rollout_id: str, counted: bool) -> tuple[bytes, _Bundle | None]:
     """The lines of a rollout, and what is known of it; None when nothing is."""
-    ledger, guest = _ledger_line(db, rollout_id)
+    ledger = _ledger_line(db, rollout_id)
     state = ledger.state if ledger is not None else RolloutState.PARKED
     lines = b"".join(map(_dump, _records(db, rollout_id, state, counted)))
-    return lines, _Bundle(ledger, guest) if lines or ledger is not None else None
+    return lines, _Bundle(ledger) if lines or ledger is not None else None
 
 
 def _records(db: sqlite3.Connection, rollout_id: str, state: RolloutState, counted: bool) -> Iterator[dict[str, Any]]:

@@ -62,6 +62,7 @@ CREATE TABLE IF NOT EXISTS excluded(rollout_id TEXT PRIMARY KEY, attempt INTEGER
 CREATE TABLE IF NOT EXISTS elsewhere(rollout_id TEXT PRIMARY KEY, input_sha256 TEXT NOT NULL, actor TEXT NOT NULL);
 CREATE TABLE IF NOT EXISTS meta(key TEXT PRIMARY KEY, value TEXT NOT NULL);
 CREATE TABLE IF NOT EXISTS touched(rollout_id TEXT PRIMARY KEY) WITHOUT ROWID;
+CREATE TABLE IF NOT EXISTS moved(serial INTEGER PRIMARY KEY, session_id TEXT NOT NULL);
 """
 # What of each table is in a snapshot: a rollout of which any of it changes is written anew by the next save.
 _WATCHED: Final = {
@@ -77,6 +78,12 @@ _TRIGGERS: Final = "".join(
     f" ON {table} BEGIN {''.join(f'INSERT INTO touched VALUES({row}.rollout_id) ON CONFLICT DO NOTHING;' for row in rows)} END;"
     for table, columns in _WATCHED.items()
     for what, rows in (("insert", ("NEW",)), ("update", ("OLD", "NEW")), ("delete", ("OLD",)))
+)
+# Which sessions have come, gone, or another owner: whoever keeps what it has read of them reads on from there.
+_MOVED: Final = "".join(
+    f"CREATE TRIGGER IF NOT EXISTS moved_{what} AFTER {what.upper()} ON sessions BEGIN"
+    f" INSERT INTO moved(session_id) VALUES({row}.session_id); END;"
+    for what, row in (("insert", "NEW"), ("update", "NEW"), ("delete", "OLD"))
 )
 
 
@@ -141,7 +148,7 @@ class LogFile:
         self.db = sqlite3.connect(path, isolation_level=None, timeout=_BUSY_S, check_same_thread=False)
         self.db.execute("PRAGMA journal_mode=WAL")
         self.db.execute("PRAGMA synchronous=OFF")
-        self.db.executescript("BEGIN IMMEDIATE;" + _SCHEMA + _TRIGGERS + "COMMIT;")
+        self.db.executescript("BEGIN IMMEDIATE;" + _SCHEMA + _TRIGGERS + _MOVED + "COMMIT;")
 
     def close(self) -> None:
         """Give the file back."""

@@ -209,7 +209,7 @@ def test_help_answers_at_once() -> None:
     took = []
     for _ in range(3):
         before = resource.getrusage(resource.RUSAGE_CHILDREN)
-        out, _ = run_process("--help").communicate(timeout=30)
+        out, _ = run_process("--help").communicate(timeout=60)
         after = resource.getrusage(resource.RUSAGE_CHILDREN)
         took.append(after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime)
         assert "Exit codes" in out
@@ -226,9 +226,9 @@ async def test_an_interrupted_save_is_130_and_says_how_to_end_it(fake: FakeCoord
     fake.fail("Save", Fault(after=2, hang=True))
     process = run_process("save", "s", target=fake.address)
     assert process.stderr is not None
-    assert "prepare" in await asyncio.wait_for(asyncio.to_thread(process.stderr.readline), 30)
+    assert "prepare" in await asyncio.wait_for(asyncio.to_thread(process.stderr.readline), 60)
     process.send_signal(signal.SIGINT)
-    _, err = await asyncio.wait_for(asyncio.to_thread(process.communicate), 10)
+    _, err = await asyncio.wait_for(asyncio.to_thread(process.communicate), 60)
     assert process.returncode == 130
     assert "safepoint abort" in err
     assert "Abort" not in fake.names()
@@ -237,10 +237,10 @@ async def test_an_interrupted_save_is_130_and_says_how_to_end_it(fake: FakeCoord
 async def test_watch_prints_a_line_of_json_at_each_look_until_interrupted(fake: FakeCoordinator) -> None:
     process = run_process("status", "--watch", "--json", "--interval", "0.1", target=fake.address)
     assert process.stdout is not None
-    lines = [await asyncio.wait_for(asyncio.to_thread(process.stdout.readline), 30) for _ in range(3)]
+    lines = [await asyncio.wait_for(asyncio.to_thread(process.stdout.readline), 60) for _ in range(3)]
     assert [json.loads(line)["coordinator_epoch"] for line in lines] == [3, 3, 3]
     process.send_signal(signal.SIGINT)
-    await asyncio.wait_for(asyncio.to_thread(process.communicate), 10)
+    await asyncio.wait_for(asyncio.to_thread(process.communicate), 60)
     assert process.returncode == 130
 
 
@@ -252,7 +252,7 @@ async def test_a_terminal_gets_bars_on_stderr_and_the_line_on_stdout(fake: FakeC
         sys.executable, "-m", "coordinator.cli", "save", "s", env=env, stdout=subprocess.PIPE, stderr=follower
     )
     os.close(follower)
-    out, _ = await asyncio.wait_for(process.communicate(), 30)
+    out, _ = await asyncio.wait_for(process.communicate(), 60)
     seen = b""
     with contextlib.suppress(OSError):  # a terminal whose other side has closed is an error, not an end
         while chunk := os.read(leader, 65536):
@@ -263,6 +263,14 @@ async def test_a_terminal_gets_bars_on_stderr_and_the_line_on_stdout(fake: FakeC
 
 
 @pytest.mark.skipif(not hasattr(os, "openpty"), reason="needs a terminal")
+def read_to_the_end(terminal: int) -> bytes:
+    seen = b""
+    with contextlib.suppress(OSError):  # its other end is closed
+        while chunk := os.read(terminal, 65536):
+            seen += chunk
+    return seen
+
+
 async def test_watch_keeps_a_table_on_a_terminal(fake: FakeCoordinator) -> None:
     leader, follower = os.openpty()
     env = os.environ | {"SAFEPOINT_COORDINATOR": fake.address, "TERM": "xterm-256color", "COLUMNS": "120"}
@@ -271,16 +279,19 @@ async def test_watch_keeps_a_table_on_a_terminal(fake: FakeCoordinator) -> None:
         stderr=subprocess.PIPE,
     )  # fmt: skip
     os.close(follower)
-    async with asyncio.timeout(30):
-        while fake.names().count("GetStatus") < 3:
-            await asyncio.sleep(0.02)
-    process.send_signal(signal.SIGINT)
-    await asyncio.wait_for(process.communicate(), 10)
-    seen = b""
-    with contextlib.suppress(OSError):
-        while chunk := os.read(leader, 65536):
-            seen += chunk
-    os.close(leader)
+    # Read while it writes: a terminal holds 4 KB, and whoever writes more waits.
+    reading = asyncio.create_task(asyncio.to_thread(read_to_the_end, leader))
+    try:
+        async with asyncio.timeout(60):
+            while fake.names().count("GetStatus") < 3:
+                await asyncio.sleep(0.02)
+            process.send_signal(signal.SIGINT)
+            await process.communicate()
+    finally:
+        if process.returncode is None:
+            process.kill()
+        seen = await reading
+        os.close(leader)
     assert process.returncode == 130
     assert b"coordinator epoch 3" in seen
     assert b"\x1b[" in seen

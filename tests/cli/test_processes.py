@@ -142,7 +142,7 @@ def test_where_metrics_are_is_announced_when_any_port_was_asked_for(tmp_path: Pa
     try:
         assert process.stdout is not None
         announced = json.loads(process.stdout.readline())
-        with urllib.request.urlopen(f"http://{announced['metrics']}/metrics", timeout=10) as answer:
+        with urllib.request.urlopen(f"http://{announced['metrics']}/metrics", timeout=60) as answer:
             assert b"safepoint_" in answer.read()
         process.send_signal(signal.SIGTERM)
         code, _, err = finish(process)

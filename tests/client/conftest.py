@@ -6,7 +6,7 @@ from collections.abc import AsyncIterator
 
 import pytest
 
-from coordinator.client import AsyncClient, Client
+from coordinator.client import AsyncClient, Budgets, Client
 from tests.client.driver import QUICK, Driver
 from tests.client.fake_coordinator import FakeCoordinator
 
@@ -19,7 +19,9 @@ async def fake() -> AsyncIterator[FakeCoordinator]:
 
 @pytest.fixture(params=["sync", "async"])
 async def driver(request: pytest.FixtureRequest, fake: FakeCoordinator) -> AsyncIterator[Driver]:
+    """`hasty` marks a test whose calls must be given up: its budgets are short."""
     sync = request.param == "sync"
-    made = Driver((Client if sync else AsyncClient)(fake.address, budgets=QUICK), sync)
+    budgets = QUICK if request.node.get_closest_marker("hasty") else Budgets()
+    made = Driver((Client if sync else AsyncClient)(fake.address, budgets=budgets), sync)
     yield made
     await made.close()

@@ -53,10 +53,11 @@ async def test_a_refused_prepare_never_runs_the_body(driver: Driver, fake: FakeC
     assert fake.done == []
 
 
+@pytest.mark.hasty
 async def test_a_prepare_whose_reply_never_came_is_aborted(driver: Driver, fake: FakeCoordinator) -> None:
     fake.fail("Prepare", *[Fault(after=2)] * 100)
     with pytest.raises(Unanswered):
-        await driver.cut(lambda cut: pytest.fail("ran"), snapshot_id="s", timeout=0.8)
+        await driver.cut(lambda cut: pytest.fail("ran"), snapshot_id="s")
     assert fake.done == ["abort"]
 
 
@@ -76,20 +77,22 @@ async def test_a_lost_publish_reply_is_repeated(driver: Driver, fake: FakeCoordi
     assert cut.result.snapshot_id == "s"
 
 
+@pytest.mark.hasty
 async def test_a_publish_of_unknown_effect_is_resumed_when_it_was_done(driver: Driver, fake: FakeCoordinator) -> None:
     fake.fail("Publish", *[Fault(after=1)] * 100)
     with pytest.raises(Unanswered) as caught:
-        await driver.cut(snapshot_id="s", timeout=0.8)
+        await driver.cut(snapshot_id="s")
     assert fake.done == ["publish s", "resume"], "never aborted after the commit point"
     assert "told to resume" in " ".join(caught.value.__notes__)
 
 
+@pytest.mark.hasty
 async def test_a_publish_of_unknown_effect_is_aborted_when_it_was_not_done(
     driver: Driver, fake: FakeCoordinator
 ) -> None:
     fake.fail("Publish", *[LOST] * 100)
     with pytest.raises(Unanswered):
-        await driver.cut(snapshot_id="s", timeout=0.8)
+        await driver.cut(snapshot_id="s")
     assert fake.done == ["abort"]
 
 

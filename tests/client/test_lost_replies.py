@@ -43,19 +43,20 @@ async def test_a_coordinator_that_is_not_ready_is_waited_for(driver: Driver, fak
     assert (await driver.do("save", "s")).snapshot_id == "s"
 
 
+@pytest.mark.hasty
 async def test_the_error_names_the_budget_that_ran_out(driver: Driver, fake: FakeCoordinator) -> None:
     fake.fail("Save", *[LOST] * 100)
-    with pytest.raises(Unanswered, match=r"the budget for a coordinator that cannot be reached is 0\.6 s") as caught:
+    with pytest.raises(Unanswered, match=r"the budget for a coordinator that cannot be reached is 0\.3 s") as caught:
         await driver.do("save", "s")
     assert "may have been done" in caught.value.problem.next_step
     assert caught.value.problem.operation_id.startswith("save-")
     fake.faults["Save"].clear()
     fake.fail("Save", *[Fault(after=2)] * 100)
-    with pytest.raises(Unanswered, match=r"the budget for a lost reply is 0\.6 s"):
+    with pytest.raises(Unanswered, match=r"the budget for a lost reply is 0\.3 s"):
         await driver.do("save", "t")
     fake.faults["Save"].clear()
     fake.fail("Save", *[Problem(Reason.UNAVAILABLE, "starting")] * 100)
-    with pytest.raises(Refused, match=r"the budget for a coordinator that is not ready is 0\.6 s"):
+    with pytest.raises(Refused, match=r"the budget for a coordinator that is not ready is 0\.3 s"):
         await driver.do("save", "u")
 
 
@@ -64,8 +65,19 @@ async def test_a_hanging_coordinator_costs_no_more_than_the_deadline(driver: Dri
     began = asyncio.get_running_loop().time()
     with pytest.raises(Unanswered, match=r"the deadline of 0\.5 s passed") as caught:
         await driver.do("save", "s", timeout=0.5)
-    assert asyncio.get_running_loop().time() - began < 2.0
+    assert asyncio.get_running_loop().time() - began < 30, "its own deadline would be 600 s"
     assert "safepoint status" in caught.value.problem.next_step
+
+
+async def test_a_call_that_runs_out_of_time_says_where_the_operation_stood(
+    driver: Driver, fake: FakeCoordinator
+) -> None:
+    fake.fail("Prepare", *[Fault(hang=True, after=1)] * 10)
+    with pytest.raises(Unanswered) as caught:
+        await driver.do("prepare", "s", "save-1", timeout=2)
+    assert caught.value.problem.phase is Phase.PREPARE
+    assert "the deadline of 2 s passed" in str(caught.value)
+    assert "in prepare, and waited for agent, counter" in str(caught.value)
 
 
 async def test_a_stream_that_ends_well_without_its_result_is_no_success(driver: Driver, fake: FakeCoordinator) -> None:
@@ -113,7 +125,7 @@ async def test_a_target_where_nobody_listens_is_unanswered_within_its_budget(kin
     with tempfile.TemporaryDirectory(prefix="sp-") as folder:
         for target in (f"unix:{folder}/nobody", f"file:{folder}/address.json"):
             driver = Driver(kind(target, budgets=QUICK), kind is Client)
-            with pytest.raises(Unanswered, match=r"cannot be reached is 0\.6 s"):
+            with pytest.raises(Unanswered, match=r"cannot be reached is 0\.3 s"):
                 await driver.do("status")
             await driver.close()
 

@@ -156,7 +156,7 @@ async def unary(call: Awaitable[Any]) -> Any:
         raise error_from_rpc(error) from error
 
 
-async def until(condition: Callable[[], bool], within_s: float = 5.0) -> None:
+async def until(condition: Callable[[], bool], within_s: float = 30.0) -> None:
     """Polls: the only way to wait for what happens elsewhere."""
     end = time.monotonic() + within_s
     while not condition():

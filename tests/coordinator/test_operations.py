@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import time
+import re
 from collections.abc import Awaitable, Callable
 from typing import Any
 
@@ -13,6 +13,7 @@ from safepoint.v1 import capabilities_pb2, errors_pb2
 from safepoint.v1 import coordinator_service_pb2 as pb
 
 from coordinator.preflight import RUNS, workers_problem
+from coordinator.protocol import phases
 from coordinator.protocol.topology import Participant
 from coordinator.wire.errors import Problem, Reason, SafepointError
 from coordinator.wire.ids import IncarnationId, ParticipantId
@@ -20,6 +21,7 @@ from coordinator.wire.rpc import error_from_rpc
 from coordinator.wire.terms import CheckpointMode, Role
 from tests.coordinator.conftest import Bench, collect, kinds, unary, until
 from tests.fakes import NEVER, FakeShim, Knobs
+from tests.in_time import Stopwatch, room_for_answers
 
 
 def reason_of(caught: pytest.ExceptionInfo[SafepointError]) -> Reason:
@@ -130,7 +132,7 @@ async def test_too_little_time_pauses_nobody(bench: Bench) -> None:
 
 @pytest.mark.parametrize("kind", ["save", "restore", "prepare"])
 async def test_a_time_that_cannot_be_enough_for_all_waves_is_refused_before_anybody_is_asked(
-    bench: Bench, kind: str
+    bench: Bench, kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Policy models were closed, and the agents behind them refused for want of time."""
     if kind == "restore":
@@ -138,12 +140,15 @@ async def test_a_time_that_cannot_be_enough_for_all_waves_is_refused_before_anyb
     else:
         await bench.start()
     calls: dict[str, Callable[[], Awaitable[Any]]] = {
-        "save": lambda: bench.save("short", "short", timeout=0.2),
-        "restore": lambda: bench.restore("short", timeout=0.12),
-        "prepare": lambda: bench.phase("Prepare", operation_id="short", snapshot_id="short", timeout=0.12),
+        "save": lambda: bench.save("short", "short"),
+        "restore": lambda: bench.restore("short"),
+        "prepare": lambda: bench.phase("Prepare", operation_id="short", snapshot_id="short"),
     }
-    with pytest.raises(SafepointError, match="waves of calls") as caught:
-        await calls[kind]()
+    with monkeypatch.context() as patched:
+        # Waves that need long, not a caller that has little: the answer has to arrive on a busy machine too.
+        patched.setattr(phases, "WAVE_LEAST_S", 10.0)
+        with pytest.raises(SafepointError, match="waves of calls") as caught:
+            await calls[kind]()
     assert reason_of(caught) is Reason.DEADLINE_TOO_SHORT
     assert "Nobody was asked" in caught.value.problem.message
     assert "1 s is the least" in caught.value.problem.next_step
@@ -159,17 +164,17 @@ async def test_status_and_abort_answer_within_a_second_whatever_is_stuck(bench: 
     await bench.start(agent_0=Knobs(hang_on=stuck), model_0=Knobs(hang_on=stuck))
     saving = asyncio.create_task(bench.save(timeout=20))
     await until(lambda: bench.shims["model-0"].count("Prepare") == 1)
-    began = time.monotonic()
+    watch = Stopwatch()
     status = await bench.status(participants=True)
-    assert time.monotonic() - began < 1
+    assert watch.seconds < 1
     assert status.operation.operation_id == "save-1"
     assert "model-0" in status.operation.waiting_for
     health = {h.info.capabilities.participant_id: h for h in status.participants}
     assert not health["model-0"].reachable
     assert health["resources-0"].reachable
-    began = time.monotonic()
-    assert "model-0" in (await bench.abort("save-1")).unconfirmed
-    assert time.monotonic() - began < 1
+    watch = Stopwatch()
+    assert "model-0" in (await bench.abort("save-1", timeout=30)).unconfirmed
+    assert watch.seconds < 1
     saving.cancel()
 
 
@@ -214,7 +219,9 @@ async def test_watch_begins_with_the_status_and_ends_with_its_operation(bench: B
 
 async def test_retired_rollouts_are_told_to_everybody_and_who_could_not_be_told_is_named(bench: Bench) -> None:
     await bench.start(model_0=Knobs(hang_on={"RetireAttempts"}))
-    reply = await unary(bench.stub().RetireRollouts(pb.RetireRolloutsRequest(rollout_ids=["r-1", "r-2"]), timeout=1))
+    request = pb.RetireRolloutsRequest(rollout_ids=["r-1", "r-2"])
+    with room_for_answers():
+        reply = await unary(bench.stub().RetireRollouts(request, timeout=15))
     assert list(reply.unconfirmed) == ["model-0"]
     assert "model-0" in reply.causes["model-0"]
     assert set(bench.shims["agent-0"].retired) == {"r-1", "r-2"}
@@ -281,7 +288,7 @@ async def test_a_trainer_that_falls_silent_lets_everybody_open(bench: Bench) -> 
     options = pb.SaveOptions()
     options.lease_ttl.FromMilliseconds(1000)
     await bench.phase("Prepare", operation_id="save-1", snapshot_id="step-1", options=options)
-    await until(bench.all_open, within_s=3)
+    await until(bench.all_open)
     explained = await bench.explain()
     assert explained.operation.failure.primary.reason == int(Reason.LEASE_LAPSED)
 
@@ -377,6 +384,9 @@ async def test_a_restore_into_servers_that_have_worked_names_all_of_them_and_pau
         await bench.restore()
     assert reason_of(caught) is Reason.NOT_FRESH
     assert "agent-0, resources-0 have served" in caught.value.problem.message
+    assert re.search(
+        r"agent-0: shim at [^;]+, registered \d+ s ago; resources-0: shim at", caught.value.problem.message
+    )
     assert all(shim.count("Restore") == 0 for shim in bench.shims.values())
     assert bench.all_open()
     for shim in bench.shims.values():

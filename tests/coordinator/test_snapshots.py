@@ -147,7 +147,9 @@ def test_a_snapshot_of_another_job_or_name_is_refused(store: SnapshotStore, tmp_
     assert refused(store.load, "step-1").reason is Reason.SNAPSHOT_FOREIGN
     make(store, "step-2")
     shutil.copytree(snapshots / "step-2", snapshots / "step-3")
-    assert refused(store.load, "step-3").reason is Reason.SNAPSHOT_FOREIGN
+    error = refused(store.load, "step-3")
+    assert error.reason is Reason.SNAPSHOT_FOREIGN
+    assert "renamed" in error.problem.advice, "another root or job would be no help"
 
 
 def test_a_part_of_another_snapshot_is_refused(store: SnapshotStore, tmp_path: Path) -> None:

@@ -230,7 +230,7 @@ def test_the_model_of_the_readme_does_the_task_of_the_example(tmp_path: Path) ->
                 f"http://127.0.0.1:{server.server_port}/v1/chat/completions",
                 json.dumps({"messages": messages}).encode(),
             )
-            with urllib.request.build_opener(urllib.request.ProxyHandler({})).open(request, timeout=5) as answer:
+            with urllib.request.build_opener(urllib.request.ProxyHandler({})).open(request, timeout=60) as answer:
                 message = json.load(answer)["choices"][0]["message"]
             messages.append(message)
             for call in message.get("tool_calls", []):

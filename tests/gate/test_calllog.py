@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import resource
 import sqlite3
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,7 +15,7 @@ import pytest
 
 from coordinator.wire.errors import Reason, Refused, SafepointError
 from coordinator.wire.terms import RolloutState
-from participant_shims.gate import calllog_files
+from participant_shims.gate import calllog, calllog_files
 from participant_shims.gate.calllog import Answer, CallLog, Stale, Verdict
 from participant_shims.identity import CallIdentity, root
 
@@ -85,6 +86,20 @@ def test_what_was_exported_is_loaded_as_the_next_attempt(log: CallLog, tmp_path:
     assert new.stale(CallIdentity("r-9", 1, "0.5")) is None
     assert new.attempt_of("r-1") == 1
     new.close()
+
+
+def test_a_full_disk_at_the_export_is_told_with_the_file_that_it_did_not_take(log: CallLog, tmp_path: Path) -> None:
+    dispatched(log)
+    (tmp_path / "out").mkdir()
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100, limits[1]))  # a write fails as on a full disk: without a path
+    try:
+        with pytest.raises(SafepointError) as refused:
+            calllog_files.export(log, tmp_path / "out")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert refused.value.reason is Reason.STORAGE_FAILED
+    assert str(tmp_path / "out" / calllog_files.FILE) in refused.value.problem.message
 
 
 def test_the_ledger_has_each_rollout_in_one_state(log: CallLog, tmp_path: Path) -> None:
@@ -381,3 +396,33 @@ def test_an_answer_to_an_attempt_that_was_overtaken_is_dropped(log: CallLog) -> 
     log.restart("r-1", 0, "diverged")
     assert log.respond(here.child(2), TEXT, False) is False
     assert log.records("r-1", "0") == []
+
+
+def test_what_has_become_of_sessions_is_read_from_where_it_was_read_last(
+    log: CallLog, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def everything() -> dict[str, tuple[str, int]]:
+        rows = log.db.execute("SELECT session_id, rollout_id, attempt FROM sessions").fetchall()
+        return {r[0]: (r[1], r[2]) for r in rows}
+
+    monkeypatch.setattr(calllog, "_KEPT_MOVES", 8)
+    other = CallLog(log.path)  # another worker, or the shim, changes them as well
+    rng = random.Random(7)
+    for step in range(400):
+        who, rollout_id = rng.choice((log, other)), f"r-{rng.randrange(12)}"
+        match rng.randrange(4):
+            case 0 | 1:
+                who.bind(f"s-{rng.randrange(20)}", rollout_id, rng.randrange(3))
+            case 2:
+                who.done([(rollout_id, rng.randrange(3))])
+            case _:
+                who.retire([(rollout_id, 0)])
+        if rng.random() < (
+            0.5 if step % 100 < 50 else 0.02
+        ):  # and seldom, so that moves are forgotten before they are read
+            found = who.sessions()
+            assert found == everything()
+            found.clear()  # it is the caller's own
+    assert log.sessions() == other.sessions() == everything()
+    assert log.db.execute("SELECT count(*) FROM moved").fetchone()[0] <= 2 * 8 + 2
+    other.close()

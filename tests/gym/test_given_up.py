@@ -24,7 +24,7 @@ AGENT = "counter_agent"
     "hangs", [False, True], ids=["its shim is killed", "its server hangs, then its shim is killed"]
 )
 async def test_a_restore_that_was_given_up_is_in_no_snapshot_and_not_continued(directory: Path, hangs: bool) -> None:
-    settings = {"lease_ttl_s": 6.0, "heartbeat_s": 0.3}
+    settings = {"lease_ttl_s": 6.0, "heartbeat_s": 1.5}
     rows = [row(i, TURNS, _ng_rollout_id=f"r-{i}") for i in range(6)]
     with ScriptedEndpoint() as endpoint:
         config = counter_config(endpoint.url)

@@ -108,6 +108,28 @@ async def test_every_method_of_a_participant_needs_a_deadline(shim: Shim) -> Non
     assert not {"close", "open", "retire", "export", "load"} & set(shim.adapter.calls)
 
 
+@pytest.mark.parametrize("epoch", [0, 10**15 + 1, 2**63, 2**64 - 1])
+async def test_an_epoch_that_none_could_follow_is_refused_and_shuts_no_coordinator_out(shim: Shim, epoch: int) -> None:
+    asked = 0
+    for name in methods(PARTICIPANT):
+        sent = request(PARTICIPANT, name)
+        fields = sent.DESCRIPTOR.fields_by_name
+        if "context" in fields:
+            sent.context.coordinator_epoch = epoch
+        elif "coordinator_epoch" in fields:
+            sent.coordinator_epoch = epoch
+        else:
+            continue
+        asked += 1
+        error = await outcome(shim.stub, name, sent, 5)
+        assert error is not None, name
+        assert error.reason is Reason.INVALID_ARGUMENT, name
+        assert "coordinator_epoch" in error.problem.message, name
+    assert asked > 7
+    assert await outcome(shim.stub, "Prepare", request(PARTICIPANT, "Prepare"), 5) is None, "epoch 1 is served"
+    assert await outcome(shim.stub, "Abort", request(PARTICIPANT, "Abort"), 5) is None
+
+
 async def test_a_deadline_that_has_passed_changes_nothing(bench: Bench) -> None:
     await bench.start()
     for name in methods(COORDINATOR):

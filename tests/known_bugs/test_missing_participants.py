@@ -14,6 +14,7 @@ from coordinator.wire.errors import Problem, Reason, SafepointError
 from coordinator.wire.terms import CheckpointMode, Role
 from tests.coordinator.conftest import Bench, unary, until
 from tests.fakes import NEVER, Knobs
+from tests.in_time import room_for_answers
 
 
 async def topology(bench: Bench) -> pb.GetTopologyResponse:
@@ -63,8 +64,8 @@ async def test_whoever_removed_a_server_on_purpose_says_so_once(bench: Bench) ->
     await die(bench, "resources-1")
     now = (await topology(bench)).fingerprint
     began = time.monotonic()
-    saved = (await bench.save(expected_fingerprint=now))[-1].saved
-    assert time.monotonic() - began < 3, "nobody is waited for who was removed on purpose"
+    saved = (await bench.save(timeout=90, expected_fingerprint=now))[-1].saved
+    assert time.monotonic() - began < 15, "nobody is waited for who was removed on purpose"
     assert sorted(saved.snapshot.participant_ids) == ["agent-0", "model-0", "resources-0"]
     assert not [f for f in (await topology(bench)).findings if f.blocking]
     await bench.save("save-2", "step-2")
@@ -96,10 +97,8 @@ async def restarted_without(bench: Bench, *absent: str) -> None:
 async def test_after_a_restart_a_save_is_refused_without_one_that_never_came_back(bench: Bench) -> None:
     await bench.start(resources=2)  # known although no snapshot has been taken
     await restarted_without(bench, "resources-1")
-    began = time.monotonic()
-    with pytest.raises(SafepointError) as caught:
-        await bench.save(timeout=4)  # half of it is waited
-    assert time.monotonic() - began < 4
+    with room_for_answers(), pytest.raises(SafepointError) as caught:
+        await bench.save(timeout=20)  # half of what the coordinator uses of it is waited
     problem = caught.value.problem
     assert (problem.reason, problem.participant_id) == (Reason.TOPOLOGY_INVALID, "resources-1")
     assert "last heard 20" in problem.message
@@ -117,8 +116,8 @@ async def test_one_that_is_said_to_be_gone_for_good_is_missed_by_nobody_any_more
     await bench.start(resources=2)
     await restarted_without(bench, "resources-1")
     began = time.monotonic()
-    saved = (await bench.save(without=["resources-1"]))[-1].saved
-    assert time.monotonic() - began < 3, "nobody waits for who is gone for good"
+    saved = (await bench.save(timeout=90, without=["resources-1"]))[-1].saved
+    assert time.monotonic() - began < 15, "nobody waits for who is gone for good"
     assert sorted(saved.snapshot.participant_ids) == ["agent-0", "model-0", "resources-0"]
     await bench.save("save-2", "step-2")
     await restarted_without(bench, "resources-1")

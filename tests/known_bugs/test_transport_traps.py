@@ -9,7 +9,6 @@ import os
 import re
 import subprocess
 import sys
-import time
 import tomllib
 from pathlib import Path
 
@@ -23,6 +22,7 @@ from coordinator.service import CoordinatorService
 from coordinator.wire.errors import Refused
 from participant_shims.service import ParticipantService
 from tests.coordinator.conftest import Bench, unary
+from tests.in_time import Stopwatch
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -47,9 +47,9 @@ async def test_a_coordinator_that_was_restarted_is_reached_again_within_seconds(
         await stub.GetStatus(pb.GetCoordinatorStatusRequest(), timeout=0.5)
     bench.settings["bind"] = f"127.0.0.1:{port}"
     await bench.start_coordinator()
-    began = time.monotonic()
-    await stub.GetStatus(pb.GetCoordinatorStatusRequest(), timeout=5, wait_for_ready=True)
-    assert time.monotonic() - began < 3
+    watch = Stopwatch()
+    await stub.GetStatus(pb.GetCoordinatorStatusRequest(), timeout=30, wait_for_ready=True)
+    assert watch.seconds < 3
 
 
 async def test_addresses_that_are_told_to_others_are_numbers_and_answer(bench: Bench) -> None:  # H21

@@ -52,7 +52,7 @@ async def everything(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[
         await bench.save("save-2", "step-2")
         bench.shims["sandbox"].knobs.drain_after_s = math.inf
         with suppress(SafepointError):
-            await bench.save("save-x", "step-x", timeout=2, straggler_policy=2)
+            await bench.save("save-x", "step-x", timeout=4, straggler_policy=2)
         bench.shims["sandbox"].knobs.drain_after_s = 0.1
         async with browsing(tmp_path_factory.mktemp("chromium")) as tab:
             yield World(bench, tab)

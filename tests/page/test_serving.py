@@ -60,7 +60,7 @@ def keyed(root: Path) -> Iterator[PageServer]:
 
 
 def ask(server: PageServer, path: str, method: str = "GET", **headers: str) -> tuple[int, dict[str, str], str]:
-    connection = http.client.HTTPConnection(*server.address.split(":"), timeout=10)  # type: ignore[arg-type]
+    connection = http.client.HTTPConnection(*server.address.split(":"), timeout=60)  # type: ignore[arg-type]
     try:
         connection.putrequest(method, path, skip_host=True)
         for name, value in ({"Host": server.address} | {k.replace("_", "-"): v for k, v in headers.items()}).items():
@@ -182,7 +182,7 @@ def test_a_port_that_is_taken_is_named(root: Path, server: PageServer) -> None:
 
 
 def test_changes_are_told_and_a_close_ends_who_listens(server: PageServer) -> None:
-    with socket.create_connection(("127.0.0.1", int(server.address.split(":")[1])), timeout=10) as listening:
+    with socket.create_connection(("127.0.0.1", int(server.address.split(":")[1])), timeout=60) as listening:
         listening.sendall(f"GET /events HTTP/1.1\r\nHost: {server.address}\r\n\r\n".encode())
         stream = listening.makefile("rb")
         while stream.readline() not in (b"data: 0\n", b""):
@@ -198,7 +198,7 @@ def test_so_many_may_listen_and_one_more_is_told(server: PageServer, monkeypatch
     open_ones = []
     try:
         for _ in range(serving.MAX_STREAMS):
-            one = socket.create_connection(("127.0.0.1", int(server.address.split(":")[1])), timeout=10)
+            one = socket.create_connection(("127.0.0.1", int(server.address.split(":")[1])), timeout=60)
             one.sendall(f"GET /events HTTP/1.1\r\nHost: {server.address}\r\n\r\n".encode())
             assert one.recv(12) == b"HTTP/1.1 200"
             open_ones.append(one)
@@ -213,12 +213,12 @@ def test_a_page_that_was_closed_makes_room_for_another(server: PageServer, monke
     monkeypatch.setattr(serving, "LOOK_S", 0.02)
     address = ("127.0.0.1", int(server.address.split(":")[1]))
     for _ in range(serving.MAX_STREAMS):
-        with socket.create_connection(address, timeout=10) as one:
+        with socket.create_connection(address, timeout=60) as one:
             one.sendall(f"GET /events HTTP/1.1\r\nHost: {server.address}\r\n\r\n".encode())
             assert one.recv(12) == b"HTTP/1.1 200"
     end = time.monotonic() + 10
     while True:
-        with socket.create_connection(address, timeout=10) as one:
+        with socket.create_connection(address, timeout=60) as one:
             one.sendall(f"GET /events HTTP/1.1\r\nHost: {server.address}\r\n\r\n".encode())
             if one.recv(12) == b"HTTP/1.1 200":
                 return
@@ -227,7 +227,7 @@ def test_a_page_that_was_closed_makes_room_for_another(server: PageServer, monke
 
 def test_more_connections_than_there_is_room_for_are_let_go(server: PageServer) -> None:
     address = ("127.0.0.1", int(server.address.split(":")[1]))
-    silent = [socket.create_connection(address, timeout=10) for _ in range(serving.MAX_CONNECTIONS)]
+    silent = [socket.create_connection(address, timeout=60) for _ in range(serving.MAX_CONNECTIONS)]
     try:
         end = time.monotonic() + 10
         while (
@@ -317,7 +317,7 @@ def test_a_root_that_is_gone_is_said(root: Path, server: PageServer) -> None:
 def said(server: PageServer, raw: bytes) -> bytes:
     """Everything that comes back."""
     try:
-        with socket.create_connection(("127.0.0.1", int(server.address.split(":")[1])), timeout=10) as connection:
+        with socket.create_connection(("127.0.0.1", int(server.address.split(":")[1])), timeout=60) as connection:
             connection.sendall(raw)
             connection.shutdown(socket.SHUT_WR)
             found = b""

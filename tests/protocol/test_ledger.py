@@ -77,6 +77,7 @@ def test_one_rollout_in_two_states_is_refused_and_named() -> None:
     assert [blocked.rollout_id for blocked in caught.value.rollouts] == ["r-1"]
     assert "`agent`" in str(caught.value)
     assert "`agent-2`" in str(caught.value)
+    assert "_ng_rollout_id" in caught.value.problem.advice, "a trainer that named two rollouts alike is told what to do"
 
 
 def test_a_newer_attempt_supersedes_an_older_one_in_any_order() -> None:

@@ -7,7 +7,8 @@ import random
 
 import pytest
 
-from coordinator.protocol.phases import PHASES, RESTORE, SAVE, STAGES, STOPS, waves
+from coordinator.protocol.operation import Operation, OperationKind
+from coordinator.protocol.phases import PHASES, RESTORE, SAVE, STAGES, STOPS, too_short, waves
 from coordinator.protocol.topology import (
     NEVER,
     STARTING_S,
@@ -20,7 +21,9 @@ from coordinator.protocol.topology import (
     problem_from_findings,
     validate,
 )
+from coordinator.wire.deadline import MIN_BUDGET_S
 from coordinator.wire.errors import Reason
+from coordinator.wire.ids import OperationId, SnapshotId
 from coordinator.wire.terms import CheckpointMode, Phase, QuiesceMode, Role
 from tests.protocol.transcript import participant
 
@@ -56,6 +59,25 @@ def test_each_phase_calls_these_waves(phase: Phase, expected: list[list[str]]) -
     shuffled = list(ALL_ROLES)
     random.Random(phase).shuffle(shuffled)
     assert waves(phase, shuffled) == expected
+
+
+@pytest.mark.parametrize(
+    ("kind", "trainer_driven", "count"),
+    [
+        (OperationKind.SAVE, False, 9),  # prepare, commit and confirm; publishing and opening have their own time
+        (OperationKind.SAVE, True, 4),
+        (OperationKind.RESTORE, False, 4),
+    ],
+)
+def test_a_time_is_too_short_when_its_waves_would_be_refused_on_arrival(
+    kind: OperationKind, trainer_driven: bool, count: int
+) -> None:
+    operation = Operation(kind, OperationId("o"), SnapshotId("s"), trainer_driven=trainer_driven)
+    assert too_short(operation, ALL_ROLES, count * 2.01 * MIN_BUDGET_S) is None
+    problem = too_short(operation, ALL_ROLES, count * 1.99 * MIN_BUDGET_S)
+    assert problem is not None
+    assert problem.reason is Reason.DEADLINE_TOO_SHORT
+    assert f"{count} waves of calls" in problem.message
 
 
 def test_auxiliary_models_are_in_no_wave_of_any_phase() -> None:

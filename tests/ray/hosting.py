@@ -25,7 +25,7 @@ def coordinator_on(nodes: Nodes, shims: Shims, trainer: Trainer) -> Iterator[str
 
     name = shims.folder.name
     nodes.fail("")
-    settings = Settings(root=str(shims.root), heartbeat_s=0.5, lease_ttl_s=LEASE_S)
+    settings = Settings(root=str(shims.root), heartbeat_s=1.5, lease_ttl_s=LEASE_S)
     try:
         ray_host.start(settings, name, resources={HOST: 0.01})
         soon(trainer.all_here, 60, "the registration of everybody")

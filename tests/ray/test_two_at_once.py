@@ -33,7 +33,7 @@ def plain_process(shims: Shims) -> Iterator[subprocess.Popen[bytes]]:
         yield process
     finally:
         process.terminate()
-        process.wait(30)
+        process.wait(90)
 
 
 def actor_is_gone(nodes: Nodes, name: str, namespace: str) -> bool:
@@ -58,7 +58,7 @@ def test_one_of_the_same_name_in_another_namespace_replaces_it_in_the_middle_of_
         shims.hold("resources-0", "export")
         saving = trainer.begin(lambda client: client.save("lost", operation_id="op-lost", timeout=90))
         soon(lambda: len(shims.steps("resources-0", "export")) == 2)
-        settings = Settings(root=str(shims.root), heartbeat_s=0.5, lease_ttl_s=6)
+        settings = Settings(root=str(shims.root), heartbeat_s=1.5, lease_ttl_s=6)
         try:
             ray_host.start(settings, name, "another-namespace", resources={HOST: 0.01})
             shims.release()
@@ -89,8 +89,8 @@ def test_a_plain_process_beside_the_actor_replaces_it_and_a_new_actor_replaces_t
             ray_host.find(name)
         assert caught.value.reason is Reason.UNAVAILABLE
         trainer.client.save("by-the-process")
-        ray_host.start(Settings(root=str(shims.root), heartbeat_s=0.5), name, resources={HOST: 0.01})
-        assert process.wait(30) != 0  # it says why, and ends
+        ray_host.start(Settings(root=str(shims.root), heartbeat_s=1.5), name, resources={HOST: 0.01})
+        assert process.wait(90) != 0  # it says why, and ends
         soon(lambda: trainer.all_here(3), 60, "the registration with the new actor")
         trainer.client.save("by-the-actor")
         assert shims.published() == {"by-the-process", "by-the-actor"}

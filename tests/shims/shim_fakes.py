@@ -313,7 +313,7 @@ async def refused(awaitable: Any) -> SafepointError:
     raise AssertionError(f"not refused: {got}")
 
 
-async def until(condition: Callable[[], bool], timeout_s: float = 5.0) -> None:
+async def until(condition: Callable[[], bool], timeout_s: float = 30.0) -> None:
     """Wait for a condition, with a deadline."""
     loop = asyncio.get_running_loop()
     end = loop.time() + timeout_s

@@ -34,6 +34,7 @@ from participant_shims.gate import calllog_export, calllog_files
 from participant_shims.gate.calllog import Answer, CallLog, Verdict
 from participant_shims.gate.control import Control
 from participant_shims.gate.remarks import Remarks
+from tests.in_time import Stopwatch
 from tests.shims.benches import GymBench, gym_bench
 from tests.shims.shim_fakes import until
 
@@ -133,9 +134,9 @@ async def test_status_answers_while_a_workers_loop_is_busy_and_so_does_the_rest(
         raise link._missing(f"has not answered {what}")
 
     link.request = hang  # type: ignore[method-assign]
-    begun = time.monotonic()
+    watch = Stopwatch()
     status = await bench.adapter.status(5)
-    assert time.monotonic() - begun < 1
+    assert watch.seconds < 1
     assert "worker-1 does not answer" in status.waiting_for
 
 
@@ -189,7 +190,7 @@ async def test_who_has_to_be_quiet_for_a_cut(short_path: Path, kind: str, mode: 
         await bench.work("r-1")
         await close(bench, mode=mode)
         waiting = asyncio.create_task(quiesced(bench, mode))
-        await asyncio.wait({waiting}, timeout=0.2)
+        await asyncio.wait({waiting}, timeout=0.2 if waits else 30)
         assert waiting.done() is not waits
         await bench.end("r-1")
         assert (await waiting).quiesced

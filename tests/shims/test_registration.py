@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 import threading
-import time
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
@@ -232,6 +231,7 @@ async def test_a_sleep_of_its_own_is_not_taken_for_the_silence_of_the_coordinato
 
     waiting = asyncio.create_task(Registration._next(Call(), 0.05))
     await asyncio.sleep(0)
-    threading.Timer(0.1, loop.call_soon_threadsafe, (answer.set_result, pb.RegisterEvent())).start()
-    time.sleep(0.3)  # noqa: ASYNC251 - the point of it
+    answering = threading.Timer(0.1, loop.call_soon_threadsafe, (answer.set_result, pb.RegisterEvent()))
+    answering.start()
+    answering.join()  # the loop stands still until the answer is there
     assert await waiting == pb.RegisterEvent()

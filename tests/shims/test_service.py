@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import errno
-import itertools
 import stat
 import time
 from dataclasses import replace
@@ -12,13 +11,12 @@ from pathlib import Path
 
 import pytest
 from google.protobuf.duration_pb2 import Duration
-from grpc import aio
 from safepoint.v1 import participant_service_pb2 as pb
 
 from coordinator.wire.errors import Reason, refuse
-from coordinator.wire.rpc import error_from_rpc
 from coordinator.wire.terms import CheckpointMode, ParticipantState, QuiesceMode, Role
 from participant_shims.adapter import Opened
+from tests.in_time import Stopwatch, room_for_answers
 from tests.shims.shim_fakes import FakeAdapter, Shim, answer, collect, refused, rollout, serve, until
 
 
@@ -54,9 +52,8 @@ async def test_prepare_reports_closed_then_progress_then_prepared(shim: Shim) ->
 
 async def test_prepare_that_does_not_drain_names_who_is_stuck_before_the_deadline(shim: Shim) -> None:  # E1
     shim.adapter.in_flight = [rollout(f"r-{n}") for n in range(30)]
-    begun = time.monotonic()
-    error = await refused(collect(shim.prepare(timeout=0.5, straggler_policy=2)))
-    assert time.monotonic() - begun < 0.5
+    with room_for_answers():
+        error = await refused(collect(shim.prepare(timeout=5, straggler_policy=2)))
     assert error.reason is Reason.DRAIN_INCOMPLETE
     assert len(error.rollouts) == 20
     assert error.problem.rollout_count == 30
@@ -79,7 +76,8 @@ async def test_a_handler_that_outlasts_the_grace_fails_a_hold_that_may_exclude_n
 
 async def test_the_error_of_a_drain_says_what_nobody_waits_for_any_more(shim: Shim) -> None:  # A21
     shim.adapter.in_flight = [replace(rollout("r-1"), no_client_s=12.0), rollout("r-2")]
-    error = await refused(collect(shim.prepare(timeout=0.5, straggler_policy=2)))
+    with room_for_answers():
+        error = await refused(collect(shim.prepare(timeout=5, straggler_policy=2)))
     assert [r.no_client_s for r in error.rollouts] == [12.0, None]
     assert "no client for 12 s" in str(error)
     status = (await answer(shim.stub.GetStatus(pb.GetStatusRequest(max_rollouts=5), timeout=5))).status
@@ -88,24 +86,21 @@ async def test_the_error_of_a_drain_says_what_nobody_waits_for_any_more(shim: Sh
 
 async def test_progress_comes_within_a_second_and_each_second(shim: Shim) -> None:  # E2
     shim.adapter.in_flight = [rollout("r-1")]
-    begun = time.monotonic()
-    times = []
-
-    async def watch() -> None:
-        async for _ in shim.prepare(timeout=2.6, straggler_policy=2):
-            times.append(time.monotonic() - begun)
-
-    with pytest.raises(aio.AioRpcError) as raised:
-        await watch()
-    assert error_from_rpc(raised.value).reason is Reason.DRAIN_INCOMPLETE
-    assert times[0] < 1
-    assert len(times) >= 4
-    assert all(b - a < 1.2 for a, b in itertools.pairwise(times))
+    gaps = []
+    call = shim.prepare(timeout=60, straggler_policy=2)
+    for _ in range(4):
+        watch = Stopwatch()
+        await call.read()
+        gaps.append(watch.seconds)
+    call.cancel()
+    assert max(gaps) < 1.2
+    assert gaps[0] < 1
 
 
 async def test_stragglers_are_excluded_before_the_deadline(shim: Shim) -> None:
     shim.adapter.in_flight = [rollout("r-1")]
-    prepared = await shim.prepared(timeout=0.6)
+    with room_for_answers():
+        prepared = await shim.prepared(timeout=15)
     assert prepared.excluded_count == 1
     assert prepared.excluded[0].rollout_id == "r-1"
 
@@ -206,9 +201,9 @@ async def test_abort_overtakes_a_prepare_that_hangs(shim: Shim, stuck_in: str) -
     shim.adapter.gate[stuck_in] = asyncio.Event()
     following = asyncio.create_task(collect(shim.prepare()))
     await until(lambda: stuck_in in shim.adapter.calls)
-    begun = time.monotonic()
-    await shim.abort()
-    assert time.monotonic() - begun < 1
+    watch = Stopwatch()
+    await shim.abort(timeout=30)
+    assert watch.seconds < 1
     error = await refused(following)
     assert error.reason is Reason.OPERATION_FINISHED
     assert shim.adapter.open_now
@@ -237,9 +232,9 @@ async def test_resume_answers_the_same_each_time_and_releases_once(shim: Shim) -
 async def test_an_abort_that_no_gate_confirms_says_so_within_a_second_and_goes_on(shim: Shim) -> None:  # A24
     await shim.prepared()
     shim.adapter.gate["open"] = asyncio.Event()
-    begun = time.monotonic()
-    error = await refused(shim.abort())
-    assert time.monotonic() - begun < 1
+    watch = Stopwatch()
+    error = await refused(shim.abort(timeout=30))
+    assert watch.seconds < 1
     assert error.reason is Reason.UNAVAILABLE
     assert (await shim.state()).state == ParticipantState.OPEN  # the operation is over all the same
     shim.adapter.gate["open"].set()
@@ -438,9 +433,9 @@ async def test_abort_overtakes_an_export_and_discards_it(shim: Shim) -> None:
     shim.adapter.gate["exported"] = asyncio.Event()
     following = asyncio.create_task(collect(shim.commit()))
     await until(lambda: "exported" in shim.adapter.calls)
-    begun = time.monotonic()
-    await shim.abort()
-    assert time.monotonic() - begun < 1
+    watch = Stopwatch()
+    await shim.abort(timeout=30)
+    assert watch.seconds < 1
     assert (await refused(following)).reason is Reason.OPERATION_FINISHED
     await until(lambda: list(snapshot.iterdir()) == [])
 
@@ -724,9 +719,9 @@ async def test_a_part_is_restored_under_another_name(shim: Shim) -> None:
 async def test_status_answers_within_a_second_when_the_server_does_not(shim: Shim) -> None:  # rule 8
     await shim.prepared()
     shim.adapter.gate["status"] = asyncio.Event()
-    begun = time.monotonic()
+    watch = Stopwatch()
     status = await shim.state()
-    assert time.monotonic() - begun < 1
+    assert watch.seconds < 1
     assert status.state == ParticipantState.PREPARED
     assert "does not answer" in status.waiting_for
 
@@ -735,10 +730,10 @@ async def test_watch_sends_changes_at_once_and_the_newest_to_a_slow_reader(shim:
     call = shim.stub.WatchStatus(pb.WatchStatusRequest(max_rollouts=10), timeout=10)
     assert (await call.read()).status.state == ParticipantState.OPEN
     await shim.prepared()
-    begun = time.monotonic()
+    watch = Stopwatch()
     while (await call.read()).status.state != ParticipantState.PREPARED:
         pass
-    assert time.monotonic() - begun < 0.5
+    assert watch.seconds < 0.5
     call.cancel()
 
 
@@ -746,9 +741,9 @@ async def test_watchers_do_not_starve_other_calls(shim: Shim) -> None:  # H16
     watchers = [shim.stub.WatchStatus(pb.WatchStatusRequest(), timeout=10) for _ in range(20)]
     for watcher in watchers:
         await watcher.read()
-    begun = time.monotonic()
-    await shim.abort()
-    assert time.monotonic() - begun < 1
+    watch = Stopwatch()
+    await shim.abort(timeout=30)
+    assert watch.seconds < 1
     for watcher in watchers:
         watcher.cancel()
 
@@ -766,7 +761,8 @@ async def test_watchers_are_bounded_and_give_their_place_back(shim: Shim) -> Non
 
 async def test_cancelled_streams_leave_nothing_waiting(shim: Shim) -> None:  # H15
     shim.adapter.in_flight = [rollout("r-1")]
-    await refused(collect(shim.prepare(timeout=0.2, straggler_policy=2)))
+    with room_for_answers():
+        await refused(collect(shim.prepare(timeout=5, straggler_policy=2)))
     before = len(asyncio.all_tasks())
     calls = [shim.prepare(straggler_policy=2) for _ in range(10)]
     for call in calls:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import shutil
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,6 +17,7 @@ from coordinator.wire.rope import read_rope
 from participant_shims.gate.state import saving
 from participant_shims.gate.state.file import read
 from participant_shims.gate.state.sessions import SessionState
+from participant_shims.gate.state.shelf import Shelf
 from participant_shims.gate.state.source import read_source
 from tests.state.isolated_server import Isolated
 from tests.state.samples import Board, Server
@@ -185,6 +187,76 @@ async def test_chunks_that_are_gone_are_written_again(tmp_path: Path) -> None:
         for chunk in read_rope(part, path.name).chunks:
             Chunks(tmp_path).check(chunk)
     assert (await loaded(path)).session_id_to_notes == job.server.session_id_to_notes
+
+
+def check_notes(shelf: Shelf) -> None:
+    kept = shelf.kept
+    assert shelf.owners == {name: each.owner for name, each in kept.items()}
+    assert shelf.stale == {name for name, each in kept.items() if each.dirty or not each.whole}
+    assert shelf.referring == {name for name, each in kept.items() if each.used}
+    owned = {(id(obj), name) for name, each in kept.items() for obj in each.owned}
+    found = {(at, name) for at, (name, _) in shelf.owned.items()}
+    assert found <= owned
+    assert {each for each in owned - found if each[1] not in shelf.stale} == set()
+
+
+@pytest.mark.parametrize("whose", [0, 1])
+async def test_what_two_sessions_share_is_found_whosever_it_was_before(tmp_path: Path, whose: int) -> None:
+    job = Job(tmp_path, 3)
+    await job.save()
+    a, b, _ = job.sessions
+    notes = job.server.session_id_to_notes
+    notes[a]["note"] = notes[b]["note"] = notes[job.sessions[whose]]["note"]
+    job.state.touch(a)
+    job.state.touch(b)
+    _, wrote = await job.save()
+    (excluded,) = wrote["excluded"]
+    assert "is shared with session" in excluded["reason"]
+    job.fill(b, "its own again")
+    job.state.touch(a)
+    _, wrote = await job.save()
+    assert (wrote["excluded"], wrote["sessions"]) == ([], 3)
+
+
+@pytest.mark.parametrize("seed", range(4))
+async def test_what_is_noted_of_sessions_is_what_a_look_at_all_of_them_finds(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seed: int
+) -> None:
+    rng, job, others = random.Random(seed), Job(tmp_path, 12), ids(100)[12:]
+
+    def full(self: Chunks, data: bytes) -> Any:
+        raise refuse(Reason.STORAGE_FULL, "The storage is full.")
+
+    for step in range(40):
+        for session_id in rng.sample(job.sessions, 3):
+            job.fill(session_id, f"{step} {TEXT}")
+        match rng.randrange(6):
+            case 0:
+                await job.precopy()
+            case 1:
+                job.server.close(request(ended := job.sessions.pop(rng.randrange(len(job.sessions)))))
+                job.state.touch(ended)
+                job.sessions.append(others.pop())
+                job.fill(job.sessions[-1], TEXT)
+            case 2:
+                shutil.rmtree(tmp_path / "chunks", ignore_errors=True)
+                await job.precopy()
+            case 3:
+                with monkeypatch.context() as patch:
+                    patch.setattr(Chunks, "write", full)
+                    with pytest.raises(SafepointError):
+                        await job.save()
+            case 4:  # what was one session's is another's
+                a, b = rng.sample(job.sessions, 2)
+                notes = job.server.session_id_to_notes
+                notes[a], notes[b] = notes[b], notes[a]
+            case _:
+                path, wrote = await job.save()
+                assert (wrote["excluded"], wrote["sessions"]) == ([], len(job.sessions))
+                assert (await loaded(path)).session_id_to_notes == job.server.session_id_to_notes
+        shelf = job.state._shelf  # pyright: ignore[reportPrivateUsage]
+        if shelf is not None:
+            check_notes(shelf)
 
 
 async def test_a_failed_write_is_found_by_the_next_save(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

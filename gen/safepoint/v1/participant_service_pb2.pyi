@@ -57,7 +57,7 @@ class OperationContext(_message.Message):
     starting with a letter or digit.
     """
     coordinator_epoch: _builtins.int
-    """REQUIRED. Ascends with each coordinator start; at least 1."""
+    """REQUIRED. Ascends with each coordinator start; at least 1, at most 10^15."""
     def __init__(
         self,
         *,

@@ -10,9 +10,10 @@ from __future__ import annotations
 
 import hashlib
 import json
+import operator
 import types
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence, Set
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from typing import Any, Final
 
@@ -54,7 +55,8 @@ class Export:
     _keyed: list[Place] = field(default_factory=list[Place])
     # By place, where not all keys are plain ids: the keys of each session.
     _by_session: dict[str, dict[str, list[Any]]] = field(default_factory=dict[str, dict[str, list[Any]]])
-    _owners: dict[int, tuple[str, object]] = field(default_factory=dict[int, tuple[str, object]])
+    # By id: objects of the server's own classes in sessions, and whose they are.
+    owners: dict[int, tuple[str, object]] = field(default_factory=dict[int, tuple[str, object]])
 
     def shared(self) -> dict[str, Any]:
         """What belongs to the server as a whole; to be called first. Raises Unencodable: nothing can be exported."""
@@ -94,6 +96,8 @@ class Export:
         found: set[str | None] = set()
         for place in self._keyed:
             now, old = place.value, before.get(place.name, {})
+            if _is_as_it_was(now, old):
+                continue
             if a_dict(now):
                 keys = [key for key, value in now.items() if old.get(key, _NOTHING) is not value]
             else:
@@ -101,6 +105,13 @@ class Export:
             keys += [key for key in old if key not in now]
             found |= {layout.session_of(key, self.ids) for key in keys}
         return {session_id for session_id in found if session_id is not None}
+
+    def arrange(self, before: dict[str, dict[Any, Any]]) -> None:
+        """Give what each place held the order in which it holds it now: compared in one go then, see `moved`."""
+        for place in self._keyed:
+            old = before.get(place.name, {})
+            if list(old) != list(place.value):
+                before[place.name] = {key: old[key] for key in place.value if key in old} | old
 
     def note(self, session_id: str, before: dict[str, dict[Any, Any]]) -> None:
         """The values of a session that is encoded now, as `moved` compares them."""
@@ -114,10 +125,6 @@ class Export:
     def still_refers(self, used: Mapping[int, int]) -> bool:
         """Whether what a document refers to has the same numbers."""
         return all(self._outer.get(at) == number for at, number in used.items())
-
-    def own(self, owned: Iterable[tuple[str, object]]) -> None:
-        """These objects are in sessions: those that are not encoded again, or were already."""
-        self._owners.update({id(obj): (session_id, obj) for session_id, obj in owned})
 
     def session(self, session_id: str) -> Made | None:
         """The document of one session; None when the server holds nothing of it. Raises Unencodable."""
@@ -184,9 +191,18 @@ class Export:
         for obj in objects:
             if class_of(obj) in _NEVER_OWN or not self.scope.owns(class_of(obj).__module__):
                 continue
-            owner = self._owners.get(id(obj))
+            owner = self.owners.get(id(obj))
             if owner is not None and owner[0] != session_id:
                 raise codec.Unencodable("session", type_name(obj), f"is shared with session {owner[0]}")
             mine.append(obj)
-        self.own((session_id, obj) for obj in mine)
+        self.owners.update({id(obj): (session_id, obj) for obj in mine})
         return tuple(mine)
+
+
+def _is_as_it_was(now: Any, old: Mapping[Any, Any]) -> bool:
+    """Whether a place holds the very values of `old`, in the same order; not only when it says no."""
+    if len(now) != len(old):
+        return False
+    if not a_dict(now):
+        return bool(now == old.keys())
+    return list(now) == list(old) and all(map(operator.is_, now.values(), old.values()))

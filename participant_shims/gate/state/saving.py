@@ -104,13 +104,14 @@ class Saving:
         try:
             await asyncio.to_thread(shelf.settle, tidy=False)
             writer.open(self._encoding.header)
-            order: list[tuple[str, Kept]] = []
+            order: list[Kept] = []
             if await self._write_shared(writer):
                 stale = self._stale(shelf)
                 if self._tracks and self._has_changed_by_itself(shelf):
-                    stale = list(self._chosen)
+                    self._tracks = False
+                    stale = self._stale(shelf)
                 await self._write_stale(writer, shelf, stale, SLICE_S)
-                order = [(s, kept) for s in self._chosen if (kept := shelf.kept.get(s)) is not None]
+                order = list(filter(None, map(shelf.kept.get, self._chosen)))
             self._remember(shelf)
             fits, others = writer.fitting(order)
             self._exclude(others, f"its session can't be saved: {TOO_MUCH}")
@@ -134,6 +135,8 @@ class Saving:
             await self._write_stale(writer, shelf, stale, AHEAD_SLICE_S, until)
             await self._try_some(shelf, tried)
             self._remember(shelf)
+            if self._encoding.whole is not None:
+                self._encoding.whole.arrange(shelf.values)
             await asyncio.to_thread(writer.seal)
         except BaseException:
             writer.discard()
@@ -142,22 +145,26 @@ class Saving:
 
     def _stale(self, shelf: Shelf) -> list[str]:
         """The sessions that have to be encoded: all but the clean ones."""
-        kept, whole = shelf.kept, self._encoding.whole
+        chosen, whole = self._chosen, self._encoding.whole
+        for session_id in shelf.kept.keys() - chosen.keys():  # those that have ended
+            shelf.drop(session_id)
         if not self._tracks:
-            return list(self._chosen)
-        stale: list[str] = []
-        for session_id, owner in self._chosen.items():
-            known = kept.get(session_id)
-            if known is None or known.dirty or not known.whole or known.owner != owner:
-                stale.append(session_id)
+            found = set(chosen)
+        else:
+            found = shelf.stale & chosen.keys()
+            if chosen != shelf.owners:
+                owner_of = shelf.owners.get
+                found |= {session_id for session_id, owner in chosen.items() if owner_of(session_id) != owner}
+            if whole is not None:
+                found |= whole.moved(shelf.values) & chosen.keys()
+                found |= {
+                    name for name in shelf.referring if not whole.still_refers(shelf.kept[name].used)
+                } & chosen.keys()
         if whole is not None:
-            others = whole.moved(shelf.values)
-            others |= {name for name, known in kept.items() if known.used and not whole.still_refers(known.used)}
-            others -= set(stale)
-            stale += [session_id for session_id in self._chosen if session_id in others]
-            wrong = set(stale)
-            whole.own((name, obj) for name, known in kept.items() if name not in wrong for obj in known.owned)
-        return stale
+            for session_id in found & shelf.kept.keys():
+                shelf.release(shelf.kept[session_id])
+            whole.owners = shelf.owned
+        return [session_id for session_id in chosen if session_id in found] if found else []
 
     async def _write_stale(
         self, writer: RopeWriter, shelf: Shelf, stale: Sequence[str], slice_s: float, until: float = float("inf")
@@ -166,28 +173,37 @@ class Saving:
         clean = len(self._chosen) - len(stale)
         begun = time.monotonic()
         for done, session_id in enumerate(stale, 1):
-            before = shelf.kept.pop(session_id, None)
+            before = shelf.drop(session_id)
             encoded, made = self._encode(session_id)
             owner = self._chosen[session_id]
             if self._encoding.whole is not None:
                 self._encoding.whole.note(session_id, shelf.values)
             if made is not None:
-                kept = Kept(owner, made.used, made.owned)
+                kept = Kept(session_id, owner, made.used, made.owned)
                 batch.append((SavedSession(session_id, *owner, made.state), kept, before))
-                shelf.kept[session_id] = kept  # from here on a request that ends makes it dirty
+                shelf.keep(kept)
             elif encoded:
-                shelf.kept[session_id] = Kept(owner, {}, (), whole=True)  # without state
+                shelf.keep(Kept(session_id, owner, {}, (), whole=True))  # without state
             if (now := time.monotonic()) - begun > slice_s:
-                self._leave_out(await asyncio.to_thread(writer.write_sessions, batch), shelf)
+                await self._write(writer, shelf, batch)
                 self._tell(writer.size, clean + done)
                 if self._stopped or now > until:
                     return
                 batch, begun = [], time.monotonic()
-        self._leave_out(await asyncio.to_thread(writer.write_sessions, batch), shelf)
+        await self._write(writer, shelf, batch)
         self._tell(writer.size, len(self._chosen))
+
+    async def _write(
+        self, writer: RopeWriter, shelf: Shelf, batch: list[tuple[SavedSession, Kept, Kept | None]]
+    ) -> None:
+        self._leave_out(await asyncio.to_thread(writer.write_sessions, batch) if batch else (), shelf)
+        for _, kept, _ in batch:
+            shelf.written(kept)
 
     async def _try_some(self, shelf: Shelf, clean: Sequence[str]) -> None:
         """Encode a few clean sessions; those that differ are suspects, until it shows whether a request of theirs has run."""
+        if self._encoding.whole is not None:
+            self._encoding.whole.owners = {}  # what they hold by now is not kept
         start = shelf.tried % max(1, len(clean))
         shelf.tried += TRIED
         for session_id in clean[start : start + TRIED]:
@@ -213,10 +229,9 @@ class Saving:
     def _remember(self, shelf: Shelf) -> None:
         if self._encoding.whole is not None:
             shelf.alive = self._encoding.whole.alive
-        if len(shelf.kept) > len(self._chosen):
-            shelf.kept = {name: kept for name, kept in shelf.kept.items() if name in self._chosen}
-            for held in shelf.values.values():  # of sessions that have ended
-                for key in [key for key in held if layout.session_of(key, self._chosen) is None]:
+        for held in shelf.values.values():  # of sessions that have ended
+            for key in held.keys() - self._chosen.keys():
+                if layout.session_of(key, self._chosen) is None:
                     del held[key]
 
     # -- both
@@ -247,7 +262,7 @@ class Saving:
         self._exclude([saved.session_id for saved in too_long], f"its session can't be saved: {TOO_LONG}")
         for saved in too_long:
             if shelf is not None:
-                shelf.kept.pop(saved.session_id, None)
+                shelf.drop(saved.session_id)
 
     def _exclude(self, session_ids: Sequence[str], reason: str) -> None:
         self.excluded += [_excluded(self._chosen[session_id], reason) for session_id in session_ids]

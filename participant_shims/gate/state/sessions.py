@@ -190,8 +190,8 @@ class SessionState:
         that can't be saved is excluded, the others are not concerned. Raises OSError, STORAGE_*, and then removes the file.
         """
         await self.stop_precopy()
-        chosen = {sid: rollout for sid, rollout in sessions.items() if sid not in skip}
-        saving = Saving(self._encoding(set(sessions) | set(skip)), chosen, told)
+        chosen = {sid: rollout for sid, rollout in sessions.items() if sid not in skip} if skip else sessions
+        saving = Saving(self._encoding(sessions.keys() | skip if skip else sessions.keys()), chosen, told)
         if self._decision.mode == modes.RESTART:
             saving.exclude_all(self._decision.reason)
         done = await saving.to_rope(Path(path), self._shelf_at(root)) if root else await saving.to_file(Path(path))
@@ -209,7 +209,7 @@ class SessionState:
         Ends by itself after `within_s` seconds, and when an export begins. Raises STORAGE_*.
         """
         await self.stop_precopy()
-        saving = Saving(self._encoding(set(sessions)), dict(sessions), None)
+        saving = Saving(self._encoding(sessions.keys()), sessions, None)
         task = asyncio.ensure_future(saving.ahead(self._shelf_at(root), within_s))
         self._precopying = (saving, task)
         return await asyncio.shield(task)

@@ -17,6 +17,7 @@ import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 from pathlib import Path
 from typing import Any, Final
 
@@ -26,6 +27,7 @@ from coordinator.wire.rope import Rope
 from participant_shims.gate.state.file import Lines, SavedSession
 
 SETTLED_FOR_S: Final = 300.0  # chunks that were touched are left alone for longer than that (coordinator.sweeping)
+_STANDS_FOR: Final = attrgetter("stands_for")
 INLINE_UP_TO: Final = 64 << 10  # bytes of what belongs to the server as a whole; more is worth sharing
 
 
@@ -33,6 +35,7 @@ INLINE_UP_TO: Final = 64 << 10  # bytes of what belongs to the server as a whole
 class Kept:
     """One session as it was encoded. `line` is None for one without state; `whole`: it has been written, and may be used."""
 
+    session_id: str
     owner: tuple[str, int]
     used: Mapping[int, int]  # what of the server's own objects it refers to: id to number
     owned: tuple[object, ...]  # objects of the server's classes in it
@@ -45,11 +48,18 @@ class Kept:
 
 
 class Shelf:
-    """What of the sessions of one worker lies in chunks of one root."""
+    """What of the sessions of one worker lies in chunks of one root.
+
+    What a pause has to look at is noted as it changes, on the event loop: a look at each session costs what there is.
+    """
 
     def __init__(self, chunks: Chunks) -> None:
         self.chunks = chunks
         self.kept: dict[str, Kept] = {}
+        self.owners: dict[str, tuple[str, int]] = {}  # of those that are kept
+        self.stale: set[str] = set()  # those of them that are dirty, or not whole
+        self.referring: set[str] = set()  # those that refer to objects of the server
+        self.owned: dict[int, tuple[str, object]] = {}  # by id: objects of the server's classes, and whose they are
         self.blobs: dict[str, Piece] = {}
         self.shared: tuple[bytes, Piece, tuple[str, ...]] | None = None  # digest of the line, where it is, its blobs
         self.values: dict[str, dict[Any, Any]] = {}  # what each place held when its session was encoded, by key
@@ -60,11 +70,39 @@ class Shelf:
 
     def touch(self, session_id: str) -> None:
         """A request of the session has run; of any session when it is not known which."""
-        if not session_id:
-            for kept in self.kept.values():
-                kept.dirty = True
-        elif (found := self.kept.get(session_id)) is not None:
-            found.dirty = True
+        for name in self.kept.keys() if not session_id else self.kept.keys() & {session_id}:
+            self.kept[name].dirty = True
+            self.stale.add(name)
+
+    def keep(self, kept: Kept) -> None:
+        """A session that was encoded now: from here on a request that ends makes it dirty."""
+        name = kept.session_id
+        self.kept[name], self.owners[name] = kept, kept.owner
+        if kept.used:
+            self.referring.add(name)
+        self.stale.add(name)
+        self.written(kept)
+
+    def written(self, kept: Kept) -> None:
+        """It may be whole by now."""
+        if kept.whole and not kept.dirty and self.kept.get(kept.session_id) is kept:
+            self.stale.discard(kept.session_id)
+
+    def drop(self, session_id: str) -> Kept | None:
+        """What was kept of a session, which is kept no more."""
+        found = self.kept.pop(session_id, None)
+        if found is not None:
+            del self.owners[session_id]
+            self.stale.discard(session_id)
+            self.referring.discard(session_id)
+            self.release(found)
+        return found
+
+    def release(self, kept: Kept) -> None:
+        """The objects of a session that is to be encoded again may be another's by now."""
+        for at in map(id, kept.owned):
+            if at in self.owned and self.owned[at][0] == kept.session_id:
+                del self.owned[at]
 
     def doubt(self) -> None:
         """A write has failed: what lies in no chunk must be found before anything is used."""
@@ -102,6 +140,7 @@ class Shelf:
         for kept in self.kept.values():
             if (kept.line is not None and kept.line[0] in gone) or not self.blobs.keys() >= set(kept.blobs):
                 kept.whole = False
+                self.stale.add(kept.session_id)
         if self.shared and (self.shared[1][0] in gone or not self.blobs.keys() >= set(self.shared[2])):
             self.shared = None
 
@@ -183,21 +222,21 @@ class RopeWriter(Lines):
         """What was written so far is durable. Raises STORAGE_*."""
         self._out.seal()
 
-    def fitting(self, order: Sequence[tuple[str, Kept]]) -> tuple[list[Kept], list[str]]:
+    def fitting(self, order: Sequence[Kept]) -> tuple[Sequence[Kept], list[str]]:
         """The sessions that one file may hold, as far as what their blobs stand for goes, and the names of the others."""
-        size = self._head_stands_for + sum(kept.stands_for for _, kept in order)
+        size = self._head_stands_for + sum(map(_STANDS_FOR, order))
         if size <= self.limits.total_bytes and len(self._shelf.blobs) <= self.limits.parts:
-            return [kept for _, kept in order], []
+            return order, []
         fits: list[Kept] = []
         others: list[str] = []
         stands_for, blobs = self._head_stands_for, set(self._head_blobs)
-        for session_id, kept in order:
+        for kept in order:
             if kept.blobs:
                 more = [name for name in kept.blobs if name not in blobs]
                 stands_for += kept.stands_for
                 if stands_for > self.limits.total_bytes or len(blobs) + len(more) > self.limits.parts:
                     stands_for -= kept.stands_for
-                    others.append(session_id)
+                    others.append(kept.session_id)
                     continue
                 blobs.update(more)
             fits.append(kept)
@@ -218,15 +257,17 @@ class RopeWriter(Lines):
             else:
                 rope.add(part)
         have = self.blobs
+        pieces: list[Piece] = []
         for kept in order:
             if kept.line is None:
                 continue
             for digest in kept.blobs:
                 if digest not in have:
                     have.add(digest)
-                    rope.add(blobs[digest])
-            rope.add(kept.line)
+                    pieces.append(blobs[digest])
+            pieces.append(kept.line)
             self.sessions += 1
+        rope.add(*pieces)
         rope.add_inline(self.footer(self.sessions))
         data = rope.to_bytes()
         descriptor = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)

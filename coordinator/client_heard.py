@@ -1,0 +1,49 @@
+"""How far an operation had come when its call got no answer.
+
+PURE but for the contract's messages. The rule: a call that ran out of time is never a bare timeout (rule 5): what its
+stream has told is in the error. An answer of the coordinator is left as it is, which knows better.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from safepoint.v1 import coordinator_service_pb2 as pb
+
+from coordinator.wire.errors import SafepointError, Unanswered
+from coordinator.wire.terms import Phase
+
+_NAMED = 5
+
+
+class Heard:
+    """The phase that the events of one operation have come to, and who was not done with it."""
+
+    def __init__(self) -> None:
+        self._phase = Phase.UNSPECIFIED
+        self._pending: dict[str, None] = {}
+        self._elapsed_s = 0.0
+
+    def take(self, event: pb.OperationEvent) -> None:
+        kind = event.WhichOneof("event")
+        self._elapsed_s = event.elapsed.ToMicroseconds() / 1e6
+        if kind == "phase_started":
+            try:
+                self._phase = Phase(event.phase_started.phase)
+            except ValueError:  # of a newer coordinator
+                self._phase = Phase.UNSPECIFIED
+            self._pending = dict.fromkeys(event.phase_started.participant_ids)
+        elif kind == "participant_progress" and event.participant_progress.done:
+            self._pending.pop(event.participant_progress.participant_id, None)
+        elif kind == "phase_finished":
+            self._pending = {}
+
+    def added_to(self, error: SafepointError) -> SafepointError:
+        """`error`; where no answer came, with phase, time and participants."""
+        if not isinstance(error, Unanswered) or not self._phase:
+            return error
+        who = ", ".join(list(self._pending)[:_NAMED])
+        more = len(self._pending) - _NAMED
+        waited = f", and waited for {who}" + (f" and {more} more" if more > 0 else "") if who else ""
+        heard = f"{error.problem.message} It was last heard of after {self._elapsed_s:.1f} s in {self._phase.name.lower()}{waited}."
+        return Unanswered(replace(error.problem, message=heard, phase=error.problem.phase or self._phase))
