@@ -25,7 +25,7 @@ from coordinator.protocol.topology import Participant, Topology, difference, fin
 from coordinator.registry import Registry
 from coordinator.snapshot_reading import as_it_was
 from coordinator.snapshots import SnapshotStore
-from coordinator.spreading import first_few, spread
+from coordinator.spreading import SHOWN, first_few, spread
 from coordinator.wire.errors import Problem, Reason, Refused, SafepointError, refuse
 from coordinator.wire.ids import ParticipantId
 from coordinator.wire.places import Placement
@@ -104,7 +104,7 @@ class Discovery:
         if worked:
             used = [who.participant_id for who in worked]
             have = "has" if len(used) == 1 else "have"
-            where = "; ".join(map(self._where, worked[:_SHOWN]))
+            where = "; ".join(map(self._where, worked[:SHOWN]))
             raise refuse(
                 Reason.NOT_FRESH,
                 f"{names(used)} {have} served work since the start: nothing can be restored there ({where}). Nobody was paused.",

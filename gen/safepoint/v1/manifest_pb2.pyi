@@ -459,7 +459,7 @@ class SnapshotManifest(_message.Message):
 
     @_builtins.property
     def restored_from(self) -> Global___RestoredFrom:
-        """OPTIONAL. The last restore before it, when that was one of a snapshot of actors."""
+        """OPTIONAL. The last restore before it, when that was of a snapshot of actors; surely in the first snapshot after it."""
 
     def __init__(
         self,
