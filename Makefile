@@ -81,8 +81,14 @@ types: setup ## mypy strict and pyright strict
 	$(VENV)/bin/mypy
 	$(VENV)/bin/pyright --warnings
 
-test: setup setup-gym ## all tests, with real NeMo Gym servers and a real Ray
-	$(PY) -m pytest -n 2 --dist loadfile --no-loadscope-reorder
+# One more than processors: tests wait for servers a quarter of their time. A file at a time, those that wait longest first.
+WORKERS ?= 3
+test: setup setup-gym ## all tests, with real NeMo Gym servers and a real Ray: WORKERS=3 of them at once
+	$(PY) -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
+
+.PHONY: properties
+properties: setup ## the tests with made-up examples, with three times as many of them
+	SAFEPOINT_EXAMPLES=all $(PY) -m pytest $$(grep -rl "import examples" tests --include='test_*.py')
 
 VERSION ?= 3.13
 test-python: ## tests that need no Gym, Ray or torch, under another Python: make test-python VERSION=3.13
@@ -171,12 +177,10 @@ demo: setup setup-gym ## save, kill and restore 32 live rollouts on real NeMo Gy
 demo-vllm: setup setup-gym setup-vllm ## the same with a real vLLM, and long generations in flight at the cut
 	$(PY) -m coordinator.cli demo --vllm
 
+# What uses one processor runs beside something else; with -O the output of each comes in one piece.
 check: ## what CI runs: check-proto, check-stubs, check-docs, lint, types, 500 seeds of sim, mutants, test
-	$(MAKE) --no-print-directory check-proto
-	$(MAKE) --no-print-directory check-stubs
-	$(MAKE) --no-print-directory check-docs
-	$(MAKE) --no-print-directory lint
-	$(MAKE) --no-print-directory types
+	$(MAKE) --no-print-directory -j3 setup setup-gym setup-proto
+	$(MAKE) --no-print-directory -j2 -O types check-stubs check-proto check-docs lint
 	$(MAKE) --no-print-directory sim SIM_SEEDS=500
 	$(MAKE) --no-print-directory mutants
 	$(MAKE) --no-print-directory test

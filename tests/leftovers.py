@@ -127,6 +127,7 @@ def temporary_files_of_one_run() -> Callable[[], None]:
     folder = Path(tempfile.mkdtemp(prefix=RUN_FOLDER, dir=shared))  # a short name: sockets lie deep below it
     lock = os.open(folder, os.O_RDONLY)
     fcntl.flock(lock, fcntl.LOCK_EX)
+    (folder / "ray").mkdir()  # Ray takes it to be there
     ours = {"TMPDIR": str(folder), "XDG_RUNTIME_DIR": str(folder)}
     before = {name: os.environ.get(name) for name in ours}
     os.environ.update(ours)

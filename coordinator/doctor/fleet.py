@@ -35,7 +35,7 @@ def coordinator(status: pb.GetCoordinatorStatusResponse, took_s: float) -> Itera
         primary = problem_from_detail(operation.failure.primary)
         yield Finding(
             "coordinator", Severity.ERROR, operation.operation_id,
-            f"This restore of {operation.snapshot_id} has failed, and everybody stays paused until it is aborted. It failed "
+            f"This restore of {operation.snapshot_id} has failed, and who has closed stays paused until it is aborted. It failed "
             f"because: {primary}",
             "`safepoint abort` opens everybody without the snapshot.", Reason.FENCED,
         )  # fmt: skip

@@ -240,7 +240,7 @@ class Course:
         """Give up at once: a save opens everybody, a restore leaves everybody paused."""
         if self.operation.kind == OperationKind.SAVE:
             return self.abort(problem, now)
-        step = "Everybody stays paused: Abort opens them without the snapshot; then restore with a new operation_id."
+        step = "Who has closed stays paused: Abort opens everybody without the snapshot; then restore with a new operation_id."
         held = problem if step in problem.advice else replace(problem, next_step=f"{problem.advice} {step}")
         self.stage, self.primary, self._unheld = Stage.FAILED_PAUSED, held, problem
         self._begin_to_wait(now)

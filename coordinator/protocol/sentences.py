@@ -72,7 +72,7 @@ def standing(stage: Stage, phase: Phase, waited_s: float) -> str:
         return f"{done} {unattended(stage, waited_s)}" if stage == Stage.RESTORED and waited_s >= 60 else done
     if stage == Stage.PUBLISHING:
         return f"publish: writing the snapshot manifest for {waited_s:.1f} s."
-    return "restore: failed; everybody stays paused until Abort." if stage == Stage.FAILED_PAUSED else ""
+    return "restore: failed; who has closed stays paused until Abort." if stage == Stage.FAILED_PAUSED else ""
 
 
 def in_the_way(operation: Operation, stage: Stage, phase: Phase, elapsed_s: float, primary: Problem | None) -> Problem:
@@ -81,7 +81,9 @@ def in_the_way(operation: Operation, stage: Stage, phase: Phase, elapsed_s: floa
     text, step = f"{name} runs since {elapsed_s:.1f} s, in {phase.name.lower()}.", ""
     if stage == Stage.FAILED_PAUSED:
         cause = f" It failed because: {primary.message}" if primary is not None else ""
-        text = f"{name} of {operation.snapshot_id} has failed, and everybody stays paused until it is aborted.{cause}"
+        text = (
+            f"{name} of {operation.snapshot_id} has failed, and who has closed stays paused until it is aborted.{cause}"
+        )
         step = "`safepoint abort` opens everybody without the snapshot. `safepoint why` says what has to be mended before the next try."
     elif stage == Stage.RESTORED:
         text = f"{name} of {operation.snapshot_id} is done, and everybody is paused until it is resumed."

@@ -33,7 +33,8 @@ class Use:
 
     def __str__(self) -> str:
         unit = f" {self.unit}" if self.unit else ""
-        text = f"{self.what}: {self.used:,.0f} of {self.limit:,.0f}{unit} are used ({self.share:.0%})."
+        digits = 0 if self.limit >= 10 or self.limit == int(self.limit) else 1  # not "0 of 0 MiB"
+        text = f"{self.what}: {self.used:,.{digits}f} of {self.limit:,.{digits}f}{unit} are used ({self.share:.0%})."
         return f"{text} {self.advice}" if self.advice else text
 
 

@@ -179,7 +179,8 @@ def build_gate(server: Any, life: Path, app: Any) -> Gate:
         sessions = SessionState(
             server, state_mode(facts.name), send=asgi_send(app), log=logging.getLogger(__name__).info
         )
-    gate = Gate(facts, CallLog(life / CALLS, tolerant=True), sessions, worker_id=worker_id)
+    calls = CallLog(life / CALLS, tolerant=True, alone=facts.configured_workers == 1)
+    gate = Gate(facts, calls, sessions, worker_id=worker_id)
     if facts.configured_workers > 1 and gate.keeps_state:
         number = int(worker_id.rpartition("-")[2])
         gate.neighbours = Neighbours(life, number, facts.configured_workers, gate.warn)

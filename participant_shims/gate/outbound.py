@@ -65,6 +65,8 @@ class Outbound:
         if scope is NOBODY:
             return await self._unidentified(original, client, server_name, url_path, method, kwargs)
         self._check(scope)
+        if hasattr(kwargs.get("json"), "model_dump"):  # as ServerClient.request does it with pydantic models
+            kwargs["json"] = kwargs["json"].model_dump(exclude_unset=True)
         what = f"{server_name} {method.upper()} {url_path}"
         digest = _digest(server_name, url_path, method, kwargs)
         own = server_name == self._own
@@ -292,8 +294,6 @@ def _digest(server: str, url_path: str, method: str, kwargs: Mapping[str, Any]) 
 def _body(kwargs: Mapping[str, Any]) -> bytes:
     value: Any = kwargs.get("json")
     if value is not None:
-        if hasattr(value, "model_dump"):  # as ServerClient.request does for pydantic models
-            value = value.model_dump(exclude_unset=True)
         orjson: Any = sys.modules.get("orjson")
         if orjson is not None:
             return bytes(orjson.dumps(value, option=orjson.OPT_SORT_KEYS))

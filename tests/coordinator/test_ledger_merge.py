@@ -19,6 +19,7 @@ from coordinator.wire.beneath import Directory
 from coordinator.wire.errors import Reason, SafepointError
 from coordinator.wire.ids import IncarnationId, ParticipantId
 from coordinator.wire.terms import CheckpointMode, Role, RolloutState
+from tests.examples import examples
 
 STATES = [state for state in RolloutState if state]
 
@@ -102,7 +103,7 @@ def outcome(merge: Callable[[], object]) -> object:
         return error.reason
 
 
-@settings(deadline=None, max_examples=300)
+@settings(deadline=None, max_examples=examples(300))
 @given(data=st.data(), block=st.integers(1, 5), end=st.booleans())
 def test_the_bytes_are_those_of_the_lines_merged_one_by_one(data: st.DataObject, block: int, end: bool) -> None:
     files: list[tuple[Participant, bytes]] = []

@@ -15,6 +15,7 @@ from safepoint.v1 import capabilities_pb2, manifest_pb2
 from coordinator.wire import manifest_file
 from coordinator.wire.beneath import Directory, segments
 from coordinator.wire.errors import Reason, SafepointError
+from tests.examples import examples
 
 KIND = manifest_file.PARTICIPANT_KIND
 
@@ -83,7 +84,7 @@ def test_another_manifest_than_the_named_one_is_corrupt(directory: Directory) ->
 
 
 @given(data=st.data())
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200), deadline=None)
 def test_any_damage_to_the_bytes_is_refused(data: st.DataObject) -> None:
     whole = manifest_file.encode(KIND, a_manifest(manifest_pb2.FileEntry(path="a/b", size_bytes=1, sha256="a" * 64)))
     position = data.draw(st.integers(0, len(whole) - 1))

@@ -25,6 +25,7 @@ from coordinator.wire.errors import Reason, SafepointError
 from coordinator.wire.ids import IncarnationId, OperationId, ParticipantId, SnapshotId
 from coordinator.wire.manifest_file import SNAPSHOT_KIND, encode, write_participant_manifest
 from coordinator.wire.terms import CheckpointMode, OperationKind, Role, RolloutState
+from tests.examples import examples
 
 AGENT = ParticipantId("agent")
 JUDGE = ParticipantId("judge")
@@ -292,7 +293,7 @@ def pristine(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
-@settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=examples(100), deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 def test_any_damage_is_refused_with_a_reason_and_without_a_change(
     pristine: Path, tmp_path: Path, data: st.DataObject
@@ -352,7 +353,7 @@ def test_any_damage_is_refused_with_a_reason_and_without_a_change(
     assert contents(root) == before
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=examples(60), deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 def test_whatever_is_added_is_named_and_changes_nothing_of_what_is_verified(
     pristine: Path, tmp_path: Path, data: st.DataObject

@@ -21,6 +21,7 @@ from coordinator.demo.grammar import MAX_TEXT, MIN_TEXT, Decoder, Tool
 from coordinator.demo.network import Network, prompt_ids
 from coordinator.demo.policy import MAX_TURNS, MIN_TURNS, GenerationLog, Policy, render, serve
 from coordinator.demo.rows import make_tasks
+from tests.examples import examples
 
 SCALARS = st.sampled_from(
     [
@@ -70,7 +71,7 @@ def fits(value: Any, schema: dict[str, Any]) -> bool:
 
 
 @given(parameters=st.lists(OBJECTS, min_size=1, max_size=3), seed=st.integers(), must=st.booleans(), may=st.booleans())
-@settings(deadline=None, max_examples=200)
+@settings(deadline=None, max_examples=examples(200))
 def test_whatever_bytes_are_chosen_the_reply_parses_and_its_arguments_fit_the_schema(
     parameters: list[dict[str, Any]], seed: int, must: bool, may: bool
 ) -> None:

@@ -10,6 +10,7 @@ from coordinator.protocol.operation import Operation, Options, Outcome, Stage
 from coordinator.protocol.topology import Topology
 from coordinator.wire.ids import OperationId, SnapshotId
 from coordinator.wire.terms import CheckpointMode, OperationKind, Phase, Role
+from tests.examples import examples
 from tests.protocol.transcript import participant
 from tests.protocol.world import OPENING, World
 
@@ -33,7 +34,7 @@ LARGE = Topology(
     )
 )
 FAULTS = st.lists(st.integers(0, 10_000), min_size=20, max_size=90)
-CHECKED = settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+CHECKED = settings(max_examples=examples(300), deadline=None, suppress_health_check=[HealthCheck.too_slow])
 
 
 def play(operation: Operation, topology: Topology, faults: list[int]) -> World:

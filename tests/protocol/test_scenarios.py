@@ -55,7 +55,7 @@ def test_a_restore_that_stays_paused_is_never_told_as_one_that_has_ended_and_nam
     assert told
     for line in told:
         assert "because ABORTED" not in line
-        assert "Everybody stays paused: Abort opens them" in line
+        assert "Who has closed stays paused: Abort opens everybody" in line
 
 
 def test_a_changed_effect_is_noticed() -> None:

@@ -14,6 +14,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from coordinator.wire.errors import Problem, Reason
 from coordinator.wire.terms import ParticipantState as State
 from participant_shims.fence import Accept, Decision, Ended, Fence, Join, Refuse, Replay, Rpc
+from tests.examples import examples
 
 TTL_S = 10.0
 OPERATION_IDS = [f"op-{n}" for n in range(6)]
@@ -181,5 +182,5 @@ class FenceMachine(RuleBasedStateMachine):
         assert self.fence.operation_id not in self.door.ended or self.fence.operation_id == ""
 
 
-FenceMachine.TestCase.settings = settings(max_examples=100, stateful_step_count=40, deadline=None)
+FenceMachine.TestCase.settings = settings(max_examples=examples(100), stateful_step_count=40, deadline=None)
 TestFence = FenceMachine.TestCase

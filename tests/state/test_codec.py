@@ -28,6 +28,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from participant_shims.gate.state import codec
+from tests.examples import examples
 from tests.state import samples
 from tests.state.samples import SCOPE, Board, Colour, Frozen, Label, Message, MixedSlots, Names, Point, Rights, same
 
@@ -80,7 +81,7 @@ values = st.recursive(
 )
 
 
-@settings(max_examples=250, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=examples(250), deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(values)
 def test_every_value_comes_back_with_its_type_order_and_bits(value: Any) -> None:
     back = there_and_back(value)

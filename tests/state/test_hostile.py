@@ -23,6 +23,7 @@ from coordinator.wire.errors import Reason, Refused
 from participant_shims.gate.state import codec
 from participant_shims.gate.state.file import MAX_LINE, FileLimits, SavedSession, Writer, read
 from participant_shims.gate.state.graph import Limits
+from tests.examples import examples
 from tests.state.samples import SCOPE, Board, Colour, Frozen, Label, Message, Names, Point
 
 
@@ -70,7 +71,7 @@ def spots(value: Any, found: list[tuple[Any, Any]]) -> list[tuple[Any, Any]]:
     return found
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=examples(400), deadline=None)
 @given(st.data())
 def test_a_mutated_document_gives_a_value_or_a_typed_error_soon(data: st.DataObject) -> None:
     document = json.loads(TEXT)
@@ -85,7 +86,7 @@ def test_a_mutated_document_gives_a_value_or_a_typed_error_soon(data: st.DataObj
     assert time.monotonic() - begun < 5
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200), deadline=None)
 @given(st.integers(0, len(TEXT) - 1), st.text(max_size=3))
 def test_a_text_cut_or_changed_anywhere_gives_a_value_or_a_typed_error(at: int, inserted: str) -> None:
     for text in (TEXT[:at], TEXT[:at] + inserted + TEXT[at + 1 :]):
@@ -322,7 +323,7 @@ def test_many_parts_and_many_places_for_one_are_unsafe(tmp_path: Path) -> None:
 LONG = st.integers(0, 3).map(lambda n: [f"{n} word"] * 700) | st.integers(0, 3).map(lambda n: f"{n}" * 6000)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(
     st.lists(st.lists(LONG | st.integers(), max_size=4), max_size=6),
     st.builds(FileLimits, st.sampled_from([0, 5500, 7000]), st.integers(0, 6), st.integers(0, 80_000)),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import resource
 from contextlib import AsyncExitStack
 from itertools import chain, pairwise, repeat
@@ -57,6 +58,12 @@ def test_names_are_apart_and_what_is_nearly_full_stays_in_the_status() -> None:
     assert marks.warnings == ["Things: 180 of 200 things are used (90%). Have fewer."]
     assert marks.look([at(0.1, "b")]) == []
     assert marks.warnings == []
+
+
+def test_little_that_is_full_is_told_in_figures_that_are_not_nothing() -> None:
+    assert str(Use("log", "The call log", 0.31, 0.31, "MiB")) == "The call log: 0.3 of 0.3 MiB are used (100%)."
+    assert str(Use("files", "Files", 3, 8, "files")) == "Files: 3 of 8 files are used (38%)."
+    assert str(Use("memory", "Memory", 1234.5, math.inf)) == "Memory: 1,234 of inf are used (0%)."
 
 
 def test_a_lane_remembers_the_most_calls_since_it_was_asked() -> None:

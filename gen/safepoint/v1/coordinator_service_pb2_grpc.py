@@ -247,7 +247,8 @@ class CoordinatorServicer(object):
 
     def Abort(self, request, context):
         """Abort ends an operation that is not published and opens admission everywhere. Answers within 1 s; who has not
-        acknowledged yet is named in the response, and thaws by its lease. OK when no such operation is active.
+        acknowledged yet is named in the response, and thaws by its lease. OK when no such operation is active: a call that
+        would begin one of that id is then refused (REASON_OPERATION_FINISHED), should it still arrive.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

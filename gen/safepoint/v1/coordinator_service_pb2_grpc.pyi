@@ -102,7 +102,8 @@ class CoordinatorStub:
     """
     Abort: _grpc.UnaryUnaryMultiCallable[_coordinator_service_pb2.AbortOperationRequest, _coordinator_service_pb2.AbortOperationResponse]
     """Abort ends an operation that is not published and opens admission everywhere. Answers within 1 s; who has not
-    acknowledged yet is named in the response, and thaws by its lease. OK when no such operation is active.
+    acknowledged yet is named in the response, and thaws by its lease. OK when no such operation is active: a call that
+    would begin one of that id is then refused (REASON_OPERATION_FINISHED), should it still arrive.
     """
     RetireRollouts: _grpc.UnaryUnaryMultiCallable[_coordinator_service_pb2.RetireRolloutsRequest, _coordinator_service_pb2.RetireRolloutsResponse]
     """RetireRollouts tells everybody to forget rollouts whose results the trainer has safe. Idempotent."""
@@ -220,7 +221,8 @@ class CoordinatorAsyncStub(CoordinatorStub):
     """
     Abort: _aio.UnaryUnaryMultiCallable[_coordinator_service_pb2.AbortOperationRequest, _coordinator_service_pb2.AbortOperationResponse]  # type: ignore[assignment]
     """Abort ends an operation that is not published and opens admission everywhere. Answers within 1 s; who has not
-    acknowledged yet is named in the response, and thaws by its lease. OK when no such operation is active.
+    acknowledged yet is named in the response, and thaws by its lease. OK when no such operation is active: a call that
+    would begin one of that id is then refused (REASON_OPERATION_FINISHED), should it still arrive.
     """
     RetireRollouts: _aio.UnaryUnaryMultiCallable[_coordinator_service_pb2.RetireRolloutsRequest, _coordinator_service_pb2.RetireRolloutsResponse]  # type: ignore[assignment]
     """RetireRollouts tells everybody to forget rollouts whose results the trainer has safe. Idempotent."""
@@ -395,7 +397,8 @@ class CoordinatorServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_coordinator_service_pb2.AbortOperationResponse, _abc.Awaitable[_coordinator_service_pb2.AbortOperationResponse]]:
         """Abort ends an operation that is not published and opens admission everywhere. Answers within 1 s; who has not
-        acknowledged yet is named in the response, and thaws by its lease. OK when no such operation is active.
+        acknowledged yet is named in the response, and thaws by its lease. OK when no such operation is active: a call that
+        would begin one of that id is then refused (REASON_OPERATION_FINISHED), should it still arrive.
         """
 
     @_abc_1.abstractmethod
