@@ -15,7 +15,7 @@ from safepoint.v1 import coordinator_service_pb2 as pb
 
 from coordinator.client_heard import Heard
 from coordinator.wire.errors import Blocked, Misanswered, Problem, Reason, SafepointError
-from coordinator.wire.places import Locator, Placement
+from coordinator.wire.places import Locator, Placement, actor_of
 from coordinator.wire.rpc import problem_from_detail
 from coordinator.wire.terms import Phase, RolloutState, UploadState
 
@@ -384,12 +384,16 @@ class Outcome:
         if self.restored is None:
             raise self._incomplete("RestoreDone")
         done = self.restored
+        now = {p.to_actor_id for p in done.placements}
         return RestoreSummary(
             operation_id=self.operation_id,
             snapshot=summary_from(done.snapshot),
             sessions=done.sessions,
             totals=totals_from(done.totals),
-            diverged=tuple(rollout_from(entry) for entry in done.diverged),
+            # Whoever could not bring it back has it now, and says so under its present name.
+            diverged=tuple(
+                replace(rollout_from(entry), actor_id=actor_of(entry.participant_id, now)) for entry in done.diverged
+            ),
             diverged_count=done.diverged_count,
             paused=not (resume and self.resumed is not None),
             elapsed_s=self.elapsed_s,
