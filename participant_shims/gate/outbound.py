@@ -158,8 +158,9 @@ class Outbound:
             chunks = self._tee(response, scope, identity, own, logs, server_name, head)
             return RecordedResponse(method.upper(), url, head, chunks, response.close)
         body = await response.read()
-        self._record(scope, identity, own, logs, server_name, Answer(response.status, pairs, body, phrase, url))
-        return RecordedResponse(method.upper(), url, Answer(response.status, pairs, body, phrase, url))
+        answer = Answer(response.status, pairs, body, phrase, url)
+        self._record(scope, identity, own, logs, server_name, answer)
+        return RecordedResponse(method.upper(), url, answer)
 
     async def _tee(
         self, response: Any, scope: Scope, identity: CallIdentity, own: bool, logs: bool, server_name: str, head: Answer
