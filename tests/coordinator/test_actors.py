@@ -231,3 +231,23 @@ async def test_moved_rollouts_that_are_known_by_their_old_actor_are_told_with_th
     ]
     assert told.startswith("2 rollouts that are in another actor now")
     assert "0-0@a0.agent" in told
+
+
+async def test_where_rollouts_went_outlives_the_coordinator(bench: Bench) -> None:
+    await bench.start_coordinator()
+    await add(bench, "a0", "a1", a0_agent=Knobs(rollouts=3), a1_agent=Knobs(rollouts=1))
+    await bench.save()
+    await replace_actors(bench, "b0", "b1", "b2")
+    done = restored(await bench.restore(elastic=True))
+    await bench.crash()
+    await bench.restart()
+    again = restored(await bench.restore(elastic=True))  # the same request: it is answered, and nobody loads twice
+    assert moves(again) == moves(done)
+    assert all(shim.count("Restore") == 1 for shim in bench.shims.values())
+    await bench.phase("Resume", operation_id="restore-1")
+    await bench.crash()
+    await bench.restart()
+    await bench.save("save-2", "step-2")
+    with Directory.open(bench.root / "snapshots" / "step-2") as directory:
+        told = read_snapshot_manifest(directory)[0].restored_from
+    assert (told.operation_id, len(told.placements)) == ("restore-1", len(done.placements))
