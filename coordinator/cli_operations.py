@@ -24,8 +24,8 @@ from coordinator.cli_options import (
     make_client,
 )
 from coordinator.cli_output import emit, note, plain, reporting, say, show
-from coordinator.objects import is_url
 from coordinator.wire.errors import Reason, refuse
+from coordinator.wire.objects import is_url
 
 
 def save(
@@ -118,7 +118,7 @@ def restore(
             "--root",
             envvar=ROOT_VARIABLE,
             metavar="DIR|URL",
-            help="The snapshot root; or the object store that the coordinator uploads to: then it fetches the snapshot first.",
+            help="The snapshot root; or the object store that the coordinator uploads to: then it fetches the snapshot first. (A root that is in a store is told from it by SAFEPOINT_ROOT.)",
         ),
     ] = "",
     token_file: TokenFile = "",
@@ -137,8 +137,9 @@ def restore(
     from coordinator.client_results import size_text
 
     with reporting(as_json):
-        store = root if is_url(root) else ""
-        root = os.environ.get(ROOT_VARIABLE, "") if store else root
+        mine = os.environ.get(ROOT_VARIABLE, "")
+        store = root if is_url(root) and root.rstrip("/") != mine.rstrip("/") else ""
+        root = mine if store else root
         with make_client(target, root, token_file, wait, as_json) as client, progress(as_json) as on_progress:
             if store:
                 brought = client.fetch(snapshot_id, store, timeout=timeout)

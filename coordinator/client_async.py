@@ -126,7 +126,7 @@ class AsyncClient:
         rollout is now. Raises Refused(FINGERPRINT_MISMATCH) or (UNSUPPORTED) when they cannot take them; nobody is paused.
 
         "latest" is the newest published snapshot that verifies; the result says which one it was and what was skipped.
-        Raises Refused(SNAPSHOT_NOT_FOUND) when there was never one. After a failure everybody stays paused: `abort()` opens
+        Raises Refused(SNAPSHOT_NOT_FOUND) when there was never one. After a failure who has closed stays paused: `abort()` opens
         admission without the snapshot.
         """
         checked_timeout(timeout)  # before the calls that find out what the newest one is

@@ -184,7 +184,10 @@ class SaveResult:
 
 @dataclass(frozen=True, slots=True)
 class PreparedResult:
-    """Everybody is paused. `parked` and `held` are requests as the participants last reported them."""
+    """Everybody is paused. `parked` and `held` are requests as the participants last reported them.
+
+    `lease_s`: the operation is aborted when the trainer calls nothing for so long; None when the coordinator does not say.
+    """
 
     operation_id: str
     snapshot_id: str
@@ -193,6 +196,7 @@ class PreparedResult:
     held: int
     elapsed_s: float
     warnings: tuple[str, ...] = ()
+    lease_s: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -307,6 +311,7 @@ class Outcome:
         self.warnings: list[str] = []
         self._waiting: dict[str, tuple[int, int]] = {}
         self._participants: dict[str, None] = {}
+        self._lease_s: float | None = None
         self._heard = Heard()
         self._last_sequence = 0
 
@@ -332,6 +337,7 @@ class Outcome:
             self.warnings.append(who + event.warning.message)
         elif kind == "phase_started":
             self._participants.update(dict.fromkeys(event.phase_started.participant_ids))
+            self._lease_s = seconds(event.phase_started.lease_ttl) or self._lease_s
         elif kind == "participant_progress":
             step = event.participant_progress
             if step.parked or step.held or not step.done:  # the news that somebody is done carries no counts
@@ -367,6 +373,7 @@ class Outcome:
             sum(held for _, held in self._waiting.values()),
             self.elapsed_s,
             tuple(self.warnings),
+            self._lease_s,
         )
 
     def resume_result(self) -> ResumeResult:

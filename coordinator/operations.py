@@ -24,8 +24,8 @@ from coordinator.driver import Drive, Identity
 from coordinator.feed import Feed
 from coordinator.fetching import Fetching
 from coordinator.housekeeping import Housekeeping
-from coordinator.journal import Journal
 from coordinator.journal_file import Entry
+from coordinator.journals import AnyJournal
 from coordinator.kept_out import blaming
 from coordinator.membership import Membership
 from coordinator.outcomes import Ended
@@ -71,7 +71,7 @@ class Operations:
     """All operations of a job. Belongs to one event loop; implements `driver.Surroundings`."""
 
     def __init__(
-        self, settings: Settings, store: SnapshotStore, journal: Journal, discovery: Discovery, feed: Feed
+        self, settings: Settings, store: SnapshotStore, journal: AnyJournal, discovery: Discovery, feed: Feed
     ) -> None:
         self.settings = settings
         self.store = store
@@ -363,6 +363,12 @@ class Operations:
         done = self._publisher.publish(cut, still_valid)
         if done.orphans:
             text = f"{len(done.orphans)} rollouts are known to servers and to no agent; they are in no ledger."
+            self._loop.call_soon_threadsafe(drive.reporter.warn, text)
+        if done.ambiguous:
+            first, count = done.ambiguous[0], len(done.ambiguous)
+            text = (
+                f"Rollout {first.rollout_id}{f' and {count - 1} more' if count > 1 else ''} restarts: {first.reason}."
+            )
             self._loop.call_soon_threadsafe(drive.reporter.warn, text)
         return done.manifest
 

@@ -72,6 +72,7 @@ def run_shim(arguments: argparse.Namespace) -> int:
     # Here and not above: `serve` must start at once, and grpc takes a second to import.
     from coordinator.wire import logs
     from coordinator.wire.errors import Reason, SafepointError
+    from coordinator.wire.names import is_store
     from participant_shims.adapter import Adapter
     from participant_shims.adapters.gym import GymAdapter
     from participant_shims.adapters.gym_terms import role_named
@@ -85,7 +86,8 @@ def run_shim(arguments: argparse.Namespace) -> int:
     # A life has the full name already: the gate has made it with the same SAFEPOINT_ACTOR.
     name = in_actor(arguments.actor, arguments.name) if arguments.name else life_name(arguments.life)
     logs.configure(arguments.log_format, verbose=arguments.verbose, participant_id=name or "shim")
-    if arguments.root and not Path(arguments.root).is_absolute():
+    stored = is_store(arguments.root)
+    if arguments.root and not stored and not Path(arguments.root).is_absolute():
         print(
             f"safepoint shim: the snapshot root must be an absolute path, not {arguments.root!r}: a shim beside a server has "
             "a working directory of its own (--root, SAFEPOINT_ROOT)", file=sys.stderr,
@@ -97,7 +99,8 @@ def run_shim(arguments: argparse.Namespace) -> int:
             participant_id=name or Path(arguments.life).name,
             actor_id=arguments.actor,
             coordinator=arguments.coordinator,
-            root=Path(arguments.root) if arguments.root else None,
+            root=Path(arguments.root) if arguments.root and not stored else None,
+            store=arguments.root if stored else "",
             bind=arguments.bind,
             advertise=arguments.advertise,
             job_id=arguments.job,

@@ -23,6 +23,7 @@ from participant_shims import messages
 from participant_shims.adapter import Adapter, Description, Elsewhere, Loaded, Part, Progress, TakesForeign
 from participant_shims.adapters.ledger_file import snapshot_ledger
 from participant_shims.export import Exports, VerifiedPart
+from participant_shims.stored_export import StoredExports
 
 MAX_SOURCES: Final = 1000
 
@@ -49,7 +50,7 @@ def check(request: pb.RestoreRequest) -> None:
             )
 
 
-def plan(request: pb.RestoreRequest, mine: Description, exports: Exports) -> Plan:
+def plan(request: pb.RestoreRequest, mine: Description, exports: Exports | StoredExports) -> Plan:
     """What `mine` loads, verified, and what went to others. Raises as `Exports.verify`."""
     own = (request.source_participant_id or mine.participant_id, request.manifest_sha256)
     named = [(source.participant_id, source.manifest_sha256) for source in request.sources] or (

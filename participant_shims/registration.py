@@ -23,7 +23,7 @@ from coordinator.wire import failpoints
 from coordinator.wire.access import Access
 from coordinator.wire.auth import Tokens
 from coordinator.wire.errors import Problem, Reason, SafepointError, Unanswered
-from coordinator.wire.record import look_up
+from coordinator.wire.record import looked_up
 from coordinator.wire.refusals import introduced
 from coordinator.wire.rpc import channel, error_from_rpc
 from participant_shims.messages import seconds
@@ -123,7 +123,7 @@ class Registration:
             while (request := await outgoing.get()) is not None:
                 yield request
 
-        record = look_up(self._target)
+        record = await looked_up(self._target)
         async with self._dial(record.address) as link:
             failpoints.reach("shim.before_register")
             stub = coordinator_service_pb2_grpc.CoordinatorStub(link)

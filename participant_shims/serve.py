@@ -18,6 +18,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Final
 
+from coordinator.wire.names import is_store
 from participant_shims.groups import adopted_orphans, end_group, signal_group
 
 GRACE_S: Final = 10.0  # between SIGTERM and SIGKILL; Gym itself gives its servers 1 s
@@ -78,6 +79,8 @@ def serve_environment(options: ServeOptions, environ: Mapping[str, str]) -> dict
 
 
 def _absolute(path: str) -> str:
+    if is_store(path):
+        return path
     return str(Path(path).expanduser().absolute()) if path else ""
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from functools import partial
 from pathlib import Path
@@ -34,6 +35,7 @@ from participant_shims.fence import Accept, Join, Refuse, Replay, Rpc
 from participant_shims.operations import Clock, Operations
 from participant_shims.precopying import export, precopy
 from participant_shims.running import Running
+from participant_shims.stored_export import StoredExports
 
 log = logging.getLogger(__name__)
 
@@ -51,7 +53,8 @@ WATCH_INTERVALS: Final = (0.1, 60.0)
 
 
 class ParticipantService(participant_service_pb2_grpc.ParticipantServicer):
-    """Served by the shim beside one server. `root` is the snapshot root; without it nothing can be committed."""
+    """Served by the shim beside one server. `root` is the snapshot root; without it nothing can be committed. `exports`: for a
+    root that is no directory."""
 
     def __init__(
         self,
@@ -60,10 +63,11 @@ class ParticipantService(participant_service_pb2_grpc.ParticipantServicer):
         incarnation_id: str,
         root: Path | None = None,
         clock: Clock | None = None,
+        exports: Exports | StoredExports | None = None,
         actor_id: str = "",
     ) -> None:
         self.operations = Operations(adapter, participant_id, incarnation_id, clock, actor_id)
-        self.exports = Exports(root, participant_id)
+        self.exports = exports or Exports(root, participant_id)
         self._fence = self.operations.fence
         self._snapshots: dict[str, str] = {}  # operation -> the snapshot it writes, to be discarded if it is aborted
         self._watchers = 0
@@ -96,7 +100,13 @@ class ParticipantService(participant_service_pb2_grpc.ParticipantServicer):
 
     async def Precopy(self, request: pb.PrecopyRequest, context: Context) -> pb.PrecopyResponse:
         budget_s = time_budget(context)
+        began = time.monotonic()
         await precopy(self.operations.adapter, self._fence, request.coordinator_epoch, self.exports.root, budget_s)
+
+        def goes_on() -> bool:
+            return time.monotonic() - began < budget_s * 0.9 and self._fence.state is ParticipantState.OPEN
+
+        await asyncio.to_thread(self.exports.ahead, goes_on)
         return pb.PrecopyResponse()
 
     async def Prepare(self, request: pb.PrepareRequest, context: Context) -> AsyncIterator[pb.PrepareEvent]:

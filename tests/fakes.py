@@ -29,7 +29,7 @@ from safepoint.v1 import (
 )
 
 from coordinator.wire.beneath import Directory, FileDigest
-from coordinator.wire.errors import Blocked, Problem, Reason, Refused, refuse
+from coordinator.wire.errors import STILL_LOADED, Blocked, Problem, Reason, Refused, refuse
 from coordinator.wire.ids import new_incarnation_id
 from coordinator.wire.manifest_file import read_participant_manifest, verify_files, write_participant_manifest
 from coordinator.wire.rpc import SERVER_OPTIONS, ErrorInterceptor, channel, time_budget
@@ -260,7 +260,10 @@ class FakeShim(participant_service_pb2_grpc.ParticipantServicer):
             reason = (
                 Reason.LEASE_LAPSED if self.finished[context.operation_id] == "lease" else Reason.OPERATION_FINISHED
             )
-            raise refuse(reason, f"{context.operation_id} has ended here.", participant_id=self.participant_id)
+            loaded = {STILL_LOADED: self.in_question} if self.in_question == context.operation_id else {}
+            raise refuse(
+                reason, f"{context.operation_id} has ended here.", participant_id=self.participant_id, metadata=loaded
+            )
         if self.operation_id and self.operation_id != context.operation_id:
             raise refuse(Reason.FENCED, f"{self.operation_id} owns the fence.", operation_id=self.operation_id,
                          participant_id=self.participant_id)  # fmt: skip
@@ -283,6 +286,8 @@ class FakeShim(participant_service_pb2_grpc.ParticipantServicer):
             self._lease = asyncio.get_running_loop().call_later(left_s, self._thaw)
             return
         self.thawed_by_lease += 1
+        if self.state == S.PARTICIPANT_STATE_RESTORED:
+            self.in_question = self.operation_id
         self._open("lease")
 
     def _open(self, why: str) -> float | None:

@@ -229,12 +229,14 @@ class Outbound:
         dispatch = scope.dispatch
         assert dispatch is not None
         if dispatch.answered:
-            return refuse(
+            dispatch.overtaken = refuse(
                 Reason.REPLAY_DIVERGED,
                 f"{server} refused a call of {dispatch.rollout_id}: attempt {dispatch.attempt} runs here, and {server} serves"
-                f" {lowest} and later ones, which another life of this server has begun.",
-                next_step="Dispatch the rollout again, where it runs now.",
+                f" {lowest} and later ones, which another agent or another life of this server has begun.",
+                next_step="Give each rollout a _ng_rollout_id of its own when two agents were sent this one; otherwise dispatch"
+                " it again, where it runs now.",
             )  # fmt: skip
+            return dispatch.overtaken
         dispatch.outrun_by = lowest
         return self._diverge(
             scope, f"{server} has served attempt {lowest} of it, of a life of this server that has ended"

@@ -65,7 +65,7 @@ from coordinator.protocol.proofs import Committed, Confirmed, Opened, Prepared, 
 from coordinator.protocol.records import problem_from_json
 from coordinator.protocol.topology import Participant, Topology
 from coordinator.protocol.transaction import Transaction
-from coordinator.wire.errors import Blocked, Problem, Reason
+from coordinator.wire.errors import STILL_LOADED, Blocked, Problem, Reason
 from coordinator.wire.ids import IncarnationId, OperationId, ParticipantId, SnapshotId
 from coordinator.wire.terms import CheckpointMode, OperationKind, Phase, QuiesceMode, Role, StragglerPolicy
 
@@ -195,7 +195,9 @@ class Transcript:
             if verb == "restarted":
                 return [IncarnationChanged(now, who, IncarnationId(f"i-{who}-2"))]
             if verb == "lapsed":
-                return [LeaseLost(now, who, Problem(Reason.LEASE_LAPSED, "Its lease has lapsed and it has opened."))]
+                kept = {STILL_LOADED: words["loaded"]} if "loaded" in words else {}
+                lapsed = Problem(Reason.LEASE_LAPSED, "Its lease has lapsed and it has opened.", metadata=kept)
+                return [LeaseLost(now, who, lapsed)]
             return [LeaseRenewed(now, who, now, float(plain[1]))]
         if verb in ("publish-failed", "record-failed"):
             problem = Problem(Reason[plain[0]], " ".join(plain[1:]))

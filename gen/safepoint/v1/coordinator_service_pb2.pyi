@@ -104,7 +104,7 @@ class _OperationOutcomeEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Oper
     OPERATION_OUTCOME_ABORTED: _OperationOutcome.ValueType  # 3
     """It was aborted."""
     OPERATION_OUTCOME_FAILED_PAUSED: _OperationOutcome.ValueType  # 4
-    """A restore failed; everybody stays paused until Abort."""
+    """A restore failed; who has closed stays paused until Abort."""
     OPERATION_OUTCOME_PAUSED: _OperationOutcome.ValueType  # 5
     """It is published or restored, and waits for Resume."""
 
@@ -120,7 +120,7 @@ OPERATION_OUTCOME_SUCCEEDED: OperationOutcome.ValueType  # 2
 OPERATION_OUTCOME_ABORTED: OperationOutcome.ValueType  # 3
 """It was aborted."""
 OPERATION_OUTCOME_FAILED_PAUSED: OperationOutcome.ValueType  # 4
-"""A restore failed; everybody stays paused until Abort."""
+"""A restore failed; who has closed stays paused until Abort."""
 OPERATION_OUTCOME_PAUSED: OperationOutcome.ValueType  # 5
 """It is published or restored, and waits for Resume."""
 Global___OperationOutcome: _TypeAlias = OperationOutcome  # noqa: Y015
@@ -963,6 +963,7 @@ class PhaseStarted(_message.Message):
     PHASE_FIELD_NUMBER: _builtins.int
     PARTICIPANT_IDS_FIELD_NUMBER: _builtins.int
     BUDGET_FIELD_NUMBER: _builtins.int
+    LEASE_TTL_FIELD_NUMBER: _builtins.int
     phase: _capabilities_pb2.Phase.ValueType
     """REQUIRED."""
     @_builtins.property
@@ -973,16 +974,23 @@ class PhaseStarted(_message.Message):
     def budget(self) -> _duration_pb2.Duration:
         """OPTIONAL. The longest that it may take; absent when nothing bounds it."""
 
+    @_builtins.property
+    def lease_ttl(self) -> _duration_pb2.Duration:
+        """OPTIONAL. The lease of this operation: a trainer that drives its phases calls at least once in it, best every third of
+        it. Absent when the coordinator does not say.
+        """
+
     def __init__(
         self,
         *,
         phase: _capabilities_pb2.Phase.ValueType = ...,
         participant_ids: _abc.Iterable[_builtins.str] | None = ...,
         budget: _duration_pb2.Duration | None = ...,
+        lease_ttl: _duration_pb2.Duration | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["budget", b"budget"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["budget", b"budget", "lease_ttl", b"lease_ttl"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["budget", b"budget", "participant_ids", b"participant_ids", "phase", b"phase"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["budget", b"budget", "lease_ttl", b"lease_ttl", "participant_ids", b"participant_ids", "phase", b"phase"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -202,7 +202,7 @@ class CoordinatorServicer(object):
     def Restore(self, request, context):
         """Restore verifies a snapshot, loads it everywhere, and leaves everybody paused, unless `resume` is set.
 
-        OK means: loaded everywhere. Only Resume opens admission. After a failure everybody stays paused: repeat with a
+        OK means: loaded everywhere. Only Resume opens admission. After a failure who has closed stays paused: repeat with a
         new operation_id after Abort, or Abort to open without the snapshot.
 
         Errors: NOT_FOUND (REASON_SNAPSHOT_NOT_FOUND), DATA_LOSS (REASON_SNAPSHOT_CORRUPT), INVALID_ARGUMENT

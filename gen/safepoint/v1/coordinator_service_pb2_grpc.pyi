@@ -77,7 +77,7 @@ class CoordinatorStub:
     Restore: _grpc.UnaryStreamMultiCallable[_coordinator_service_pb2.RestoreSnapshotRequest, _coordinator_service_pb2.OperationEvent]
     """Restore verifies a snapshot, loads it everywhere, and leaves everybody paused, unless `resume` is set.
 
-    OK means: loaded everywhere. Only Resume opens admission. After a failure everybody stays paused: repeat with a
+    OK means: loaded everywhere. Only Resume opens admission. After a failure who has closed stays paused: repeat with a
     new operation_id after Abort, or Abort to open without the snapshot.
 
     Errors: NOT_FOUND (REASON_SNAPSHOT_NOT_FOUND), DATA_LOSS (REASON_SNAPSHOT_CORRUPT), INVALID_ARGUMENT
@@ -196,7 +196,7 @@ class CoordinatorAsyncStub(CoordinatorStub):
     Restore: _aio.UnaryStreamMultiCallable[_coordinator_service_pb2.RestoreSnapshotRequest, _coordinator_service_pb2.OperationEvent]  # type: ignore[assignment]
     """Restore verifies a snapshot, loads it everywhere, and leaves everybody paused, unless `resume` is set.
 
-    OK means: loaded everywhere. Only Resume opens admission. After a failure everybody stays paused: repeat with a
+    OK means: loaded everywhere. Only Resume opens admission. After a failure who has closed stays paused: repeat with a
     new operation_id after Abort, or Abort to open without the snapshot.
 
     Errors: NOT_FOUND (REASON_SNAPSHOT_NOT_FOUND), DATA_LOSS (REASON_SNAPSHOT_CORRUPT), INVALID_ARGUMENT
@@ -342,7 +342,7 @@ class CoordinatorServicer(metaclass=_abc_1.ABCMeta):
     ) -> _typing.Union[_abc.Iterator[_coordinator_service_pb2.OperationEvent], _abc.AsyncIterator[_coordinator_service_pb2.OperationEvent]]:
         """Restore verifies a snapshot, loads it everywhere, and leaves everybody paused, unless `resume` is set.
 
-        OK means: loaded everywhere. Only Resume opens admission. After a failure everybody stays paused: repeat with a
+        OK means: loaded everywhere. Only Resume opens admission. After a failure who has closed stays paused: repeat with a
         new operation_id after Abort, or Abort to open without the snapshot.
 
         Errors: NOT_FOUND (REASON_SNAPSHOT_NOT_FOUND), DATA_LOSS (REASON_SNAPSHOT_CORRUPT), INVALID_ARGUMENT
