@@ -102,6 +102,12 @@ def restore(
         str, typer.Argument(help="The snapshot, or latest: the newest one that verifies.")
     ] = "latest",
     resume: Annotated[bool, typer.Option("--resume", help="Open admission when all is loaded.")] = False,
+    elastic: Annotated[
+        bool,
+        typer.Option(
+            "--elastic", help="Onto other Gym actors than were saved, or more or fewer: spread its rollouts over them."
+        ),
+    ] = False,
     lease: Annotated[float | None, typer.Option("--lease", min=1, metavar="S", help="Seconds of lease.")] = None,
     operation_id: OperationId = "",
     timeout: Timeout = None,
@@ -127,6 +133,7 @@ def restore(
     Example: safepoint restore latest && safepoint resume
     """
     from coordinator.cli_progress import progress
+    from coordinator.cli_views import moves
     from coordinator.client_results import size_text
 
     with reporting(as_json):
@@ -142,6 +149,7 @@ def restore(
             result = client.restore(
                 snapshot_id,
                 resume=resume,
+                elastic=elastic,
                 lease=lease,
                 timeout=timeout,
                 operation_id=operation_id or None,
@@ -151,6 +159,8 @@ def restore(
             emit(plain(result) | {"line": result.line})
             return
         say(result.line)
+        for moved in moves(result.placements):
+            note(moved)
         for name, why in result.skipped.items():
             note(f"passed over {name}: {why}")
         for rollout in result.diverged:

@@ -191,6 +191,7 @@ class Operations:
             if drive.operation.kind is OperationKind.SAVE:
                 still = {m.participant.participant_id for m in topology.missing}
                 missing = self.discovery.registry.missing()
+                drive.restored_from = self._last_restore()
                 drive.left_out = tuple(
                     m.participant.participant_id for m in missing if m.participant.participant_id not in still
                 )
@@ -287,6 +288,22 @@ class Operations:
                 return ended_before
         return None
 
+    def _last_restore(self) -> manifest_pb2.RestoredFrom | None:
+        """What runs now was restored from, when that was of actors; as far back as outcomes are remembered."""
+        written = self.journal.contents.outcomes
+        kinds = {name: data.get("kind") for name, data in written.items()}
+        kinds |= {name: ended.kind.name for name, ended in self._memory.items()}
+        for name in reversed([name for name, kind in kinds.items() if kind == OperationKind.RESTORE.name]):
+            found = self._memory.get(name) or self.ended_operation(name)
+            event = found.results.get("restored") if found is not None else None
+            if found is not None and found.outcome is Outcome.SUCCEEDED and event is not None:
+                placements = event.restored.placements
+                told = manifest_pb2.RestoredFrom(
+                    snapshot_id=found.snapshot_id, operation_id=name, placements=placements
+                )
+                return told if placements else None
+        return None
+
     def _unsent(self, newest_first: Sequence[str]) -> dict[str, str]:
         return self.uploader.kept(newest_first, self.settings.keep_unsent) if self.uploader is not None else {}
 
@@ -340,7 +357,9 @@ class Operations:
             if (lost := self.journal.lost()) is not None:
                 raise Refused(replace(lost, phase=Phase.PUBLISH))
 
-        cut = Cut(drive.operation, drive.transaction.topology, effect.committed, drive.identity.metadata)
+        cut = Cut(
+            drive.operation, drive.transaction.topology, effect.committed, drive.identity.metadata, drive.restored_from
+        )
         done = self._publisher.publish(cut, still_valid)
         if done.orphans:
             text = f"{len(done.orphans)} rollouts are known to servers and to no agent; they are in no ledger."

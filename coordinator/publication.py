@@ -47,6 +47,7 @@ class Cut:
     topology: Topology
     committed: Mapping[ParticipantId, Committed]
     metadata: Mapping[str, str]
+    restored_from: manifest_pb2.RestoredFrom | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,6 +109,7 @@ class Publisher:
             ledger_size_bytes=written.size_bytes,
             totals=convert.ledger_totals(merged.totals),
             metadata=cut.metadata,
+            restored_from=cut.restored_from,
         )
         manifest.create_time.FromNanoseconds(self._next_ns())
         self._store.publish(manifest, still_valid)

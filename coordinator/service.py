@@ -119,6 +119,7 @@ class CoordinatorService(coordinator_service_pb2_grpc.CoordinatorServicer):
             coordinator_epoch=self._operations.journal.epoch,
             options=Options(lease_ttl_s=convert.lease_ttl(request.lease_ttl, self._operations.settings.lease_ttl_s)),
             resume_when_done=request.resume,
+            elastic=request.elastic,
         )
         async for event in self._run(
             "Restore", operation, Identity(_digest(request), {}, self._trace(context)), budget_s

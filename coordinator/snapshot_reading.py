@@ -24,6 +24,7 @@ from safepoint.v1 import manifest_pb2
 
 from coordinator import convert, ledger_lines
 from coordinator.protocol import ledger
+from coordinator.protocol.ledger import Line
 from coordinator.protocol.topology import Participant, fingerprint
 from coordinator.wire.beneath import GONE, FileDigest
 from coordinator.wire.errors import Reason, SafepointError, refuse
@@ -134,6 +135,20 @@ class SnapshotReader:
         with self.open(snapshot_id) as directory, _participant_directory(directory, reference.participant_id) as part:
             totals = _participant_manifest(part, reference)[0].totals
         return {state.name.lower(): getattr(totals, state.name.lower()) for state in RolloutState if state}
+
+    def part_manifest(
+        self, reference: manifest_pb2.ParticipantRef, snapshot_id: str
+    ) -> manifest_pb2.ParticipantManifest:
+        """The manifest of one participant's part. Raises as `load`."""
+        with self.open(snapshot_id) as directory, _participant_directory(directory, reference.participant_id) as part:
+            return _participant_manifest(part, reference)[0]
+
+    def part_ledger(self, reference: manifest_pb2.ParticipantRef, snapshot_id: str) -> Generator[Line]:
+        """The lines of one participant's own ledger, whose digest `verify` has compared. Raises as `load`."""
+        with self.open(snapshot_id) as directory, _participant_directory(directory, reference.participant_id) as part:
+            name = _participant_manifest(part, reference)[0].ledger_file
+            for raw in part.lines(name, MAX_LEDGER_LINE) if name else ():
+                yield ledger_lines.decode(raw, str(part.path / name), reference.participant_id)
 
     def ledger(self, snapshot_id: str) -> Generator[bytes]:
         """The lines of a snapshot's ledger, after its digest was compared. Raises as `load`."""

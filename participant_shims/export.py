@@ -182,6 +182,13 @@ class Exports:
                 verify_files(part, manifest)
                 return VerifiedPart(manifest, part.path)
 
+    def published(self, snapshot_id: str) -> Path:
+        """The directory of a snapshot. Raises as `verify`."""
+        with self._snapshot(snapshot_id) as snapshot:
+            if not snapshot.has(MANIFEST_NAME):
+                raise refuse(Reason.SNAPSHOT_NOT_FOUND, f"Snapshot {snapshot_id} was never published.")
+            return snapshot.path
+
     def _snapshot(self, snapshot_id: str) -> Directory:
         if self.root is None:
             raise refuse(

@@ -76,8 +76,16 @@ class LoopClock:
 class Operations:
     """The operations of one participant. One event loop; no method blocks it."""
 
-    def __init__(self, adapter: Adapter, participant_id: str, incarnation_id: str, clock: Clock | None = None) -> None:
+    def __init__(
+        self,
+        adapter: Adapter,
+        participant_id: str,
+        incarnation_id: str,
+        clock: Clock | None = None,
+        actor_id: str = "",
+    ) -> None:
         self.adapter = adapter
+        self.actor_id = actor_id
         self.participant_id = participant_id
         self.incarnation_id = incarnation_id
         self.clock = clock or LoopClock()
@@ -125,7 +133,7 @@ class Operations:
     async def describe(self) -> Description:
         """What the server is; fixed for this incarnation. Raises UNAVAILABLE while it is not up."""
         if self._description is None:
-            self._description = await self.adapter.describe()
+            self._description = replace(await self.adapter.describe(), actor_id=self.actor_id)
         return self._description
 
     # ---- decisions ------------------------------------------------------------------------------------------------

@@ -43,6 +43,7 @@ class ServeOptions:
     tls_dir: str = ""
     state: str = ""
     gym_ray: str = ""
+    actor: str = ""
     verbose: bool = False
 
 
@@ -72,6 +73,7 @@ def serve_environment(options: ServeOptions, environ: Mapping[str, str]) -> dict
         "SAFEPOINT_TLS_DIR": _absolute(options.tls_dir or environ.get("SAFEPOINT_TLS_DIR", "")),
         "SAFEPOINT_STATE": options.state,
         "SAFEPOINT_GYM_RAY": options.gym_ray,
+        "SAFEPOINT_ACTOR": options.actor,
     }
     return {key: value for key, value in wanted.items() if value and environ.get(key) != value}
 

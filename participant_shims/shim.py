@@ -61,6 +61,7 @@ PARENT_EVERY_S: Final = 1.0
 class ShimOptions:
     """What a shim is started with. Empty means: as the environment variable of ARCHITECTURE.md says.
 
+    `participant_id`: with the name of the Gym actor, `actor_id`, where it belongs to one.
     `parent_pid`: end when this process is no longer our parent; zero: never. `advertise`: the host that others reach us
     by, when it is not the one of `bind`.
     """
@@ -75,6 +76,7 @@ class ShimOptions:
     job_id: str = "default"
     token_file: str = ""
     tls_dir: str = ""
+    actor_id: str = ""
     parent_pid: int = 0
     insecure: bool = False
     predecessor: Predecessor | None = None  # the shim that it replaces
@@ -129,7 +131,7 @@ class Shim:
         self.address = ""
         exports = _stored(options) if options.store else None
         self.service = ParticipantService(
-            adapter, options.participant_id, self.incarnation_id, options.root, clock, exports=exports
+            adapter, options.participant_id, self.incarnation_id, options.root, clock, exports, options.actor_id
         )
         self._make_server, self._dial = make_server, dial or self._security.dial(Access.COORDINATOR)
         self._listening: Listening | None = None

@@ -41,6 +41,7 @@ from coordinator.wire.names import Names
 from coordinator.wire.stored_chunks import StoredChunks
 from coordinator.wire.stored_folder import StoredFolder
 from participant_shims.adapter import WrittenFile
+from participant_shims.adapters.ledger_file import LEDGER
 from participant_shims.export import SNAPSHOTS, Exports, VerifiedPart
 
 _AT_ONCE: Final = 4
@@ -128,14 +129,9 @@ class StoredExports:
     def verify(
         self, snapshot_id: str, source_id: str, manifest_sha256: str, now: capabilities_pb2.Capabilities
     ) -> VerifiedPart:
-        """As `Exports.verify`, of a part that is brought into the spool for it."""
+        """As `Exports.verify`, of a part that is brought into the spool for it, beside others of the same snapshot."""
         snapshot = self._snapshot(snapshot_id)
-        try:
-            published = snapshot.read(MANIFEST_NAME, MAX_MANIFEST_BYTES)
-            if published == VOID:
-                raise FileNotFoundError
-        except FileNotFoundError:
-            raise refuse(Reason.SNAPSHOT_NOT_FOUND, f"Snapshot {snapshot_id} was never published.") from None
+        published = self._manifest(snapshot_id, snapshot)
         try:
             part = snapshot.child(source_id)
             raw = part.read(MANIFEST_NAME, MAX_MANIFEST_BYTES)
@@ -143,12 +139,25 @@ class StoredExports:
             raise refuse(
                 Reason.SNAPSHOT_CORRUPT, f"The part of {source_id} in snapshot {snapshot_id} is not there."
             ) from None
-        self._clear(snapshot_id)
-        with Directory.open(self.root) as spool, spool.child(f"{SNAPSHOTS}/{snapshot_id}") as into:
-            into.write_new(MANIFEST_NAME, published)
+        with self._spooled(snapshot_id, published) as into:
+            with suppress(FileNotFoundError):
+                into.remove_child(source_id)
             with into.ensure_child(source_id) as local:
                 self._bring(part, raw, local, manifest_sha256)
         return self._local.verify(snapshot_id, source_id, manifest_sha256, now)
+
+    def published(self, snapshot_id: str) -> Path:
+        """As `Exports.published`: its ledger is brought into the spool, beside the parts that are there."""
+        snapshot = self._snapshot(snapshot_id)
+        with self._spooled(snapshot_id, self._manifest(snapshot_id, snapshot)) as into:
+            with (
+                suppress(FileNotFoundError),
+                snapshot.opened(LEDGER) as file,
+                open(file, "rb", closefd=False) as stream,
+            ):
+                if not into.has(LEDGER):
+                    into.write_new(LEDGER, iter(partial(stream.read, 1 << 20), b""))
+            return into.path
 
     def ahead(self, until: Callable[[], bool]) -> None:
         """Send chunks that a save to come may name, while `until` says so. Raises STORAGE_FULL, STORAGE_FAILED."""
@@ -156,6 +165,26 @@ class StoredExports:
             if not until():
                 return
             self._stored.send(Chunk(found.sha256, found.size_bytes), self._chunks)
+
+    def _manifest(self, snapshot_id: str, snapshot: StoredFolder) -> bytes:
+        try:
+            published = snapshot.read(MANIFEST_NAME, MAX_MANIFEST_BYTES)
+        except FileNotFoundError:
+            published = VOID
+        if published == VOID:
+            raise refuse(Reason.SNAPSHOT_NOT_FOUND, f"Snapshot {snapshot_id} was never published.")
+        return published
+
+    def _spooled(self, snapshot_id: str, published: bytes) -> Directory:
+        """The snapshot in the spool, alone there; what it has already of parts stays."""
+        with Directory.open(self.root) as spool:
+            with suppress(FileNotFoundError), spool.child(f"{SNAPSHOTS}/{snapshot_id}") as there:
+                if there.read(MANIFEST_NAME, MAX_MANIFEST_BYTES) == published:
+                    return spool.child(f"{SNAPSHOTS}/{snapshot_id}")
+            self._clear(snapshot_id)
+            into = spool.child(f"{SNAPSHOTS}/{snapshot_id}")
+            into.write_new(MANIFEST_NAME, published)
+            return into
 
     def _send(self, chunks: Iterable[Chunk]) -> None:
         with ThreadPoolExecutor(_AT_ONCE) as threads:

@@ -7,8 +7,10 @@ that a test shows what the coordinator makes of one fault and of nothing else.
 from __future__ import annotations
 
 import asyncio
+import json
 import math
 import time
+from collections import Counter
 from collections.abc import AsyncIterator
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -58,6 +60,7 @@ class Knobs:
     diverged: list[manifest_pb2.LedgerEntry] = field(default_factory=list)  # what it says of a restore
     restored_totals: manifest_pb2.LedgerTotals | None = None  # instead of those of its manifest
     resume_warnings: tuple[str, ...] = ()  # what it says was lost before the resume
+    shared_state: str = ""  # the digest of what it says belongs to no rollout
     names_all: bool = True  # of the diverged ones, when there are more than Restored lists
 
 
@@ -78,6 +81,8 @@ class FakeShim(participant_service_pb2_grpc.ParticipantServicer):
         config_digest: str = "",
         kind: str = "fake",
         in_question: str = "",
+        actor_id: str = "",
+        features: tuple[str, ...] = (),
     ) -> None:
         self.participant_id = participant_id
         self.root = root
@@ -95,7 +100,10 @@ class FakeShim(participant_service_pb2_grpc.ParticipantServicer):
             depends_on=depends_on,
             upstream_endpoints=upstream_endpoints,
             config_digest=config_digest,
+            actor_id=actor_id,
+            features=features,
         )
+        self.asked_to_restore: participant_service_pb2.RestoreRequest | None = None
         self.state: int = S.PARTICIPANT_STATE_OPEN
         self.operation_id = ""
         self.in_question = in_question  # a restore whose state is loaded, and whose end it has not heard
@@ -417,6 +425,7 @@ class FakeShim(participant_service_pb2_grpc.ParticipantServicer):
                 ledger_file="ledger.jsonl" if entries else "",
                 totals=totals,
                 sessions=1,
+                shared_state_sha256=self.knobs.shared_state,
                 recorded_calls=sum(entry.recorded_calls for entry in entries),
             )
             written = write_participant_manifest(mine, manifest)
@@ -450,7 +459,8 @@ class FakeShim(participant_service_pb2_grpc.ParticipantServicer):
             admission_closed=participant_service_pb2.AdmissionClosed(workers=self._workers())
         )
         await self._die_at("Restore")
-        totals = manifest_pb2.LedgerTotals()
+        self.asked_to_restore = request
+        totals = self._of_sources(request)
         if request.manifest_sha256:
             with (
                 Directory.open(self.root / "snapshots" / request.snapshot_id) as snapshot,
@@ -475,6 +485,17 @@ class FakeShim(participant_service_pb2_grpc.ParticipantServicer):
                 admission_generation=self.generation,
             )
         )  # fmt: skip
+
+    def _of_sources(self, request: participant_service_pb2.RestoreRequest) -> manifest_pb2.LedgerTotals:
+        """The rollouts in the ranges that it is to load, counted from the ledgers of their parts."""
+        counted: Counter[str] = Counter()
+        for source in request.sources:
+            path = self.root / "snapshots" / request.snapshot_id / source.participant_id / "ledger.jsonl"
+            for line in map(json.loads, path.read_text().splitlines() if path.exists() else ()):
+                until = source.rollouts_until
+                if source.rollouts_from <= line["rollout_id"] and (not until or line["rollout_id"] < until):
+                    counted[line["state"].removeprefix("ROLLOUT_STATE_").lower()] += 1
+        return manifest_pb2.LedgerTotals(**counted)
 
     async def Resume(self, request: Any, context: Any) -> Any:
         closed_for = await self._opening("Resume", request, context)

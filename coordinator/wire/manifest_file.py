@@ -263,6 +263,8 @@ def _check_participant(message: manifest_pb2.ParticipantManifest, where: str) ->
         raise _corrupt(where, "its format is not one for what it holds")
     if message.ledger_file and message.ledger_file not in set(paths):
         raise _corrupt(where, "its ledger is not among its files")
+    if message.shared_state_sha256 and not is_sha256(message.shared_state_sha256):
+        raise _corrupt(where, "its digest of shared state is none")
 
 
 def _check_snapshot(message: manifest_pb2.SnapshotManifest, where: str) -> None:

@@ -407,6 +407,7 @@ class CallLog(DispatchLog):
                     seen += self.db.execute(
                         f"DELETE FROM {table} WHERE rollout_id=? AND attempt<=?", (rollout_id, attempt)
                     ).rowcount
+                self.db.execute("DELETE FROM elsewhere WHERE rollout_id=?", (rollout_id,))
                 known += seen > 0
                 if attempt >= 0:
                     self.mark(rollout_id, attempt + 1)

@@ -37,7 +37,8 @@ def rollout_of(
     """The rollout id of a row; None for work without identity.
 
     Indices are those of one batch and come again in the next one, where the row may be another agent's; the servers that
-    agents share must not take its first attempt for an old one of the other. So an id made of indices names its agent.
+    agents share must not take its first attempt for an old one of the other. So an id made of indices names its agent, and
+    that one's Gym actor, where there are several: each counts its own batch.
 
     An id that cannot be one is never refused: a run that does not checkpoint must not break on it. `warn` is told, since
     a row that lost its id this way is not continued by it after a restore.

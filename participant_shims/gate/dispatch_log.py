@@ -6,6 +6,7 @@ one transaction, so that two workers never run the same rollout.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import Enum
 from typing import Final, cast
@@ -185,6 +186,22 @@ class DispatchLog(LogFile):
         """Whether another live worker runs it."""
         row = self.db.execute("SELECT state, pid, began FROM rollouts WHERE rollout_id=?", (rollout_id,)).fetchone()
         return row is not None and row[0] in ("running", "diverged") and row[1:] != own() and lives(row[1], row[2])
+
+    def hold_elsewhere(self, held: Iterable[tuple[str, str, str]]) -> None:
+        """Rollouts that another Gym actor has got in a restore, each with its input and that actor. Replaces what was noted."""
+        with self.together():
+            self.db.execute("DELETE FROM elsewhere")
+            self.db.executemany("INSERT OR REPLACE INTO elsewhere(rollout_id, input_sha256, actor) VALUES(?,?,?)", held)
+
+    @tolerated("")
+    def held_elsewhere(self, rollout_id: str, sha256: str) -> str:
+        """The actor that has the turns of a rollout with this input; empty when it may begin here."""
+        row = self.db.execute(
+            "SELECT actor FROM elsewhere WHERE rollout_id=? AND input_sha256=?"
+            " AND NOT EXISTS(SELECT 1 FROM rollouts r WHERE r.rollout_id=elsewhere.rollout_id AND r.guest=0)",
+            (rollout_id, sha256),
+        ).fetchone()
+        return str(row[0]) if row else ""
 
     def is_fresh(self) -> bool:
         """No dispatch has been served in this life but, at most, a snapshot has been loaded."""

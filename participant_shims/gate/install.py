@@ -121,7 +121,7 @@ def _meet(app: Any, server: Any) -> None:
     if _keep and isinstance(_keep[0], Path):
         return
     facts = describe_server(server)
-    life = create(facts.name, facts.kind, facts.configured_workers, run_dir())
+    life = create(facts.participant_id, facts.kind, facts.configured_workers, run_dir())
     os.environ[LIFE_VARIABLE] = str(life)  # for the workers that uvicorn will spawn
     _keep.insert(0, life)
     import atexit

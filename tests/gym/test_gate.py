@@ -194,7 +194,7 @@ async def load(fleet: Fleet, lines: dict[str, Line], out: Path) -> None:
     for name in PREPARE:
         await lines[name].ask("close", operation_id="restore", mode="hold", lease_s=60)
         files = [p.name for p in (out / name).glob("w0-*")]
-        await lines[name].ask("load", directory=str(out / name), files=files)
+        await lines[name].ask("load", parts=[{"directory": str(out / name), "files": files, "some": False}])
         log = CallLog(fleet.life(name) / "calls.db")
         calllog_files.load(log, [out / name / calllog_files.FILE])
         log.close()

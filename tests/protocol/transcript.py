@@ -161,7 +161,8 @@ class Transcript:
     def _find(self, who: str) -> list[Call]:
         if who == "*":
             return list(self.running.values())
-        name, _, phase = who.partition(".")
+        # A participant of an actor has a dot in its own name.
+        name, phase = (who, "") if who in self.members else who.rpartition(".")[::2]
         found = [
             call for call in self.calls.values()
             if call.participant_id == name and phase in ("", call.phase.name.lower())
@@ -296,7 +297,7 @@ def _number(value: float) -> str:
 def _member(name: str, text: str) -> Participant:
     role, *more = text.split(":")
     extra = dict(word.split("=", 1) for word in more)
-    changes: dict[str, object] = {}
+    changes: dict[str, object] = {"actor_id": name.partition(".")[0]} if "." in name else {}
     if "workers" in extra:
         changes["configured_workers"] = int(extra["workers"])
     if "mode" in extra:

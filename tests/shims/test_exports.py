@@ -25,21 +25,31 @@ from coordinator.wire.rope import Rope, open_content
 from coordinator.wire.stored_chunks import GRACE_S, TRUST_S
 from coordinator.wire.terms import CheckpointMode, OperationKind, Role
 from participant_shims.adapter import WrittenFile
+from participant_shims.adapters.ledger_file import snapshot_ledger
 from participant_shims.export import Exports
 from participant_shims.messages import written_files
 from participant_shims.stored_export import StoredExports
 from tests.stored import Lost, MemoryRequests, MemoryStore
 
 NAME = ParticipantId("counter")
-WHO = capabilities_pb2.Capabilities(participant_id=NAME, role=capabilities_pb2.ROLE_RESOURCES, kind="gym")
+
+
+def described(name: ParticipantId) -> capabilities_pb2.Capabilities:
+    return capabilities_pb2.Capabilities(participant_id=name, role=capabilities_pb2.ROLE_RESOURCES, kind="gym")
+
+
+WHO = described(NAME)
 
 
 class Machine:
     """One participant on a machine of its own."""
 
-    def __init__(self, exports: Exports | StoredExports, client: MemoryRequests | None = None) -> None:
+    def __init__(
+        self, exports: Exports | StoredExports, client: MemoryRequests | None = None, name: ParticipantId = NAME
+    ) -> None:
         self.exports = exports
         self.client = client
+        self.name = name
 
     def write(self, snapshot_id: str, operation_id: str, texts: list[bytes]) -> list[WrittenFile]:
         """What an adapter does: a rope of these texts, a file in a folder, and one that is empty."""
@@ -64,12 +74,13 @@ class Machine:
     def finish(self, snapshot_id: str, operation_id: str, files: list[WrittenFile]) -> Committed:
         chunks = self.exports.chunks(snapshot_id, files)
         manifest = manifest_pb2.ParticipantManifest(
-            format_version=2, operation_id=operation_id, snapshot_id=snapshot_id, incarnation_id="i-1", capabilities=WHO,
+            format_version=2, operation_id=operation_id, snapshot_id=snapshot_id, incarnation_id="i-1",
+            capabilities=described(self.name),
             files=[manifest_pb2.FileEntry(path=f.path, size_bytes=f.size_bytes, sha256=f.sha256) for f in files],
             chunks=[manifest_pb2.ChunkEntry(sha256=c.sha256, size_bytes=c.size_bytes) for c in chunks],
         )  # fmt: skip
         digest = self.exports.finish(snapshot_id, files, manifest)
-        return Committed(OperationId(operation_id), SnapshotId(snapshot_id), NAME, IncarnationId("i-1"), digest)
+        return Committed(OperationId(operation_id), SnapshotId(snapshot_id), self.name, IncarnationId("i-1"), digest)
 
 
 class Job:
@@ -81,18 +92,24 @@ class Job:
         self.store = SnapshotStore(self.root, "job-1")
         self.count = 0
 
-    def machine(self) -> Machine:
+    def machine(self, name: ParticipantId = NAME) -> Machine:
         self.count += 1
         if self.memory is None:
-            return Machine(Exports(Path(self.root), NAME))
+            return Machine(Exports(Path(self.root), name), name=name)
         client = self.memory.client()
         names = Names(client, sleep=lambda _: None)
-        return Machine(StoredExports(names, self.path / f"spool-{self.count}", NAME), client)
+        return Machine(StoredExports(names, self.path / f"spool-{self.count}", name), client, name)
 
-    def publish(self, proof: Committed) -> None:
-        operation = Operation(OperationKind.SAVE, OperationId(proof.operation_id), SnapshotId(proof.snapshot_id))
-        who = Participant(NAME, Role.RESOURCES, "gym", CheckpointMode.EXPORT_RESTORE, IncarnationId("i-1"), "a:1")
-        cut = Cut(operation, Topology((who,)), {NAME: proof}, {})
+    def publish(self, *proofs: Committed) -> None:
+        first = proofs[0]
+        operation = Operation(OperationKind.SAVE, OperationId(first.operation_id), SnapshotId(first.snapshot_id))
+        who = tuple(
+            Participant(
+                p.participant_id, Role.RESOURCES, "gym", CheckpointMode.EXPORT_RESTORE, IncarnationId("i-1"), "a:1"
+            )
+            for p in proofs
+        )
+        cut = Cut(operation, Topology(who), {p.participant_id: p for p in proofs}, {})
         Publisher(self.store, epoch=1).publish(cut, lambda: None)
 
 
@@ -311,3 +328,22 @@ def test_copies_on_this_machine_that_nothing_uses_are_forgotten(stored: Job) -> 
     mine.save("step-9", [b"9"])
     assert len(list(Chunks(spool).all())) == 1
     assert list((spool / "snapshots" / "step-9").iterdir()) == []
+
+
+def test_several_parts_of_one_snapshot_and_its_ledger_are_brought_side_by_side(job: Job) -> None:
+    """A restore of several Gym actors loads what more than one participant has saved, and reads whose each rollout was."""
+    job.store.begin(SnapshotId("step-1"))
+    north, south = ParticipantId("north.counter"), ParticipantId("south.counter")
+    proofs = [job.machine(name).save("step-1", [name.encode()]) for name in (north, south)]
+    job.publish(*proofs)
+    reader = job.machine(north).exports
+    for _ in range(2):  # a restore may be repeated
+        for proof in proofs:
+            name = proof.participant_id
+            reader.verify("step-1", name, proof.manifest_sha256, described(name))
+        snapshot = reader.published("step-1")
+        for name in (north, south):
+            with open_content(snapshot / name / "sessions.rope") as content:
+                assert content.read() == name.encode()
+        assert list(snapshot_ledger(snapshot)) == []
+    assert refusal(lambda: reader.published("step-2")) is Reason.SNAPSHOT_NOT_FOUND

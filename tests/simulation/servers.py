@@ -53,8 +53,8 @@ class Sessions(SessionState):
         super().__init__(self.server)
         self.ever: set[str] = set()
 
-    async def load(self, path: str | Path, *, send: Any = None, told: Any = None) -> Json:
-        done = await super().load(path, send=send, told=told)
+    async def load(self, path: str | Path, **more: Any) -> Json:
+        done = await super().load(path, **more)
         self.ever.update(self.server.counters)
         return done
 
