@@ -7,9 +7,10 @@ protocol/       PURE  phases, topology, transaction, ledger: events in, ordered 
 convert         protobuf <-> the core's types
 snapshot_reading, snapshots           the snapshots of a root: listed, verified; reserved, published last, given up
 retention, pruning                    PURE which of them stay; pins, and what is deleted
-objects, archive                      object stores, and copies of snapshots in them
+archive                               copies of snapshots in an object store
 uploads, uploading, fetching          PURE what is copied next; how, once everybody has resumed; and back
-journal         epoch, records of operations, outcomes: durable before the calls they cover
+journal, journal_stored, journals
+                epoch, records of operations, outcomes: durable before the calls they cover; on a disk, in a store
 registry, registration, membership, preflight
                 who is there, who is missed, and whether they can be checkpointed together
 participants    the coordinator's end of the Participant service

@@ -29,12 +29,12 @@ from typing import Final
 
 from safepoint.v1 import manifest_pb2
 
-from coordinator.objects import Objects
 from coordinator.snapshot_reading import Listing, SnapshotReader, Verification, age
 from coordinator.snapshots import SnapshotStore
-from coordinator.wire.beneath import Directory, FileDigest
+from coordinator.wire.beneath import FileDigest
 from coordinator.wire.chunks import Chunk, Chunks
 from coordinator.wire.errors import Reason, SafepointError, refuse
+from coordinator.wire.folder import Folder
 from coordinator.wire.ids import SnapshotId, is_wire_id
 from coordinator.wire.manifest_file import (
     LEDGER_NAME,
@@ -47,6 +47,7 @@ from coordinator.wire.manifest_file import (
     is_void,
     read_participant_manifest,
 )
+from coordinator.wire.objects import Objects
 
 _CHUNKS: Final = ".chunks"  # no snapshot can have this name, nor the next one
 _EPOCHS: Final = ".epochs"
@@ -127,7 +128,7 @@ def _send(
 ) -> Copied:
     snapshot_id = manifest.snapshot_id
     with reader.open(snapshot_id) as directory:
-        chunks = Chunks(reader.root)
+        chunks = Chunks(reader.disk)
         steps: list[tuple[int, Callable[[], bool]]] = [  # chunks before everything that names them
             (chunk.size_bytes, partial(_put_chunk, chunks, chunk, objects)) for chunk in _chunks(directory, manifest)
         ]
@@ -347,7 +348,7 @@ def _damaged(objects: Objects, key: str) -> SafepointError:
     return refuse(Reason.SNAPSHOT_CORRUPT, f"{objects.url}/{key} is damaged: its bytes are not those that were saved.")
 
 
-def _listed(directory: Directory, manifest: manifest_pb2.SnapshotManifest) -> Iterator[tuple[str, FileDigest]]:
+def _listed(directory: Folder, manifest: manifest_pb2.SnapshotManifest) -> Iterator[tuple[str, FileDigest]]:
     """All files of a snapshot but its manifest, those that vouch for others after them."""
     for reference in manifest.participants:
         if reference.manifest_sha256:
@@ -359,7 +360,7 @@ def _listed(directory: Directory, manifest: manifest_pb2.SnapshotManifest) -> It
     yield LEDGER_NAME, FileDigest(manifest.ledger_size_bytes, manifest.ledger_sha256)
 
 
-def _chunks(directory: Directory, manifest: manifest_pb2.SnapshotManifest) -> list[Chunk]:
+def _chunks(directory: Folder, manifest: manifest_pb2.SnapshotManifest) -> list[Chunk]:
     """All chunks of a snapshot, each once."""
     found: set[Chunk] = set()
     for reference in manifest.participants:
@@ -389,7 +390,7 @@ def _put_chunk(chunks: Chunks, chunk: Chunk, objects: Objects) -> bool:
     return True
 
 
-def _put(directory: Directory, path: str, expected: FileDigest, objects: Objects, key: str) -> bool:
+def _put(directory: Folder, path: str, expected: FileDigest, objects: Objects, key: str) -> bool:
     """False when the object was there, with the same bytes."""
     if directory.digest(path) != expected:
         raise refuse(
@@ -408,7 +409,7 @@ def _put(directory: Directory, path: str, expected: FileDigest, objects: Objects
 def _fetch(
     objects: Objects,
     manifest: manifest_pb2.SnapshotManifest,
-    directory: Directory,
+    directory: Folder,
     root: Path,
     clock: Callable[[], float],
 ) -> Copied:
@@ -451,7 +452,7 @@ def _first(parts: Iterator[bytes], objects: Objects, key: str) -> Iterator[bytes
         raise refuse(Reason.SNAPSHOT_CORRUPT, f"{objects.url}/{key} is missing.") from None
 
 
-def _get(objects: Objects, key: str, directory: Directory, path: str, expected: FileDigest) -> None:
+def _get(objects: Objects, key: str, directory: Folder, path: str, expected: FileDigest) -> None:
     folder, slash, rest = path.partition("/")
     if slash:
         with directory.ensure_child(folder) as below:
@@ -462,7 +463,7 @@ def _get(objects: Objects, key: str, directory: Directory, path: str, expected: 
         raise _damaged(objects, key)
 
 
-def _clear(store: SnapshotStore, name: SnapshotId, directory: Directory) -> None:
+def _clear(store: SnapshotStore, name: SnapshotId, directory: Folder) -> None:
     """Take back what we have written; the name goes only with a directory that holds nothing. Never raises."""
     with suppress(OSError, SafepointError):
         directory.remove_file(MANIFEST_NAME)  # first: without it there is no snapshot

@@ -43,7 +43,7 @@ def push(snapshot: SnapshotName, url: Url, root: Root = "", timeout: Silence = N
     from coordinator import archive
     from coordinator.client_results import size_text
     from coordinator.copying import TIMEOUT_S, Watched, watch
-    from coordinator.objects import objects_at
+    from coordinator.wire.objects import objects_at
 
     with reporting(as_json):
         store = open_store(_given(root), as_json)
@@ -78,7 +78,7 @@ def pull(
     from coordinator import archive
     from coordinator.client_results import size_text
     from coordinator.copying import Watched, watch
-    from coordinator.objects import objects_at
+    from coordinator.wire.objects import objects_at
 
     with reporting(as_json):
         into = Path(folder(_given(root)))

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from coordinator.cli_exit import BY_REASON, ExitCode
-from coordinator.cli_options import AsJson, Root, Target, TokenFile, folder, make_client
+from coordinator.cli_options import AsJson, Root, Target, TokenFile, make_client, place_of
 from coordinator.cli_output import emit, plain, reporting, say, show
 from coordinator.wire.errors import SafepointError
 
@@ -48,7 +48,7 @@ def doctor(
         except SafepointError as error:  # a token or certificate that is unusable is what we are here for
             no_client = error
     with reporting(as_json), client or nullcontext():
-        findings = examine(Circumstances(os.environ, client, no_client, folder(root), token_file, config, target))
+        findings = examine(Circumstances(os.environ, client, no_client, place_of(root), token_file, config, target))
     if as_json:
         emit({"findings": [_document(finding) for finding in findings], "worst": _name(worst(findings))})
     else:

@@ -24,8 +24,8 @@ from coordinator.cli_options import (
     make_client,
 )
 from coordinator.cli_output import emit, note, plain, reporting, say, show
-from coordinator.objects import is_url
 from coordinator.wire.errors import Reason, refuse
+from coordinator.wire.objects import is_url
 
 
 def save(
@@ -102,6 +102,12 @@ def restore(
         str, typer.Argument(help="The snapshot, or latest: the newest one that verifies.")
     ] = "latest",
     resume: Annotated[bool, typer.Option("--resume", help="Open admission when all is loaded.")] = False,
+    elastic: Annotated[
+        bool,
+        typer.Option(
+            "--elastic", help="Onto other Gym actors than were saved, or more or fewer: spread its rollouts over them."
+        ),
+    ] = False,
     lease: Annotated[float | None, typer.Option("--lease", min=1, metavar="S", help="Seconds of lease.")] = None,
     operation_id: OperationId = "",
     timeout: Timeout = None,
@@ -112,7 +118,7 @@ def restore(
             "--root",
             envvar=ROOT_VARIABLE,
             metavar="DIR|URL",
-            help="The snapshot root; or the object store that the coordinator uploads to: then it fetches the snapshot first.",
+            help="The snapshot root; or the object store that the coordinator uploads to: then it fetches the snapshot first. (A root that is in a store is told from it by SAFEPOINT_ROOT.)",
         ),
     ] = "",
     token_file: TokenFile = "",
@@ -127,11 +133,13 @@ def restore(
     Example: safepoint restore latest && safepoint resume
     """
     from coordinator.cli_progress import progress
+    from coordinator.cli_views import moves
     from coordinator.client_results import size_text
 
     with reporting(as_json):
-        store = root if is_url(root) else ""
-        root = os.environ.get(ROOT_VARIABLE, "") if store else root
+        mine = os.environ.get(ROOT_VARIABLE, "")
+        store = root if is_url(root) and root.rstrip("/") != mine.rstrip("/") else ""
+        root = mine if store else root
         with make_client(target, root, token_file, wait, as_json) as client, progress(as_json) as on_progress:
             if store:
                 brought = client.fetch(snapshot_id, store, timeout=timeout)
@@ -141,6 +149,7 @@ def restore(
             result = client.restore(
                 snapshot_id,
                 resume=resume,
+                elastic=elastic,
                 lease=lease,
                 timeout=timeout,
                 operation_id=operation_id or None,
@@ -150,6 +159,8 @@ def restore(
             emit(plain(result) | {"line": result.line})
             return
         say(result.line)
+        for moved in moves(result.placements):
+            note(moved)
         for name, why in result.skipped.items():
             note(f"passed over {name}: {why}")
         for rollout in result.diverged:

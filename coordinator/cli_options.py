@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import os
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Final, NoReturn
 
 import typer
 
 from coordinator.cli_exit import ExitCode
 from coordinator.cli_output import fail, note
-from coordinator.objects import is_url
 from coordinator.wire.errors import Reason, refuse
+from coordinator.wire.names import is_store
+from coordinator.wire.objects import check_url, is_url
 
 if TYPE_CHECKING:
     from coordinator.client import Client
@@ -61,11 +61,12 @@ def make_client(
     if not target and not root:
         no_coordinator(as_json)
     if not target:
-        root = folder(root)
+        root = place_of(root)
     from coordinator.client import Budgets, Client
+    from coordinator.wire.record import address_below
 
     if not target:
-        target = f"file:{Path(root) / 'coordinator' / 'address.json'}"
+        target = address_below(root)
     budgets = Budgets(unreachable_s=wait_s, lost_reply_s=max(wait_s, 60.0), not_ready_s=max(wait_s, 30.0))
     if not patient:
         budgets = Budgets(unreachable_s=0.0, lost_reply_s=0.0, not_ready_s=0.0)
@@ -88,15 +89,36 @@ def missing(what: str, how: str, as_json: bool) -> NoReturn:
 
 def say_root(root: str) -> None:
     """Say which directory a relative root is: whoever meant another one finds nothing there."""
-    if root and not os.path.isabs(root):
+    if root and not os.path.isabs(root) and not is_store(root):
         note(f"the root is {folder(root)}")
+
+
+def place_of(root: str) -> str:
+    """A root as every process understands it: an absolute path, or its URL in a store. Raises INVALID_ARGUMENT for another."""
+    if not is_store(root):
+        return folder(root)
+    check_url(root)
+    return root.rstrip("/")
+
+
+def is_stored_root(root: str) -> bool:
+    """Whether there is a root at this URL, and not copies of snapshots. Asks the store: raises STORAGE_FAILED, NotInstalled."""
+    from coordinator.wire.folder import names_below
+    from coordinator.wire.stored_folder import Where
+
+    return is_store(root) and names_below(Where(place_of(root))).info("owner.json") is not None
 
 
 def folder(root: str) -> str:
     """An absolute path: other processes have other working directories. Raises INVALID_ARGUMENT for a URL."""
+    if is_store(root):
+        raise refuse(
+            Reason.INVALID_ARGUMENT, "This works on a directory, and what is given is in an object store.",
+            next_step="Leave out --root and ask the coordinator (--coordinator, SAFEPOINT_COORDINATOR), or give a directory.",
+        )  # fmt: skip
     if is_url(root):
         raise refuse(
-            Reason.INVALID_ARGUMENT, "A snapshot root is a directory; this is a URL.",
+            Reason.INVALID_ARGUMENT, "A snapshot root is a directory, or s3://bucket/prefix; this is another URL.",
             next_step="Give a directory. `upload` copies snapshots to a store, `snapshots ls, show, verify` and `restore` read one.",
         )  # fmt: skip
     return os.path.abspath(os.path.expanduser(root)) if root else ""

@@ -15,9 +15,10 @@ from typing import TYPE_CHECKING, Annotated, Any, Final
 import typer
 
 from coordinator.cli_config import Config, print_settings
-from coordinator.cli_options import AsJson, Root, TokenFile, folder, missing, say_root
+from coordinator.cli_options import AsJson, Root, TokenFile, folder, missing, place_of, say_root
 from coordinator.cli_output import emit, note, reporting, say
 from coordinator.wire.extras import install_extra
+from coordinator.wire.names import is_store
 
 if TYPE_CHECKING:
     from coordinator.settings import Settings
@@ -105,9 +106,10 @@ def coordinator(
             source = ctx.get_parameter_source(name)
             return None if not value or (source is not None and source.name == "ENVIRONMENT") else value
 
+        is_relative = bool(root) and not os.path.isabs(root) and not is_store(root)
         resolved = resolve(
             config or None,
-            root=folder(root) if root and not os.path.isabs(root) else given("root", folder(root)),
+            root=folder(root) if is_relative else given("root", place_of(root)),
             job_id=given("job", job),
             bind=bind or None,
             page_bind=page_bind or None,

@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterator
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -22,14 +21,15 @@ from coordinator.cli_options import (
     Timeout,
     TokenFile,
     Wait,
-    folder,
+    is_stored_root,
     make_client,
     missing,
+    place_of,
 )
 from coordinator.cli_output import emit, note, plain, reporting, say, show
-from coordinator.objects import is_url, objects_at
 from coordinator.wire.errors import Reason, refuse
 from coordinator.wire.ids import SnapshotId
+from coordinator.wire.objects import is_url, objects_at
 
 if TYPE_CHECKING:
     from safepoint.v1 import manifest_pb2
@@ -71,7 +71,7 @@ def ls(
     from coordinator.cli_views import snapshots_view
 
     with reporting(as_json):
-        if is_url(root):
+        if is_url(root) and not is_stored_root(root):
             from coordinator import archive
 
             copied = archive.listing(objects_at(root))
@@ -111,7 +111,7 @@ def show_one(
     from coordinator.cli_views import snapshot_text
 
     with reporting(as_json):
-        if is_url(root):
+        if is_url(root) and not is_stored_root(root):
             from coordinator import archive
 
             objects = objects_at(root)
@@ -160,7 +160,7 @@ def verify(
 
     with reporting(as_json):
         if root:
-            if is_url(root):
+            if is_url(root) and not is_stored_root(root):
                 from coordinator import archive
 
                 objects = objects_at(root)
@@ -197,10 +197,13 @@ def verify(
 
 def open_store(root: str, as_json: bool) -> SnapshotStore:
     """The store below `root`, for the job that owns it. Makes nothing: a mistyped path stays what it is."""
-    path = Path(folder(root))
+    from coordinator.wire.folder import open_root, place
+
+    path = place(place_of(root))
     owner_file = path / "owner.json"
     try:
-        owner: Any = json.loads(owner_file.read_bytes()[:65536])
+        with open_root(path) as top:
+            owner: Any = json.loads(top.read("owner.json", 65536))
         job_id = owner["job_id"]
     except FileNotFoundError:
         missing(

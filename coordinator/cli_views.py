@@ -11,6 +11,7 @@ from safepoint.v1 import coordinator_service_pb2 as pb
 
 from coordinator.cli_output import short
 from coordinator.client_results import SnapshotSummary, seconds, size_text
+from coordinator.wire.places import Placement
 from coordinator.wire.refusals import KEPT_OUT
 from coordinator.wire.rpc import problem_from_detail
 
@@ -68,10 +69,18 @@ def topology_view(topology: pb.GetTopologyResponse) -> Group:
     from rich.console import Group
     from rich.text import Text
 
-    people = table("participant", "role", "kind", "state survives by", "a restart costs", "workers", "address")
-    for info in topology.participants:
+    columns = ["participant", "role", "kind", "state survives by", "a restart costs", "workers", "address"]
+    of_actors = any(info.capabilities.actor_id for info in topology.participants)
+    people = table(*(["actor"] if of_actors else []), *columns)
+    before = ""
+    # Those of no actor, which all of them use, come last.
+    for info in sorted(topology.participants, key=lambda info: info.capabilities.actor_id or "~"):
         who = info.capabilities
+        actor = who.actor_id or "none"
+        group = [actor if actor != before else ""] if of_actors else []
+        before = actor
         people.add_row(
+            *group,
             who.participant_id,
             short(who, "role"),
             who.kind,
@@ -86,6 +95,25 @@ def topology_view(topology: pb.GetTopologyResponse) -> Group:
         who_text = f"{finding.participant_id}: " if finding.participant_id else ""
         lines.append(Text(f"{head}: {who_text}{finding.message}\n  Next: {finding.next_step}"))
     return Group(*lines)
+
+
+MAX_MOVES: Final = 20
+
+
+def moves(placements: Sequence[Placement]) -> list[str]:
+    """Which rollouts a restore has brought to another Gym actor, a line each, the first few."""
+    moved = [p for p in placements if p.from_actor != p.to_actor]
+    lines = [
+        f"{p.from_actor or 'the saved servers'} -> {p.to_actor or 'the servers here'}: {_range(p)}"
+        for p in moved[:MAX_MOVES]
+    ]
+    return lines + ([f"and {len(moved) - MAX_MOVES} more moves"] if len(moved) > MAX_MOVES else [])
+
+
+def _range(p: Placement) -> str:
+    if p.whole:
+        return "all rollouts"
+    return "rollouts" + (f" from {p.first}" if p.first else "") + (f" to before {p.until}" if p.until else "")
 
 
 # A cause before what follows from it: a shim that is refused is missed by somebody.

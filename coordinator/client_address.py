@@ -7,15 +7,13 @@ another node writes another address there.
 from __future__ import annotations
 
 import os
-from pathlib import Path
 from typing import Final
 
 from coordinator.wire.errors import Reason, refuse
-from coordinator.wire.record import FILE
+from coordinator.wire.record import address_below
 
 COORDINATOR_VARIABLE: Final = "SAFEPOINT_COORDINATOR"
 ROOT_VARIABLE: Final = "SAFEPOINT_ROOT"
-_ADDRESS_FILE: Final = Path("coordinator") / "address.json"
 
 
 def find_target(target: str | None) -> str:
@@ -28,7 +26,7 @@ def find_target(target: str | None) -> str:
         return named
     root = os.environ.get(ROOT_VARIABLE, "")
     if root:
-        return FILE + str(Path(root) / _ADDRESS_FILE)
+        return address_below(root)
     raise refuse(
         Reason.INVALID_ARGUMENT,
         "Nothing names a coordinator.",

@@ -24,7 +24,7 @@ from coordinator.client_results import Outcome, ProgressCallback
 from coordinator.wire.access import Access
 from coordinator.wire.errors import Reason, SafepointError, refuse
 from coordinator.wire.links import Security
-from coordinator.wire.record import look_up_coordinator
+from coordinator.wire.record import looked_up_coordinator
 from coordinator.wire.rpc import error_from_rpc
 from coordinator.wire.trace import outgoing
 
@@ -93,7 +93,7 @@ class AsyncCalls:
 
         async def once() -> _Response:
             try:
-                return await pick(self._stub())(request, timeout=patience.next_try_s(), metadata=self._sent())
+                return await pick(await self._stub())(request, timeout=patience.next_try_s(), metadata=self._sent())
             except aio.AioRpcError as error:
                 raise error_from_rpc(error) from None
 
@@ -130,7 +130,7 @@ class AsyncCalls:
 
         async def begin() -> tuple[aio.UnaryStreamCall[_Request, _Response], _Response | None]:
             try:
-                call = pick(self._stub())(request, timeout=patience.next_try_s(), metadata=self._sent())
+                call = pick(await self._stub())(request, timeout=patience.next_try_s(), metadata=self._sent())
                 return call, await anext(aiter(call), None)
             except aio.AioRpcError as error:
                 raise error_from_rpc(error) from None
@@ -162,7 +162,7 @@ class AsyncCalls:
         except SafepointError as error:
             raise patience.last_word(error, operation_id) from None
 
-    def _stub(self) -> CoordinatorAsyncStub:
+    async def _stub(self) -> CoordinatorAsyncStub:
         if os.getpid() != self._pid:
             raise refuse(
                 Reason.INVALID_ARGUMENT,
@@ -179,8 +179,10 @@ class AsyncCalls:
                 next_step="Make one AsyncClient for each loop.",
             )
         if self._closed:
-            raise refuse(Reason.INVALID_ARGUMENT, "This AsyncClient is closed.", next_step="Make another one.")
-        record = look_up_coordinator(self._target)
+            raise _closed()
+        record = await looked_up_coordinator(self._target)
+        if self._closed:
+            raise _closed()
         self._metadata = (*self._security.metadata(), *record.metadata())
         made_for = (record.address, self._security.version)
         if self._channel is None or made_for != self._made_for:
@@ -189,3 +191,7 @@ class AsyncCalls:
             self._channel = self._security.channel(record.address, Access.COORDINATOR)
             self._made_for = made_for
         return CoordinatorStub(self._channel)
+
+
+def _closed() -> SafepointError:
+    return refuse(Reason.INVALID_ARGUMENT, "This AsyncClient is closed.", next_step="Make another one.")

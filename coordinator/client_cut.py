@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Final
 from safepoint.v1 import coordinator_service_pb2 as pb
 
 from coordinator.client_patience import checked_timeout
-from coordinator.client_results import PreparedResult, ProgressCallback, ResumeResult, SaveResult
+from coordinator.client_results import PreparedResult, ProgressCallback, ResumeResult, SaveResult, seconds
 from coordinator.wire.errors import Reason, Refused, SafepointError
 
 if TYPE_CHECKING:
@@ -34,8 +34,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("safepoint.client")
 
-# A third of the shortest lease that anybody sensible configures; the coordinator's own is not known here.
-RENEW_EVERY_S: Final = 3.0
+_UNTOLD_LEASE_S: Final = 9.0  # of a coordinator that is too old to say its lease: shorter than any sensible one
 _RENEW_TIMEOUT_S: Final = 5.0
 
 
@@ -53,8 +52,11 @@ class CutState:
         self._timeout_s = checked_timeout(timeout_s)  # here: a cut that is entered aborts when it fails
         self._on_progress = on_progress
         self._committed = False
-        lease_s = request.options.lease_ttl.ToMicroseconds() / 1e6
-        self._renew_every_s = lease_s / 3 if lease_s else RENEW_EVERY_S
+
+    @property
+    def _renew_every_s(self) -> float:
+        told_s = self.prepared.lease_s if self.prepared is not None else None
+        return (told_s or seconds(self._options.lease_ttl) or _UNTOLD_LEASE_S) / 3
 
     def _finished(self, published: SaveResult, resumed: ResumeResult) -> SaveResult:
         pause = resumed.pause_s if resumed.pause_s is not None else published.pause_s

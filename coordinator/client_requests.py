@@ -73,12 +73,13 @@ def save_options(
 
 
 def restore_request(
-    snapshot_id: str, operation_id: str | None, resume: bool, lease_s: float | None
+    snapshot_id: str, operation_id: str | None, resume: bool, lease_s: float | None, elastic: bool = False
 ) -> pb.RestoreSnapshotRequest:
     request = pb.RestoreSnapshotRequest(
         operation_id=operation_id_or_new(operation_id, "restore"),
         snapshot_id=checked_snapshot_id(snapshot_id),
         resume=resume,
+        elastic=elastic,
     )
     if lease_s is not None:
         request.lease_ttl.CopyFrom(duration(lease_s, "lease"))

@@ -7,7 +7,7 @@ ended well *and* brought the event that says so. A stream that just stops is `Mi
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Final
 
 from safepoint.v1 import capabilities_pb2, manifest_pb2
@@ -15,6 +15,7 @@ from safepoint.v1 import coordinator_service_pb2 as pb
 
 from coordinator.client_heard import Heard
 from coordinator.wire.errors import Blocked, Misanswered, Problem, Reason, SafepointError
+from coordinator.wire.places import Locator, Placement, actor_of
 from coordinator.wire.rpc import problem_from_detail
 from coordinator.wire.terms import Phase, RolloutState, UploadState
 
@@ -54,6 +55,9 @@ class Rollout:
     recorded_calls: int = 0
     waiting_on: str = ""
     input_sha256: str = ""
+    actor_id: str = (
+        ""  # after a restore: the Gym actor that holds it, where it is to be dispatched; empty when there are none
+    )
 
     @property
     def completed(self) -> bool:
@@ -180,7 +184,10 @@ class SaveResult:
 
 @dataclass(frozen=True, slots=True)
 class PreparedResult:
-    """Everybody is paused. `parked` and `held` are requests as the participants last reported them."""
+    """Everybody is paused. `parked` and `held` are requests as the participants last reported them.
+
+    `lease_s`: the operation is aborted when the trainer calls nothing for so long; None when the coordinator does not say.
+    """
 
     operation_id: str
     snapshot_id: str
@@ -189,6 +196,7 @@ class PreparedResult:
     held: int
     elapsed_s: float
     warnings: tuple[str, ...] = ()
+    lease_s: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -220,6 +228,7 @@ class RestoreSummary:
     `paused`: admission is still closed, and only a resume opens it. `totals`: rollouts as they continue now.
     `diverged`: at most 20 of the `diverged_count` rollouts that restart although the snapshot had them.
     `skipped`: for "latest", newer snapshots that did not verify, and why.
+    `placements`: where the rollouts of each Gym actor are now; empty for a snapshot without actors.
     """
 
     operation_id: str
@@ -233,6 +242,7 @@ class RestoreSummary:
     pause_s: float | None = None
     warnings: tuple[str, ...] = ()
     skipped: Mapping[str, str] = field(default_factory=dict[str, str])
+    placements: tuple[Placement, ...] = ()
 
     @property
     def snapshot_id(self) -> str:
@@ -245,6 +255,8 @@ class RestoreSummary:
             f"restored {self.snapshot_id}: {self.totals.kept_in_flight} in flight continue, "
             f"{self.totals.completed} answered from record, {self.totals.excluded} restart, {self.sessions} sessions"
         )
+        moved = sum(p.from_actor != p.to_actor for p in self.placements)
+        text += f", spread over {len({p.to_actor for p in self.placements})} actors" if moved else ""
         return text + (", still paused" if self.paused else "")
 
     def __str__(self) -> str:
@@ -259,7 +271,8 @@ class RestoreResult(RestoreSummary):
 
     def rollouts(self) -> Iterator[Rollout]:
         """The ledger of the snapshot, read from the coordinator while iterating, sorted by rollout_id."""
-        return self.read_ledger()
+        where = Locator(self.placements)
+        return (_located(rollout, where) for rollout in self.read_ledger())
 
 
 async def _no_rollouts() -> AsyncIterator[Rollout]:
@@ -276,7 +289,12 @@ class AsyncRestoreResult(RestoreSummary):
 
     def rollouts(self) -> AsyncIterator[Rollout]:
         """The ledger of the snapshot, read from the coordinator while iterating, sorted by rollout_id."""
-        return self.read_ledger()
+        where = Locator(self.placements)
+        return (_located(rollout, where) async for rollout in self.read_ledger())
+
+
+def _located(rollout: Rollout, where: Locator) -> Rollout:
+    return replace(rollout, actor_id=where.now_at(rollout.rollout_id, rollout.participant_id))
 
 
 class Outcome:
@@ -293,6 +311,7 @@ class Outcome:
         self.warnings: list[str] = []
         self._waiting: dict[str, tuple[int, int]] = {}
         self._participants: dict[str, None] = {}
+        self._lease_s: float | None = None
         self._heard = Heard()
         self._last_sequence = 0
 
@@ -318,6 +337,7 @@ class Outcome:
             self.warnings.append(who + event.warning.message)
         elif kind == "phase_started":
             self._participants.update(dict.fromkeys(event.phase_started.participant_ids))
+            self._lease_s = seconds(event.phase_started.lease_ttl) or self._lease_s
         elif kind == "participant_progress":
             step = event.participant_progress
             if step.parked or step.held or not step.done:  # the news that somebody is done carries no counts
@@ -353,6 +373,7 @@ class Outcome:
             sum(held for _, held in self._waiting.values()),
             self.elapsed_s,
             tuple(self.warnings),
+            self._lease_s,
         )
 
     def resume_result(self) -> ResumeResult:
@@ -370,18 +391,25 @@ class Outcome:
         if self.restored is None:
             raise self._incomplete("RestoreDone")
         done = self.restored
+        now = {p.to_actor_id for p in done.placements}
         return RestoreSummary(
             operation_id=self.operation_id,
             snapshot=summary_from(done.snapshot),
             sessions=done.sessions,
             totals=totals_from(done.totals),
-            diverged=tuple(rollout_from(entry) for entry in done.diverged),
+            # Whoever could not bring it back has it now, and says so under its present name.
+            diverged=tuple(
+                replace(rollout_from(entry), actor_id=actor_of(entry.participant_id, now)) for entry in done.diverged
+            ),
             diverged_count=done.diverged_count,
             paused=not (resume and self.resumed is not None),
             elapsed_s=self.elapsed_s,
             pause_s=seconds(self.resumed.pause) if self.resumed else None,
             warnings=tuple(self.warnings),
             skipped=dict(skipped),
+            placements=tuple(
+                Placement(p.from_actor_id, p.to_actor_id, p.rollouts_from, p.rollouts_until) for p in done.placements
+            ),
         )
 
     def _incomplete(self, wanted: str) -> Misanswered:

@@ -123,6 +123,7 @@ class Client:
         snapshot_id: str = requests.LATEST,
         *,
         resume: bool = False,
+        elastic: bool = False,
         lease: float | None = None,
         timeout: float | None = None,
         operation_id: str | None = None,
@@ -130,15 +131,18 @@ class Client:
     ) -> RestoreResult:
         """Load a snapshot everywhere. Everybody stays paused until `resume()`, unless `resume` is set.
 
+        `elastic`: the Gym actors may be others than those that were saved, or more or fewer; the result says where each
+        rollout is now. Raises Refused(FINGERPRINT_MISMATCH) or (UNSUPPORTED) when they cannot take them; nobody is paused.
+
         "latest" is the newest published snapshot that verifies; the result says which one it was and what was skipped.
-        Raises Refused(SNAPSHOT_NOT_FOUND) when there was never one. After a failure everybody stays paused: `abort()` opens
+        Raises Refused(SNAPSHOT_NOT_FOUND) when there was never one. After a failure who has closed stays paused: `abort()` opens
         admission without the snapshot.
         """
         checked_timeout(timeout)  # before the calls that find out what the newest one is
         skipped: Mapping[str, str] = {}
         if snapshot_id == requests.LATEST:
             snapshot_id, skipped = self.latest()
-        request = requests.restore_request(snapshot_id, operation_id, resume, lease)
+        request = requests.restore_request(snapshot_id, operation_id, resume, lease, elastic)
         outcome = Outcome(request.operation_id, snapshot_id)
         self._calls.operate("Restore", lambda stub: stub.Restore, request, outcome, timeout, on_progress)
         summary = outcome.restore_summary(resume, skipped)

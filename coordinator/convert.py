@@ -15,12 +15,13 @@ from google.protobuf.duration_pb2 import Duration
 from safepoint.v1 import capabilities_pb2, coordinator_service_pb2, manifest_pb2, participant_service_pb2
 
 from coordinator.protocol import proofs
-from coordinator.protocol.operation import Options
+from coordinator.protocol.operation import Options, RestoreSource
 from coordinator.protocol.topology import Finding, Participant, ShimProcess
 from coordinator.registry import Relay
 from coordinator.wire.errors import Blocked, Reason, refuse
 from coordinator.wire.ids import IncarnationId, OperationId, ParticipantId, SnapshotId, is_wire_id
 from coordinator.wire.manifest_file import LEDGER_NAME, MANIFEST_NAME
+from coordinator.wire.places import Placement
 from coordinator.wire.terms import CheckpointMode, QuiesceMode, Role, RolloutState, StragglerPolicy
 
 EnumT = TypeVar("EnumT", bound=IntEnum)
@@ -91,6 +92,7 @@ def participant(
         config_digest=capabilities.config_digest,
         features=tuple(capabilities.features),
         shim_version=capabilities.shim_version,
+        actor_id=capabilities.actor_id,
         process=None if process is None else shim_process(process),
     )
 
@@ -122,6 +124,7 @@ def capabilities(found: Participant) -> capabilities_pb2.Capabilities:
         config_digest=found.config_digest,
         features=found.features,
         shim_version=found.shim_version,
+        actor_id=found.actor_id,
     )
 
 
@@ -290,6 +293,29 @@ def activities(rows: Iterable[Blocked]) -> list[capabilities_pb2.RolloutActivity
         )
         for r in rows
     ]
+
+
+# ---- where rollouts go ----------------------------------------------------------------------------------------------
+
+
+def placement(found: Placement) -> manifest_pb2.Placement:
+    """Where some rollouts go."""
+    return manifest_pb2.Placement(
+        from_actor_id=found.from_actor,
+        to_actor_id=found.to_actor,
+        rollouts_from=found.first,
+        rollouts_until=found.until,
+    )
+
+
+def restore_source(found: RestoreSource) -> participant_service_pb2.RestoreSource:
+    """A part of a snapshot to load, or some rollouts of it."""
+    return participant_service_pb2.RestoreSource(
+        participant_id=found.participant_id,
+        manifest_sha256=found.manifest_sha256,
+        rollouts_from=found.first,
+        rollouts_until=found.until,
+    )
 
 
 # ---- ledgers --------------------------------------------------------------------------------------------------------

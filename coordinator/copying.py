@@ -16,8 +16,8 @@ from contextlib import contextmanager
 from typing import Final, TypeVar
 
 from coordinator.client_results import size_text
-from coordinator.objects import Objects
 from coordinator.wire.errors import Reason, refuse
+from coordinator.wire.objects import Objects
 
 ResultT = TypeVar("ResultT")
 

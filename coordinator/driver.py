@@ -120,6 +120,7 @@ class Drive:
         self.recorded = False  # BEGUN is durable: the operation_id is used up
         self.reserved = False  # the snapshot's directory was made by this operation
         self.left_out: tuple[ParticipantId, ...] = ()  # who counts as gone for good once this has begun
+        self.restored_from: manifest_pb2.RestoredFrom | None = None  # what a save says of the run before it
         self.ignored = 0
         self.finish: core.Finish | None = None
         self.done = asyncio.Event()

@@ -10,16 +10,15 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 
 from safepoint.v1 import manifest_pb2
 
 from coordinator import archive
-from coordinator.journal import Journal
-from coordinator.objects import Objects
+from coordinator.journals import AnyJournal
 from coordinator.snapshots import SnapshotStore
 from coordinator.uploading import in_daemon
 from coordinator.wire.errors import Reason, SafepointError, refuse
+from coordinator.wire.objects import Objects
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +35,7 @@ class Fetching:
     """The fetches of one coordinator. Belongs to an event loop."""
 
     def __init__(
-        self, store: SnapshotStore, objects: Objects | None, journal: Journal, lock: asyncio.Lock, published: Callable[[str], None]
+        self, store: SnapshotStore, objects: Objects | None, journal: AnyJournal, lock: asyncio.Lock, published: Callable[[str], None]
     ) -> None:  # fmt: skip
         """`lock`: the one that a prune holds. `published` is called when there is a new one."""
         self._store, self._objects, self._journal, self._lock = store, objects, journal, lock
@@ -73,7 +72,7 @@ class Fetching:
             return there
         async with self._lock:  # a prune that has looked already is over now, and the next one sees the name in use
             pass
-        copied = await in_daemon(lambda: archive.pull(objects, name, self._store.root, self._journal.require_epoch))
+        copied = await in_daemon(lambda: archive.pull(objects, name, self._store.disk, self._journal.require_epoch))
         manifest = await asyncio.to_thread(self._store.load, name)
         self._published(name)
         return Fetched(manifest, copied.files, copied.size_bytes)
@@ -103,7 +102,7 @@ class Fetching:
         return None
 
     def _objects_at(self, url: str) -> Objects:
-        objects, root = self._objects, Path(self._store.root)
+        objects, root = self._objects, self._store.root
         by_hand = f"Or stop it, `safepoint snapshots pull SNAPSHOT URL --root {root}`, and start it again."
         if objects is None:
             raise refuse(

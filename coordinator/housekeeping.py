@@ -11,7 +11,7 @@ import logging
 from collections.abc import Callable, Collection, Mapping, Sequence
 
 from coordinator import pruning
-from coordinator.journal import Journal
+from coordinator.journals import AnyJournal
 from coordinator.retention import Retention
 from coordinator.settings import Settings
 from coordinator.snapshots import SnapshotStore
@@ -31,7 +31,7 @@ class Housekeeping:
         self,
         settings: Settings,
         store: SnapshotStore,
-        journal: Journal,
+        journal: AnyJournal,
         lock: asyncio.Lock,
         in_use: Callable[[], Collection[str]],
         saved_last: Callable[[], str],

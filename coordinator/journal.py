@@ -43,6 +43,7 @@ from coordinator.presence import enter
 from coordinator.wire import failpoints
 from coordinator.wire.beneath import Directory, storage_error
 from coordinator.wire.errors import Problem, Reason, Refused, SafepointError, refuse
+from coordinator.wire.folder import Folder
 from coordinator.wire.record import epoch_in
 
 log = logging.getLogger(__name__)
@@ -110,7 +111,7 @@ class Journal:
             raise _used_up(str(self._of(newest)))
         if not accepted:
             self._at_newest(read)  # before the epoch: a start that is refused must not end the coordinator that runs
-        said = {str(self._of(newest)): made_by or 0, str(directory.path / ADDRESS_NAME): _announced(directory)}
+        said = {str(self._of(newest)): made_by or 0, str(directory.path / ADDRESS_NAME): announced(directory)}
         self.epoch = self.with_reserve(lambda: _raise_epoch(directory, {**above, **said}))
         if accepted:
             newest = self._put_aside()
@@ -363,7 +364,7 @@ def _raise_epoch(directory: Directory, above: Mapping[str, int]) -> int:
         return epoch
 
 
-def _announced(directory: Directory) -> int:
+def announced(directory: Folder) -> int:
     """The epoch of the coordinator that wrote its address; zero when that cannot be read, or is none."""
     try:
         loaded: object = json.loads(directory.read(ADDRESS_NAME, _MAX_ADDRESS))
@@ -382,7 +383,7 @@ def _epoch_if_known(directory: Directory, name: str) -> int:
         return 0
 
 
-def require_no_directory(directory: Directory, name: str) -> None:
+def require_no_directory(directory: Folder, name: str) -> None:
     """Refuse a directory in the place of a file that we could neither replace nor remove then. Raises STORAGE_FAILED."""
     if directory.is_directory(name):
         why, instead = _NO_DIRECTORY[name]

@@ -22,6 +22,7 @@ from typing import Any, Final, cast
 
 from coordinator.wire.beneath import Directory, not_of_a_snapshot
 from coordinator.wire.errors import Reason, SafepointError, refuse
+from coordinator.wire.folder import Place
 from coordinator.wire.ids import OperationId
 
 HEAD: Final = "head"  # the first line: which epoch has made the file, and how many lines it made with it
@@ -93,10 +94,22 @@ def line(entry: Entry) -> bytes:
     return b"%08x %s\n" % (zlib.crc32(raw), raw)
 
 
-def whole(epoch: int, entries: Sequence[Entry]) -> bytes:
-    """A new file: its head, and these. Zero: no coordinator has an epoch yet."""
-    head = Entry(OperationId(""), HEAD, {"epoch": epoch, "lines": len(entries)})
+def whole(epoch: int, entries: Sequence[Entry], **more: str) -> bytes:
+    """A new file: its head, with what else is to be in it, and these. Zero: no coordinator has an epoch yet."""
+    head = Entry(OperationId(""), HEAD, {"epoch": epoch, "lines": len(entries), **more})
     return b"".join(map(line, (head, *entries)))
+
+
+def entries_in(data: bytes) -> list[Entry] | None:
+    """The entries of an object that was written whole; None when any of it is not as we write it."""
+    found = [_entry(text) for text in data.split(b"\n")[:-1]] if data.endswith(b"\n") else []
+    whole_ones = [entry for entry in found if entry is not None]
+    if not found or len(whole_ones) != len(found):
+        return None
+    head = found[0]
+    if head is not None and head.kind == HEAD and head.data["lines"] != len(found) - 1:
+        return None
+    return whole_ones
 
 
 def read(directory: Directory, name: str) -> Contents:
@@ -147,16 +160,16 @@ def _ours(directory: Directory, name: str) -> Generator[None]:
         raise not_of_a_snapshot(error, what, _how_to_go_on(directory.path)) from error
 
 
-def damaged(path: Path, how: str) -> SafepointError:
+def damaged(path: Place, how: str) -> SafepointError:
     """The refusal of a journal at that path that cannot be acted upon."""
     return refuse(
         Reason.SNAPSHOT_CORRUPT,
         f"The journal {path} {how}. The coordinator does not act without it.",
-        next_step=_how_to_go_on(path.parent),
+        next_step=_how_to_go_on(path.parent if isinstance(path, Path) else path),
     )
 
 
-def lost(folder: Path, why: str) -> SafepointError:
+def lost(folder: Place, why: str) -> SafepointError:
     """The refusal of a root in which a coordinator has been, and whose journal is not there."""
     return refuse(
         Reason.STORAGE_FAILED,
@@ -165,10 +178,11 @@ def lost(folder: Path, why: str) -> SafepointError:
     )
 
 
-def _how_to_go_on(folder: Path) -> str:
+def _how_to_go_on(folder: Place) -> str:
+    make = f"touch {folder / ACCEPT}" if isinstance(folder, Path) else f"put an object {folder / ACCEPT}"
     return (
         "Participants open by their lease, snapshots are untouched. To go on without it (operations that had not ended are "
-        f"forgotten, names of operations may be used again): touch {folder / ACCEPT}, and start again."
+        f"forgotten, names of operations may be used again): {make}, and start again."
     )
 
 

@@ -48,6 +48,7 @@ class Merged:
     blocks: Iterator[bytes]
     totals: Mapping[RolloutState, int]
     orphans: tuple[str, ...]
+    ambiguous: tuple[Line, ...]  # excluded, since two agents run their id
 
 
 @dataclass(slots=True)
@@ -109,6 +110,7 @@ def merge(reports: Sequence[Report]) -> Merged:
         _blocks(plain),
         {state: judged.totals[state] + totals[state.name] for state in judged.totals},
         tuple(sorted(orphans)),
+        judged.ambiguous,
     )
 
 

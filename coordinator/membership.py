@@ -16,8 +16,8 @@ import time
 from collections.abc import Awaitable, Callable, Iterable, Mapping
 from typing import Any
 
-from coordinator.journal import Journal
 from coordinator.journal_file import MEMBERS, Entry
+from coordinator.journals import AnyJournal
 from coordinator.protocol.records import participant_from_json, participant_to_json
 from coordinator.protocol.topology import NEVER, Participant
 from coordinator.registry import Registry
@@ -32,7 +32,7 @@ class Membership:
     """Follows the registry. `append` makes a journal entry durable; `wall` gives seconds since 1970."""
 
     def __init__(
-        self, journal: Journal, registry: Registry, append: Callable[[Entry], Awaitable[None]],
+        self, journal: AnyJournal, registry: Registry, append: Callable[[Entry], Awaitable[None]],
         wall: Callable[[], float] = time.time,
     ) -> None:  # fmt: skip
         self._registry = registry

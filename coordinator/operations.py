@@ -24,8 +24,8 @@ from coordinator.driver import Drive, Identity
 from coordinator.feed import Feed
 from coordinator.fetching import Fetching
 from coordinator.housekeeping import Housekeeping
-from coordinator.journal import Journal
 from coordinator.journal_file import Entry
+from coordinator.journals import AnyJournal
 from coordinator.kept_out import blaming
 from coordinator.membership import Membership
 from coordinator.outcomes import Ended
@@ -71,7 +71,7 @@ class Operations:
     """All operations of a job. Belongs to one event loop; implements `driver.Surroundings`."""
 
     def __init__(
-        self, settings: Settings, store: SnapshotStore, journal: Journal, discovery: Discovery, feed: Feed
+        self, settings: Settings, store: SnapshotStore, journal: AnyJournal, discovery: Discovery, feed: Feed
     ) -> None:
         self.settings = settings
         self.store = store
@@ -191,6 +191,7 @@ class Operations:
             if drive.operation.kind is OperationKind.SAVE:
                 still = {m.participant.participant_id for m in topology.missing}
                 missing = self.discovery.registry.missing()
+                drive.restored_from = self._last_restore()
                 drive.left_out = tuple(
                     m.participant.participant_id for m in missing if m.participant.participant_id not in still
                 )
@@ -287,6 +288,22 @@ class Operations:
                 return ended_before
         return None
 
+    def _last_restore(self) -> manifest_pb2.RestoredFrom | None:
+        """What runs now was restored from, when that was of actors; as far back as outcomes are remembered."""
+        written = self.journal.contents.outcomes
+        kinds = {name: data.get("kind") for name, data in written.items()}
+        kinds |= {name: ended.kind.name for name, ended in self._memory.items()}
+        for name in reversed([name for name, kind in kinds.items() if kind == OperationKind.RESTORE.name]):
+            found = self._memory.get(name) or self.ended_operation(name)
+            event = found.results.get("restored") if found is not None else None
+            if found is not None and found.outcome is Outcome.SUCCEEDED and event is not None:
+                placements = event.restored.placements
+                told = manifest_pb2.RestoredFrom(
+                    snapshot_id=found.snapshot_id, operation_id=name, placements=placements
+                )
+                return told if placements else None
+        return None
+
     def _unsent(self, newest_first: Sequence[str]) -> dict[str, str]:
         return self.uploader.kept(newest_first, self.settings.keep_unsent) if self.uploader is not None else {}
 
@@ -340,10 +357,18 @@ class Operations:
             if (lost := self.journal.lost()) is not None:
                 raise Refused(replace(lost, phase=Phase.PUBLISH))
 
-        cut = Cut(drive.operation, drive.transaction.topology, effect.committed, drive.identity.metadata)
+        cut = Cut(
+            drive.operation, drive.transaction.topology, effect.committed, drive.identity.metadata, drive.restored_from
+        )
         done = self._publisher.publish(cut, still_valid)
         if done.orphans:
             text = f"{len(done.orphans)} rollouts are known to servers and to no agent; they are in no ledger."
+            self._loop.call_soon_threadsafe(drive.reporter.warn, text)
+        if done.ambiguous:
+            first, count = done.ambiguous[0], len(done.ambiguous)
+            text = (
+                f"Rollout {first.rollout_id}{f' and {count - 1} more' if count > 1 else ''} restarts: {first.reason}."
+            )
             self._loop.call_soon_threadsafe(drive.reporter.warn, text)
         return done.manifest
 

@@ -225,6 +225,8 @@ class Participants:
             manifest_sha256=arguments.manifest_sha256,
             lease_ttl=convert.duration(arguments.lease_ttl_s),
             source_participant_id=arguments.source_participant_id,
+            sources=map(convert.restore_source, arguments.sources),
+            placements=map(convert.placement, arguments.placements),
         )
         return stub.Restore(request, timeout=timeout_s, metadata=metadata)
 

@@ -17,14 +17,18 @@ from safepoint.v1 import capabilities_pb2, coordinator_service_pb2, manifest_pb2
 
 from coordinator import convert
 from coordinator.participants import Participants
+from coordinator.protocol.actors import by_actor
 from coordinator.protocol.operation import Operation, RestorePart
+from coordinator.protocol.placing import match
 from coordinator.protocol.sentences import names
 from coordinator.protocol.topology import Participant, Topology, difference, fingerprint
 from coordinator.registry import Registry
 from coordinator.snapshot_reading import as_it_was
 from coordinator.snapshots import SnapshotStore
+from coordinator.spreading import SHOWN, first_few, spread
 from coordinator.wire.errors import Problem, Reason, Refused, SafepointError, refuse
 from coordinator.wire.ids import ParticipantId
+from coordinator.wire.places import Placement
 from coordinator.wire.terms import Phase, Role
 
 DESCRIBE_TIMEOUT_S: Final = 2.0
@@ -36,7 +40,6 @@ RETURN_WITHIN_S: Final = 10.0  # a shim that was killed is started again by its 
 REDIAL_S: Final = 5.0
 LOOK_EVERY_S: Final = 0.05
 LOOK_WITHIN_S: Final = 10.0
-_SHOWN: Final = 5
 
 
 @dataclass(slots=True)
@@ -105,7 +108,7 @@ class Discovery:
         if worked:
             used = [who.participant_id for who in worked]
             have = "has" if len(used) == 1 else "have"
-            where = "; ".join(map(self._where, worked[:_SHOWN]))
+            where = "; ".join(map(self._where, worked[:SHOWN]))
             raise refuse(
                 Reason.NOT_FRESH,
                 f"{names(used)} {have} served work since the start: nothing can be restored there ({where}). Nobody was paused.",
@@ -180,17 +183,23 @@ def check_restorable(
 ) -> tuple[Operation, manifest_pb2.SnapshotManifest]:
     """Read every byte of the snapshot and compare it with who is here: the operation with everybody's part in it.
 
-    Blocks. Raises what `SnapshotStore.verify` does, and FINGERPRINT_MISMATCH with the difference.
+    Blocks. Raises what `SnapshotStore.verify` does, FINGERPRINT_MISMATCH with the difference, and for an elastic restore
+    UNSUPPORTED with who cannot take what.
     """
     manifest = store.verify(operation.snapshot_id).manifest
     if manifest.topology_fingerprint != fingerprint(topology.participants):
+        if operation.elastic:
+            return spread(store, operation, manifest, topology.participants), manifest
         before = [as_it_was(reference) for reference in manifest.participants]
         changes = difference(before, topology.participants)
-        shown = " ".join(changes[:_SHOWN]) + (f" And {len(changes) - _SHOWN} more." if len(changes) > _SHOWN else "")
+        shown = first_few(changes)
         raise Refused(
             Problem(
                 Reason.FINGERPRINT_MISMATCH,
                 f"The servers are not those of {operation.snapshot_id}: {shown or 'the fingerprints differ.'}",
+                "Restore with `--elastic`: its rollouts can be spread over the actors that are here."
+                if match(before, topology.participants).groups
+                else "",
                 phase=Phase.DISCOVER, operation_id=operation.operation_id,
             )
         )  # fmt: skip
@@ -201,4 +210,5 @@ def check_restorable(
         for reference in manifest.participants
         if reference.manifest_sha256
     }
-    return replace(operation, parts=parts), manifest
+    stay = tuple(Placement(name, name) for name in by_actor(topology.participants) if name)
+    return replace(operation, parts=parts, placements=stay), manifest

@@ -20,10 +20,11 @@ from safepoint.v1 import manifest_pb2
 
 from coordinator import sweeping
 from coordinator.retention import Dated, Retention, plan, step_of
-from coordinator.snapshot_reading import GONE, SnapshotReader
+from coordinator.snapshot_reading import SnapshotReader
 from coordinator.snapshots import SnapshotStore
-from coordinator.wire.beneath import Directory
+from coordinator.wire.beneath import GONE
 from coordinator.wire.errors import Reason, SafepointError, refuse
+from coordinator.wire.folder import Folder, open_root
 from coordinator.wire.ids import SnapshotId, is_wire_id
 from coordinator.wire.manifest_file import MANIFEST_NAME, is_void
 
@@ -48,7 +49,7 @@ def pins(reader: SnapshotReader) -> dict[str, str]:
     """What is pinned: names to reasons. Raises STORAGE_FAILED, SNAPSHOT_UNSAFE; then nothing may be deleted."""
     found: dict[str, str] = {}
     try:
-        with Directory.open(reader.root) as top, top.child(_PINS) as folder:
+        with open_root(reader.root) as top, top.child(_PINS) as folder:
             for name in folder.names():
                 if is_wire_id(name):
                     found[name] = _reason(folder, name)
@@ -184,7 +185,7 @@ def _dated(store: SnapshotReader) -> list[Dated]:
     ]
 
 
-def _reason(folder: Directory, name: str) -> str:
+def _reason(folder: Folder, name: str) -> str:
     try:
         return folder.read(name, MAX_PIN_BYTES).decode(errors="replace")
     except (SafepointError, FileNotFoundError) as error:

@@ -12,26 +12,31 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
 from typing import Final
 
 from safepoint.v1 import manifest_pb2
 
 from coordinator import convert, ledger_merge
+from coordinator.protocol.ledger import Line, refuse_ambiguous
 from coordinator.protocol.operation import Operation
 from coordinator.protocol.proofs import Committed
 from coordinator.protocol.topology import Participant, Topology, fingerprint
 from coordinator.snapshot_reading import MAX_LEDGER_LINE, blamed_on, participant_files
 from coordinator.snapshots import SnapshotStore
 from coordinator.wire import failpoints
-from coordinator.wire.beneath import Directory
 from coordinator.wire.errors import Problem, Reason, Refused, refuse
+from coordinator.wire.folder import Folder
 from coordinator.wire.ids import ParticipantId, SnapshotId
 from coordinator.wire.manifest_file import LEDGER_NAME, MANIFEST_NAME, PLAIN_FORMAT
-from coordinator.wire.terms import Phase
+from coordinator.wire.terms import Phase, StragglerPolicy
 
 SEEN_WITHIN_S: Final = 3.0
 LOOK_EVERY_S: Final = 0.1
+_AT_ONCE: Final = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,14 +47,16 @@ class Cut:
     topology: Topology
     committed: Mapping[ParticipantId, Committed]
     metadata: Mapping[str, str]
+    restored_from: manifest_pb2.RestoredFrom | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Publication:
-    """The manifest that was linked, and rollouts that only servers know: nobody runs them any more."""
+    """The manifest that was linked, rollouts that only servers know, which nobody runs any more, and ids at two agents."""
 
     manifest: manifest_pb2.SnapshotManifest
     orphans: tuple[str, ...]
+    ambiguous: tuple[Line, ...]
 
 
 class Publisher:
@@ -80,12 +87,11 @@ class Publisher:
         failpoints.reach("publication.before_ledger")
         self._until_seen(snapshot_id, cut.committed)
         with self._store.open(snapshot_id) as directory:
-            merged = ledger_merge.merge(
-                [
-                    _report_of(directory, cut.operation, by_name[name], proof)
-                    for name, proof in sorted(cut.committed.items())
-                ]
-            )
+            read = partial(_report_of, directory, cut.operation)
+            parts = [(by_name[name], proof) for name, proof in sorted(cut.committed.items())]
+            merged = ledger_merge.merge(self._each(read, parts))
+            if cut.operation.options.straggler_policy == StragglerPolicy.FAIL:
+                refuse_ambiguous(merged.ambiguous)
             try:
                 written = directory.write_new(LEDGER_NAME, merged.blocks)
             except FileExistsError:
@@ -103,10 +109,20 @@ class Publisher:
             ledger_size_bytes=written.size_bytes,
             totals=convert.ledger_totals(merged.totals),
             metadata=cut.metadata,
+            restored_from=cut.restored_from,
         )
         manifest.create_time.FromNanoseconds(self._next_ns())
         self._store.publish(manifest, still_valid)
-        return Publication(manifest, merged.orphans)
+        return Publication(manifest, merged.orphans, merged.ambiguous)
+
+    def _each(
+        self, read: Callable[[Participant, Committed], ledger_merge.Report], parts: list[tuple[Participant, Committed]]
+    ) -> list[ledger_merge.Report]:
+        """Reports of all parts. From a store several at once: everybody is paused, and most of the time is its answers'."""
+        if isinstance(self._store.root, Path):
+            return [read(*part) for part in parts]
+        with ThreadPoolExecutor(_AT_ONCE) as threads:
+            return list(threads.map(read, [who for who, _ in parts], [proof for _, proof in parts]))
 
     def _until_seen(self, snapshot_id: SnapshotId, names: Iterable[ParticipantId]) -> None:
         """Wait, a little, for the parts that were committed on other machines: a network file system shows them late.
@@ -134,7 +150,7 @@ class Publisher:
         return self._last_ns
 
 
-def _has_manifest(directory: Directory, name: ParticipantId) -> bool:
+def _has_manifest(directory: Folder, name: ParticipantId) -> bool:
     try:
         with directory.child(name) as part:
             return MANIFEST_NAME in part.names()
@@ -143,7 +159,7 @@ def _has_manifest(directory: Directory, name: ParticipantId) -> bool:
 
 
 def _report_of(
-    directory: Directory, operation: Operation, participant: Participant, proof: Committed
+    directory: Folder, operation: Operation, participant: Participant, proof: Committed
 ) -> ledger_merge.Report:
     participant_id = participant.participant_id
     with blamed_on(participant_id, Phase.PUBLISH):

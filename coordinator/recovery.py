@@ -11,10 +11,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import os
-import re
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Final, cast
 
 from google.protobuf import json_format
@@ -23,12 +20,14 @@ from safepoint.v1 import coordinator_service_pb2
 from coordinator import outcomes
 from coordinator.driver import Drive, Identity
 from coordinator.journal_file import Entry, damaged
+from coordinator.journals import newest_epoch_at
 from coordinator.operations import Operations
 from coordinator.protocol import events as core
 from coordinator.protocol.operation import Operation
 from coordinator.protocol.transaction import Transaction
 from coordinator.wire import failpoints
 from coordinator.wire.errors import Reason, SafepointError, refuse
+from coordinator.wire.folder import place
 from coordinator.wire.ids import OperationId, SnapshotId
 from coordinator.wire.terms import OperationKind
 
@@ -49,15 +48,16 @@ def require_log(root: str, epoch: int) -> None:
     """
     if not epoch:
         return
-    directory = Path(root) / "coordinator"
+    directory = place(root) / "coordinator"
     try:
-        names = (re.fullmatch(r"epoch-([0-9]{1,18})", entry.name) for entry in os.scandir(directory))
-        newest = max((int(match[1]) for match in names if match), default=0)
+        newest = newest_epoch_at(place(root))
         if newest >= epoch:
             return
         why = f"the newest epoch there is {newest}"
     except OSError as error:
         why = error.strerror or type(error).__name__
+    except SafepointError as error:
+        why = error.problem.message
     raise refuse(
         Reason.STORAGE_FAILED,
         f"The log of epoch {epoch} is not in {directory}: {why}. A coordinator does not act without it; participants open "

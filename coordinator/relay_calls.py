@@ -19,7 +19,6 @@ from typing import Any, Final
 
 import grpc
 from grpc import aio
-from safepoint.v1 import participant_service_pb2 as participant_pb
 from safepoint.v1 import relay_service_pb2 as pb
 from safepoint.v1 import relay_service_pb2_grpc
 
@@ -33,6 +32,7 @@ from coordinator.wire.trace import HEADERS
 log = logging.getLogger(__name__)
 
 MAX_TARGETS: Final = 512
+MAX_WAVE_BYTES: Final = 256 << 10  # of targets; half of what a relay takes
 URGENT: Final = frozenset({"resume", "abort", "renew_lease", "get_status"})
 # By method of the Participant service: the name of its request and answer in FanRequest and FanReply.
 CALLS: Final = {
@@ -49,6 +49,8 @@ CALLS: Final = {
     "GetStatus": "get_status",
 }
 METHOD_OF: Final = {kind: method for method, kind in CALLS.items()}
+# Of requests that differ from one participant to the next: the fields that do not.
+_SHARED: Final = {"confirm": ("context",), "restore": ("context", "snapshot_id", "lease_ttl", "placements")}
 _UNANSWERED: Final = "unanswered"
 _REFUSED: Final = "refused"
 
@@ -124,6 +126,7 @@ class _Wave:
     shared: Any
     timeout_s: float
     metadata: Metadata
+    size: int = 0  # bytes of all targets
     calls: list[tuple[pb.FanTarget, RelayedCall]] = field(default_factory=list[tuple[pb.FanTarget, RelayedCall]])
 
 
@@ -167,8 +170,9 @@ class Fanout:
                 asyncio.get_running_loop().call_soon(self._look)
         call = RelayedCall()
         wave.calls.append((target, call))
+        wave.size += target.ByteSize()
         self._count += 1
-        if len(wave.calls) == MAX_TARGETS:
+        if len(wave.calls) == MAX_TARGETS or wave.size > MAX_WAVE_BYTES:
             del self._begun[key]
             self._send(wave)
         return call
@@ -249,18 +253,18 @@ class _Through:
 
 
 def _without_own(target: pb.FanTarget, kind: str, request: Any) -> Any:
-    """What of a request is the same for everybody; the rest goes into the target."""
-    if kind == "confirm":
-        target.confirm.incarnation_id = request.incarnation_id
-        target.confirm.admission_generation = request.admission_generation
-        return participant_pb.ConfirmRequest(context=request.context)
-    if kind == "restore":
-        target.restore.manifest_sha256 = request.manifest_sha256
-        target.restore.source_participant_id = request.source_participant_id
-        return participant_pb.RestoreRequest(
-            context=request.context, snapshot_id=request.snapshot_id, lease_ttl=request.lease_ttl
-        )
-    return request
+    """What of a request is the same for everybody; all the rest goes into the target, what is added later too."""
+    if kind not in _SHARED:
+        return request
+    shared, own = type(request)(), getattr(target, kind)
+    own.CopyFrom(request)
+    for name in _SHARED[kind]:
+        own.ClearField(name)
+    shared.CopyFrom(request)
+    for said, _ in request.ListFields():
+        if said.name not in _SHARED[kind]:
+            shared.ClearField(said.name)
+    return shared
 
 
 def _apart(metadata: Metadata) -> tuple[dict[str, str], Metadata]:

@@ -53,6 +53,7 @@ class Reporter:
                         phase=convert.wire(what.phase),
                         participant_ids=what.participant_ids,
                         budget=convert.duration(what.budget_s) if what.budget_s is not None else None,
+                        lease_ttl=convert.duration(self.operation.options.lease_ttl_s),
                     )
                 )
             case core.ParticipantDone():

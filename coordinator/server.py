@@ -29,9 +29,9 @@ from coordinator.feed import Feed
 from coordinator.fetching import Fetching
 from coordinator.history_writing import HistoryWriter
 from coordinator.journal import ADDRESS_NAME, Journal, require_no_directory
+from coordinator.journals import open_journal
 from coordinator.kept_out import still
 from coordinator.metrics import Metrics, MetricsServer, metrics_address
-from coordinator.objects import objects_at
 from coordinator.operations import Chronicle, Operations
 from coordinator.page.host import serve_page
 from coordinator.page.serving import PageServer, page_address
@@ -53,6 +53,7 @@ from coordinator.wire.lanes import Lanes
 from coordinator.wire.links import read_security
 from coordinator.wire.listening import Listening, check_bind, listen
 from coordinator.wire.marks import Marks, Use
+from coordinator.wire.objects import objects_at
 from coordinator.wire.record import NonceInterceptor
 from coordinator.wire.rpc import SERVER_OPTIONS, ErrorInterceptor
 from coordinator.wire.terms import OperationKind
@@ -169,9 +170,9 @@ class Coordinator:
 
     def _uses(self) -> Iterator[Use]:
         yield from open_files()
-        root = Path(self.operations.settings.root)
-        advice = "Prune (`safepoint snapshots prune`), or make room: a save on a full disk is refused."
-        yield from space("root_space", "The snapshot root", root, advice)
+        if isinstance(root := self.operations.store.root, Path):
+            advice = "Prune (`safepoint snapshots prune`), or make room: a save on a full disk is refused."
+            yield from space("root_space", "The snapshot root", root, advice)
         people = len(self.operations.discovery.registry.participants())
         yield Use("participants", "Participants", people, MAX_PARTICIPANTS)
         for slot, (most, total) in self.lanes.most().items() if self.lanes is not None else ():
@@ -261,11 +262,9 @@ async def serve(
     try:
         # What we save is to count as newer than what is there, in the root and in the store.
         stored = await epoch_in_store(objects) if objects is not None else 0
+        above = {"the newest snapshot in the object store": stored}
         journal = await asyncio.to_thread(
-            lambda: Journal(
-                store.directory(_DIRECTORY),
-                {"the newest snapshot": store.newest_epoch(), "the newest snapshot in the object store": stored},
-            )
+            lambda: open_journal(store, above | {"the newest snapshot": store.newest_epoch()})
         )
     except BaseException:
         listening.close()
@@ -282,7 +281,7 @@ async def serve(
     history: HistoryWriter | None = None
     if tracer is not None:
         operations.keep(_traces(operations, tracer))
-    if settings.history_keep:
+    if settings.history_keep and isinstance(journal, Journal):  # in a store nothing can be appended to
         history = HistoryWriter(journal.folder, settings.job_id, settings.history_keep)
         operations.keep(history)
     if objects is not None:

@@ -52,6 +52,7 @@ DEFAULT_PAGE: Final = 100
 MAX_PAGE: Final = 1000
 MAX_RETIRE_CAUSE_BYTES: Final = 500
 MAX_CAUSE_BYTES: Final = 1000
+MAX_GIVEN_UP: Final = 1000
 MAX_INVALID: Final = 1000  # names in one ListSnapshotsResponse, which must stay under 4 MiB
 
 
@@ -62,6 +63,7 @@ class CoordinatorService(coordinator_service_pb2_grpc.CoordinatorServicer):
         self._operations = operations
         self._registration = registration
         self._relays = RelayRegistration(operations.discovery.registry, registration)
+        self._given_up: dict[str, None] = {}  # ids that were aborted before their call came, in that order
 
     # ---- who takes part ---------------------------------------------------------------------------------------------
 
@@ -120,6 +122,7 @@ class CoordinatorService(coordinator_service_pb2_grpc.CoordinatorServicer):
             coordinator_epoch=self._operations.journal.epoch,
             options=Options(lease_ttl_s=convert.lease_ttl(request.lease_ttl, self._operations.settings.lease_ttl_s)),
             resume_when_done=request.resume,
+            elastic=request.elastic,
         )
         async for event in self._run(
             "Restore", operation, Identity(_digest(request), {}, self._trace(context)), budget_s
@@ -177,6 +180,7 @@ class CoordinatorService(coordinator_service_pb2_grpc.CoordinatorServicer):
             _operation_id(request.operation_id)
         drive = self._operations.active
         if drive is None or request.operation_id not in ("", drive.operation.operation_id):
+            self._give_up(request.operation_id)
             return pb.AbortOperationResponse()
         cause = request.cause.encode()[:MAX_CAUSE_BYTES].decode(errors="ignore")
         await self._operations.abort(drive, cause, budget_s)
@@ -348,10 +352,20 @@ class CoordinatorService(coordinator_service_pb2_grpc.CoordinatorServicer):
             return
         if found is not None:  # a repeat: the pause still has an owner
             found.post(core.TrainerHeard(self._operations.clock()))
+        elif operation.operation_id in self._given_up:
+            raise refuse(Reason.OPERATION_FINISHED, f"{operation.operation_id} was aborted before it was asked for.",
+                         operation_id=operation.operation_id)  # fmt: skip
         drive = found or self._operations.begin(operation, identity, budget_s)
         answer, _ = drive.answers.ask(START, identity.digest)
         async for event in follow_answer(drive, self._operations.feed, call, answer, budget_s, from_start=True):
             yield event
+
+    def _give_up(self, operation_id: str) -> None:
+        # Of nothing that is known: its call may be on its way, and its caller is gone. It would pause everybody for nobody.
+        if operation_id:
+            self._given_up[operation_id] = None
+            while len(self._given_up) > MAX_GIVEN_UP:
+                del self._given_up[next(iter(self._given_up))]
 
     async def _go_on(
         self, call: str, name: str, found: Drive | Ended, digest: str, request: core.Request, budget_s: float

@@ -23,9 +23,10 @@ import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from coordinator.client_schedule import SNAPSHOT_NAME, TERM_GRACE_S, SaveRules
-from coordinator.objects import check_url
 from coordinator.wire.errors import Reason, Refused, SafepointError, refuse
 from coordinator.wire.ids import is_wire_id
+from coordinator.wire.names import is_store
+from coordinator.wire.objects import check_url
 
 CONFIG_VARIABLE: Final = "SAFEPOINT_CONFIG"
 _PREFIX: Final = "SAFEPOINT_COORDINATOR_"
@@ -108,7 +109,7 @@ class Settings(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
 
     root: str
-    """The snapshot root: the same directory for coordinator and shims."""
+    """The snapshot root: the same directory for coordinator and shims, or s3://bucket/prefix."""
     job_id: str = "default"
     """The job that is served; shims of another one leave."""
     bind: str = "127.0.0.1:0"
@@ -167,6 +168,8 @@ class Settings(BaseModel):
     @field_validator("root")
     @classmethod
     def _root_is_absolute(cls, value: str) -> str:
+        if is_store(value):
+            return _a_store(value).rstrip("/")
         # Coordinator, shims and a restarted actor have different working directories.
         if not Path(value).is_absolute():
             raise ValueError(f"must be an absolute path, not {value!r}")
@@ -175,15 +178,19 @@ class Settings(BaseModel):
     @field_validator("upload")
     @classmethod
     def _upload_is_a_store(cls, value: str) -> str:
-        try:
-            if value:
-                check_url(value)
-        except Refused as error:
-            raise ValueError(f"it {error.problem.message.removeprefix('What is given ').rstrip('.')}") from error
-        return value
+        return _a_store(value) if value else value
+
+    @property
+    def in_store(self) -> bool:
+        """Whether the root is in an object store."""
+        return is_store(self.root)
 
     @model_validator(mode="after")
     def _upload_is_elsewhere(self) -> Settings:
+        if self.upload and self.in_store:
+            raise ValueError(
+                "upload copies the snapshots of a root that is a directory, and this root is in a store already"
+            )
         path = self.upload.removeprefix("file://")
         if path.startswith("/") and (Path(path).is_relative_to(self.root) or Path(self.root).is_relative_to(path)):
             raise ValueError(f"the upload {path} and the root {self.root} must not hold one another")
@@ -200,6 +207,14 @@ class Settings(BaseModel):
     @classmethod
     def _split(cls, value: object) -> object:
         return tuple(part.strip() for part in value.split(",") if part.strip()) if isinstance(value, str) else value
+
+
+def _a_store(url: str) -> str:
+    try:
+        check_url(url)
+    except Refused as error:
+        raise ValueError(f"it {error.problem.message.removeprefix('What is given ').rstrip('.')}") from error
+    return url
 
 
 class Source(StrEnum):

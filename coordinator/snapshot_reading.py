@@ -24,9 +24,11 @@ from safepoint.v1 import manifest_pb2
 
 from coordinator import convert, ledger_lines
 from coordinator.protocol import ledger
+from coordinator.protocol.ledger import Line
 from coordinator.protocol.topology import Participant, fingerprint
-from coordinator.wire.beneath import Directory, FileDigest
+from coordinator.wire.beneath import GONE, FileDigest
 from coordinator.wire.errors import Reason, SafepointError, refuse
+from coordinator.wire.folder import ChunkStore, Folder, Place, chunks_below, open_root, place
 from coordinator.wire.ids import IncarnationId, is_wire_id
 from coordinator.wire.manifest_file import (
     LEDGER_NAME,
@@ -42,7 +44,6 @@ from coordinator.wire.terms import Phase, RolloutState
 
 MAX_LEDGER_LINE: Final = 64 << 10
 SNAPSHOTS: Final = "snapshots"
-GONE: Final = ".gone-"
 MOVED: Final = (
     "Use the snapshot root as it was written: files of this snapshot were moved or renamed. Restore another one."
 )
@@ -70,16 +71,30 @@ class SnapshotReader:
     """The snapshots of `job_id` below `root`. Makes nothing: a root that is not there raises STORAGE_FAILED."""
 
     def __init__(self, root: str | os.PathLike[str], job_id: str) -> None:
-        self.root = Path(root)
+        self.root: Place = place(os.fspath(root))
         self.job_id = job_id
 
-    def open(self, snapshot_id: str) -> Directory:
+    @property
+    def disk(self) -> Path:
+        """The root where it must be a directory. Raises INVALID_ARGUMENT for one in a store."""
+        if not isinstance(self.root, Path):
+            raise refuse(
+                Reason.INVALID_ARGUMENT, f"The root {self.root} is in an object store, and this needs a directory.",
+                next_step="Copy what is in the store with the tools of the store.",
+            )  # fmt: skip
+        return self.root
+
+    def chunks(self) -> ChunkStore:
+        """The chunks that its snapshots share."""
+        return chunks_below(self.root)
+
+    def open(self, snapshot_id: str) -> Folder:
         """The directory of a snapshot, published or not. Raises SNAPSHOT_NOT_FOUND, MALFORMED_ID, SNAPSHOT_UNSAFE."""
         if not is_wire_id(snapshot_id):
             raise refuse(Reason.MALFORMED_ID, f"{snapshot_id[:130]!r} is no snapshot_id.")
         with self.snapshots() as snapshots:
             try:
-                return snapshots.child(snapshot_id)
+                return snapshots.seen(snapshot_id)
             except FileNotFoundError:
                 raise _not_found(snapshot_id) from None
 
@@ -103,7 +118,7 @@ class SnapshotReader:
                 with blamed, _participant_directory(directory, reference.participant_id) as part:
                     found, stored = _participant_manifest(part, reference)
                     _check_belongs(found, manifest, reference.participant_id)
-                    verified = verify_files(part, found)
+                    verified = verify_files(part, found, self.chunks())
                 files += verified.files + 1
                 size += verified.size_bytes + stored.size_bytes
                 unlisted += [f"{reference.participant_id}/{path}" for path in verified.unlisted]
@@ -120,6 +135,20 @@ class SnapshotReader:
         with self.open(snapshot_id) as directory, _participant_directory(directory, reference.participant_id) as part:
             totals = _participant_manifest(part, reference)[0].totals
         return {state.name.lower(): getattr(totals, state.name.lower()) for state in RolloutState if state}
+
+    def part_manifest(
+        self, reference: manifest_pb2.ParticipantRef, snapshot_id: str
+    ) -> manifest_pb2.ParticipantManifest:
+        """The manifest of one participant's part. Raises as `load`."""
+        with self.open(snapshot_id) as directory, _participant_directory(directory, reference.participant_id) as part:
+            return _participant_manifest(part, reference)[0]
+
+    def part_ledger(self, reference: manifest_pb2.ParticipantRef, snapshot_id: str) -> Generator[Line]:
+        """The lines of one participant's own ledger, whose digest `verify` has compared. Raises as `load`."""
+        with self.open(snapshot_id) as directory, _participant_directory(directory, reference.participant_id) as part:
+            name = _participant_manifest(part, reference)[0].ledger_file
+            for raw in part.lines(name, MAX_LEDGER_LINE) if name else ():
+                yield ledger_lines.decode(raw, str(part.path / name), reference.participant_id)
 
     def ledger(self, snapshot_id: str) -> Generator[bytes]:
         """The lines of a snapshot's ledger, after its digest was compared. Raises as `load`."""
@@ -142,7 +171,7 @@ class SnapshotReader:
                 try:
                     if not is_wire_id(name):
                         raise refuse(Reason.SNAPSHOT_UNSAFE, f"{name[:130]!r} is no snapshot_id.")
-                    with snapshots.child(name) as directory:
+                    with snapshots.seen(name) as directory:
                         manifest = self._manifest(directory, name)
                         self._check_complete(directory, manifest)
                         valid.append(manifest)
@@ -167,15 +196,15 @@ class SnapshotReader:
                         newest = max(newest, self._manifest(directory, name).coordinator_epoch)
         return newest
 
-    def snapshots(self) -> Directory:
+    def snapshots(self) -> Folder:
         """The directory that all snapshots are in. Raises STORAGE_FAILED when it is gone."""
         try:
-            with Directory.open(self.root) as top:
+            with open_root(self.root) as top:
                 return top.child(SNAPSHOTS)
         except FileNotFoundError:
             raise refuse(Reason.STORAGE_FAILED, f"The snapshot root {self.root} is gone.") from None
 
-    def _manifest(self, directory: Directory, snapshot_id: str) -> manifest_pb2.SnapshotManifest:
+    def _manifest(self, directory: Folder, snapshot_id: str) -> manifest_pb2.SnapshotManifest:
         try:
             if is_void(directory):
                 raise _not_found(snapshot_id)
@@ -196,7 +225,7 @@ class SnapshotReader:
         _check_fingerprint(directory, manifest)
         return manifest
 
-    def _check_ledger(self, directory: Directory, manifest: manifest_pb2.SnapshotManifest) -> FileDigest:
+    def _check_ledger(self, directory: Folder, manifest: manifest_pb2.SnapshotManifest) -> FileDigest:
         where = directory.path / LEDGER_NAME
         try:
             found = directory.digest(LEDGER_NAME)
@@ -206,7 +235,7 @@ class SnapshotReader:
             raise refuse(Reason.SNAPSHOT_CORRUPT, f"{where} is damaged: its bytes are not those that were saved.")
         return found
 
-    def _check_complete(self, directory: Directory, manifest: manifest_pb2.SnapshotManifest) -> None:
+    def _check_complete(self, directory: Folder, manifest: manifest_pb2.SnapshotManifest) -> None:
         # Cheap, for lists: every part is there with the manifest that was bound, and the ledger, which may have a million
         # lines, with its size. `verify` reads the bytes.
         where = directory.path / LEDGER_NAME
@@ -234,8 +263,8 @@ def blamed_on(participant_id: str, phase: Phase = Phase.UNSPECIFIED) -> Generato
 
 
 def participant_files(
-    directory: Directory, participant_id: str, manifest_sha256: str
-) -> tuple[Directory, manifest_pb2.ParticipantManifest]:
+    directory: Folder, participant_id: str, manifest_sha256: str
+) -> tuple[Folder, manifest_pb2.ParticipantManifest]:
     """The open directory of a participant and its manifest, which must be the one of that digest.
 
     Raises SNAPSHOT_CORRUPT when either is missing or the manifest is another one.
@@ -254,7 +283,7 @@ def as_it_was(reference: manifest_pb2.ParticipantRef) -> Participant:
     return convert.participant(reference.capabilities, str(IncarnationId("at-the-cut")), "at the cut")
 
 
-def _check_fingerprint(directory: Directory, manifest: manifest_pb2.SnapshotManifest) -> None:
+def _check_fingerprint(directory: Folder, manifest: manifest_pb2.SnapshotManifest) -> None:
     # A restore compares it with who is here: it must be that of the participants whose parts are read, and of no others.
     where = directory.path / MANIFEST_NAME
     try:
@@ -265,7 +294,7 @@ def _check_fingerprint(directory: Directory, manifest: manifest_pb2.SnapshotMani
         raise refuse(Reason.SNAPSHOT_CORRUPT, f"{where} is damaged: its fingerprint is not that of its participants.")
 
 
-def _check_balance(directory: Directory, manifest: manifest_pb2.SnapshotManifest) -> None:
+def _check_balance(directory: Folder, manifest: manifest_pb2.SnapshotManifest) -> None:
     # Digests say that nothing was changed, not that it was right: a rollout in no state, or in two, would be lost.
     where = str(directory.path / LEDGER_NAME)
     lines = (ledger_lines.decode(raw, where) for raw in directory.lines(LEDGER_NAME, MAX_LEDGER_LINE))
@@ -278,7 +307,7 @@ def _check_balance(directory: Directory, manifest: manifest_pb2.SnapshotManifest
         raise refuse(Reason.SNAPSHOT_CORRUPT, f"{where}: {error.problem.message}") from error
 
 
-def _participant_directory(directory: Directory, participant_id: str) -> Directory:
+def _participant_directory(directory: Folder, participant_id: str) -> Folder:
     try:
         return directory.child(participant_id)
     except FileNotFoundError:
@@ -288,7 +317,7 @@ def _participant_directory(directory: Directory, participant_id: str) -> Directo
 
 
 def _participant_manifest(
-    part: Directory, reference: manifest_pb2.ParticipantRef
+    part: Folder, reference: manifest_pb2.ParticipantRef
 ) -> tuple[manifest_pb2.ParticipantManifest, FileDigest]:
     where = part.path / MANIFEST_NAME
     if not is_sha256(reference.manifest_sha256):

@@ -16,14 +16,16 @@ import os
 import secrets
 from collections.abc import Callable
 from contextlib import suppress
+from pathlib import Path
 from typing import Final, cast
 
 from safepoint.v1 import manifest_pb2
 
-from coordinator.snapshot_reading import GONE, SNAPSHOTS, SnapshotReader
+from coordinator.snapshot_reading import SNAPSHOTS, SnapshotReader
 from coordinator.wire import failpoints
 from coordinator.wire.beneath import Directory, FileDigest, not_of_a_snapshot, storage_error
 from coordinator.wire.errors import Reason, SafepointError, refuse
+from coordinator.wire.folder import Folder, open_root
 from coordinator.wire.ids import SnapshotId, is_wire_id
 from coordinator.wire.manifest_file import MANIFEST_NAME, VOID, is_void, write_snapshot_manifest
 
@@ -40,18 +42,22 @@ class SnapshotStore(SnapshotReader):
         Raises SNAPSHOT_FOREIGN when the root belongs to another job, STORAGE_FULL, STORAGE_FAILED.
         """
         super().__init__(root, job_id)
-        try:
-            os.makedirs(self.root, exist_ok=True)
-        except OSError as error:
-            raise storage_error(error, f"making {self.root}") from error
-        with Directory.open(self.root) as top:
+        if isinstance(self.root, Path):
+            try:
+                os.makedirs(self.root, exist_ok=True)
+            except OSError as error:
+                raise storage_error(error, f"making {self.root}") from error
+        with open_root(self.root) as top:
             _claim(top, job_id)
-            _probe(top)
+            if isinstance(top, Directory):
+                _probe(top)
+            else:
+                _probe_store(top)
             top.ensure_child(SNAPSHOTS).close()
 
-    def directory(self, name: str) -> Directory:
+    def directory(self, name: str) -> Folder:
         """A directory of ours beside the snapshots, such as `coordinator`, made when it is not there."""
-        with Directory.open(self.root) as top:
+        with open_root(self.root) as top:
             try:
                 return top.ensure_child(name)
             except SafepointError as error:
@@ -186,13 +192,12 @@ class SnapshotStore(SnapshotReader):
     def remove(self, snapshot_id: str) -> None:
         """Delete a snapshot, or what is left of one. Twice is harmless.
 
-        Renamed first, so that a crash half-way never leaves a snapshot with its manifest and without its files.
+        Its name is taken away first, so that a crash half-way never leaves a snapshot with its manifest and without its files.
         """
-        gone = f"{GONE}{snapshot_id[:100]}-{secrets.token_hex(4)}"
         with self.snapshots() as snapshots:
             try:
                 failpoints.reach("snapshots.before_discard")
-                snapshots.rename_child(snapshot_id, gone)
+                gone = snapshots.take_away(snapshot_id)
                 failpoints.reach("snapshots.after_discard")
                 snapshots.remove_child(gone)
             except FileNotFoundError:
@@ -234,7 +239,30 @@ def _probe(top: Directory) -> None:
         ) from error
 
 
-def _claim(top: Directory, job_id: str) -> None:
+def _probe_store(top: Folder) -> None:
+    """As `_probe`, of a store: a name is made once, and what was made is seen by a read and a list that begin afterwards."""
+    name = _PROBE + secrets.token_hex(4)
+    with top.child(name) as folder:
+        try:
+            folder.write_new("once", b"1")
+            with suppress(FileExistsError):
+                folder.write_new("once", b"2")
+            if folder.read("once", 1) != b"1":
+                raise refuse(Reason.STORAGE_FAILED, "A second writer replaced the object of the first.")
+            if folder.names() != ["once"]:
+                raise refuse(Reason.STORAGE_FAILED, "An object that was written is in no list.")
+        except (SafepointError, FileNotFoundError) as error:
+            step = error.problem.next_step if isinstance(error, SafepointError) else ""
+            raise refuse(
+                Reason.STORAGE_FAILED, f"The snapshot root {top.path} cannot hold snapshots: {error}"[:900],
+                next_step=step or "Use a store that refuses the second writer of a name, as S3 does (If-None-Match), or a directory.",
+            ) from error  # fmt: skip
+        finally:
+            with suppress(SafepointError):
+                folder.remove_file("once")
+
+
+def _claim(top: Folder, job_id: str) -> None:
     try:
         if not top.has(_OWNER):  # a full disk could not even try
             top.write_new(_OWNER, json.dumps({"job_id": job_id}).encode() + b"\n")

@@ -22,10 +22,10 @@ from typing import Final, TypeVar
 from safepoint.v1 import coordinator_service_pb2 as pb
 
 from coordinator import archive, convert
-from coordinator.objects import Objects
 from coordinator.snapshot_reading import SnapshotReader
 from coordinator.uploads import Upload, Uploads
 from coordinator.wire.errors import Problem, Reason, SafepointError, refuse
+from coordinator.wire.objects import Objects
 from coordinator.wire.rpc import detail_from_problem
 from coordinator.wire.terms import UploadState
 

@@ -10,6 +10,7 @@ adapter            what the service asks of the code that knows one kind of serv
 adapters/          one file per kind of server
 proxy              the gate as a raw reverse proxy, for servers that it can't be loaded into
 service            the Participant service: RPC -> fence -> adapter; no decisions
+export, stored_export  where a part of a snapshot lies: below a directory, in a store
 shim, ends         one process: serves, registers, renews, ends; how processes end, told to those who miss them
 cli                `safepoint shim`, `safepoint serve`, `safepoint inspect`
 

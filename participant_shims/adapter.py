@@ -31,6 +31,7 @@ from coordinator.wire.errors import Reason
 from coordinator.wire.terms import Activity, CheckpointMode, QuiesceMode, Role, RolloutState
 
 PRECOPIES: Final = "precopy"  # the feature of a participant that serves Precopy
+FOREIGN_STATE: Final = "foreign_state"  # the feature of one that takes `sources` in Restore
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +50,7 @@ class Description:
     upstream_endpoints: tuple[str, ...] = ()
     config_digest: str = ""
     features: tuple[str, ...] = ()
+    actor_id: str = ""  # filled in by the shim: adapters know one server
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,6 +140,7 @@ class LedgerLine:
     recorded_calls: int = 0
     waiting_on: str = ""
     input_sha256: str = ""
+    participant_id: str = ""  # the agent that runs it; empty where it is known who says so
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,6 +161,40 @@ class Exported:
     totals: dict[RolloutState, int] = field(default_factory=dict[RolloutState, int])
     sessions: int = 0
     recorded_calls: int = 0
+    shared_state_sha256: str = (
+        ""  # of what belongs to the server as a whole and to no rollout; empty when there is none
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """A verified part of a snapshot to load, or the rollouts of it from `first` to before `until`, but for `without`."""
+
+    directory: Path
+    files: tuple[WrittenFile, ...]
+    first: str = ""
+    until: str = ""
+    without: frozenset[str] = frozenset()
+
+    @property
+    def whole(self) -> bool:
+        """Whether everything in it is to be loaded."""
+        return not (self.first or self.until or self.without)
+
+    def has(self, rollout_id: str) -> bool:
+        """Whether the rollout is to be loaded."""
+        return (
+            self.first <= rollout_id and (not self.until or rollout_id < self.until) and rollout_id not in self.without
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Elsewhere:
+    """A rollout of a snapshot that another Gym actor holds now. One that comes here with this input is sent there."""
+
+    rollout_id: str
+    input_sha256: str
+    actor_id: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,12 +204,14 @@ class Loaded:
     `totals`: every rollout of the files' own ledger, by the state in which it continues; their sum is that of the export,
     and what had finished is still finished. `diverged`: all rollouts that restart although the files had them. The
     coordinator compares both with the manifest, and a restore that does not account for everybody fails.
+    `left`: sessions in the files that are of rollouts which were not to be loaded.
     """
 
     sessions: int = 0
     totals: dict[RolloutState, int] = field(default_factory=dict[RolloutState, int])
     diverged: tuple[LedgerLine, ...] = ()
     generation: int = 0
+    left: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -288,6 +327,19 @@ class Precopies(Protocol):
 
     def export(self, directory: Path, root: Path | None = None) -> AsyncIterator[Progress | Exported]:
         """As `Adapter.export`; files may be ropes (coordinator.wire.rope) of chunks below the snapshot root."""
+        ...
+
+
+@runtime_checkable
+class TakesForeign(Protocol):
+    """An adapter that can load what other servers of its kind have saved, and some rollouts of it. Says FOREIGN_STATE."""
+
+    def load_parts(self, parts: Sequence[Part]) -> AsyncIterator[Progress | Loaded]:
+        """As `Adapter.load`, of several parts, which hold no rollout twice."""
+        ...
+
+    async def note_elsewhere(self, held: Sequence[Elsewhere]) -> None:
+        """After a load: these are held by other actors. Forgotten when it is, and with the next cut."""
         ...
 
 

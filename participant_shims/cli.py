@@ -17,6 +17,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Final
 
+from coordinator.wire.places import in_actor
 from participant_shims.serve import ServeOptions, run_serve
 from participant_shims.serve_engine import EngineOptions, is_vllm, run_engine
 
@@ -71,6 +72,7 @@ def run_shim(arguments: argparse.Namespace) -> int:
     # Here and not above: `serve` must start at once, and grpc takes a second to import.
     from coordinator.wire import logs
     from coordinator.wire.errors import Reason, SafepointError
+    from coordinator.wire.names import is_store
     from participant_shims.adapter import Adapter
     from participant_shims.adapters.gym import GymAdapter
     from participant_shims.adapters.gym_terms import role_named
@@ -81,12 +83,11 @@ def run_shim(arguments: argparse.Namespace) -> int:
     from participant_shims.leftovers import end_what_is_left
     from participant_shims.shim import ShimOptions, complain, serve_shim
 
-    logs.configure(
-        arguments.log_format,
-        verbose=arguments.verbose,
-        participant_id=arguments.name or life_name(arguments.life) or "shim",
-    )
-    if arguments.root and not Path(arguments.root).is_absolute():
+    # A life has the full name already: the gate has made it with the same SAFEPOINT_ACTOR.
+    name = in_actor(arguments.actor, arguments.name) if arguments.name else life_name(arguments.life)
+    logs.configure(arguments.log_format, verbose=arguments.verbose, participant_id=name or "shim")
+    stored = is_store(arguments.root)
+    if arguments.root and not stored and not Path(arguments.root).is_absolute():
         print(
             f"safepoint shim: the snapshot root must be an absolute path, not {arguments.root!r}: a shim beside a server has "
             "a working directory of its own (--root, SAFEPOINT_ROOT)", file=sys.stderr,
@@ -95,9 +96,11 @@ def run_shim(arguments: argparse.Namespace) -> int:
     try:
         options = ShimOptions(
             life=Path("."),
-            participant_id=arguments.name,
+            participant_id=name or Path(arguments.life).name,
+            actor_id=arguments.actor,
             coordinator=arguments.coordinator,
-            root=Path(arguments.root) if arguments.root else None,
+            root=Path(arguments.root) if arguments.root and not stored else None,
+            store=arguments.root if stored else "",
             bind=arguments.bind,
             advertise=arguments.advertise,
             job_id=arguments.job,
@@ -114,28 +117,26 @@ def run_shim(arguments: argparse.Namespace) -> int:
             if not (equals and listen and upstream and arguments.name and arguments.role):
                 print("safepoint shim: --proxy LISTEN=UPSTREAM needs --name and --role", file=sys.stderr)
                 return EXIT_USAGE
-            life = Path(arguments.life) if arguments.life else default_run_dir() / f"{arguments.name}-proxy"
+            life = Path(arguments.life) if arguments.life else default_run_dir() / f"{name}-proxy"
             adapter = ProxyAdapter(
-                ProxyOptions(arguments.name, role, listen, upstream, arguments.kind, arguments.checkpoint_mode)
+                ProxyOptions(name, role, listen, upstream, arguments.kind, arguments.checkpoint_mode)
             )
         elif arguments.vllm:
             listen, equals, upstream = arguments.vllm.partition("=")
             if not (equals and listen and upstream and arguments.name):
                 print("safepoint shim: --vllm LISTEN=UPSTREAM needs --name", file=sys.stderr)
                 return EXIT_USAGE
-            life = Path(arguments.life) if arguments.life else default_run_dir() / f"{arguments.name}-vllm"
+            life = Path(arguments.life) if arguments.life else default_run_dir() / f"{name}-vllm"
             adapter = VllmAdapter(
                 VllmOptions(
-                    arguments.name, listen, upstream, life, rejects=arguments.when_closed == "reject",
+                    name, listen, upstream, life, rejects=arguments.when_closed == "reject",
                     weights=arguments.weights, weight_digest=arguments.weight_digest, root=options.root,
                     policy=arguments.policy,
                 )
             )  # fmt: skip
         elif arguments.life:
             life = Path(arguments.life)
-            name = arguments.name or life.name.rpartition("-")[0] or life.name
-            options = replace(options, participant_id=name)
-            adapter = GymAdapter(life, name, role)
+            adapter = GymAdapter(life, options.participant_id, role)
         else:
             print("safepoint shim: give it --life DIR of a gated server, --proxy or --vllm LISTEN=UPSTREAM",
                   file=sys.stderr)  # fmt: skip
@@ -179,10 +180,10 @@ def _run_serve_engine(arguments: argparse.Namespace, command: Sequence[str]) -> 
     shim += ["--policy", arguments.policy] if arguments.policy else []
     shim += ["--verbose"] if arguments.verbose else []
     runs = Path(arguments.run_dir).resolve() if arguments.run_dir else default_run_dir()
-    for option in ("coordinator", "root", "job", "bind", "token_file", "tls_dir"):
+    for option in ("coordinator", "root", "job", "bind", "token_file", "tls_dir", "actor"):
         if getattr(arguments, option):
             shim += ["--" + option.replace("_", "-"), getattr(arguments, option)]
-    life = runs / f"{arguments.name}-vllm"
+    life = runs / f"{in_actor(arguments.actor, arguments.name)}-vllm"
     return run_engine(EngineOptions(arguments.name, arguments.listen, life, tuple(shim), arguments.verbose), command)
 
 
@@ -205,6 +206,11 @@ def _parser() -> argparse.ArgumentParser:
     _add_engine_arguments(shim)
     shim.add_argument(
         "--name", default=environ("SAFEPOINT_NAME", ""), help="participant id; of a life: its server's name"
+    )
+    shim.add_argument(
+        "--actor",
+        default=environ("SAFEPOINT_ACTOR", ""),
+        help="the Gym actor that the server belongs to, when there are several",
     )
     shim.add_argument("--role", default="", help="policy, auxiliary, agent or resources")
     shim.add_argument("--kind", default="proxy", help="with --proxy: what it is, for people and for the fingerprint")
@@ -238,6 +244,7 @@ def _parser() -> argparse.ArgumentParser:
         "--listen", default="", metavar="HOST:PORT", help="of a vLLM: where callers reach it from now on"
     )
     _add_engine_arguments(serve)
+    serve.add_argument("--actor", default="", help="the Gym actor that the servers belong to, when there are several")
     serve.add_argument("--role", default="", help="policy or auxiliary: a model must have one")
     serve.add_argument("--coordinator", default="")
     serve.add_argument("--root", default="", help="snapshot root")
@@ -286,6 +293,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         tls_dir=arguments.tls_dir,
         state=arguments.state,
         gym_ray=arguments.gym_ray,
+        actor=arguments.actor,
         verbose=arguments.verbose,
     )
     return run_serve(options, command)

@@ -27,7 +27,7 @@ from safepoint.v1 import coordinator_service_pb2_grpc
 from coordinator.wire.access import Access
 from coordinator.wire.auth import Tokens
 from coordinator.wire.errors import SafepointError
-from coordinator.wire.record import Record, look_up
+from coordinator.wire.record import Record, looked_up
 from coordinator.wire.refusals import introduced
 from coordinator.wire.rpc import error_from_rpc
 from participant_shims.gate.life import is_ending, server_of, server_process
@@ -88,7 +88,7 @@ async def report(
     until, wait_s = loop.time() + within_s, _WAITS_S[0]
     while True:
         try:
-            record = look_up(target)
+            record = await looked_up(target)
             mine = tokens.metadata(Access.SHIM) if tokens else ()
             metadata = (*mine, *record.metadata(), *introduced(gone.participant_id))
             async with dial(record) as link:

@@ -144,6 +144,9 @@ class Exports:
             pass
         del self._begun[snapshot_id]
 
+    def ahead(self, until: Callable[[], bool]) -> None:
+        """Nothing is to be done ahead of a save: what is written below the root is there."""
+
     def verify(
         self, snapshot_id: str, source_id: str, manifest_sha256: str, now: capabilities_pb2.Capabilities
     ) -> VerifiedPart:
@@ -178,6 +181,13 @@ class Exports:
                     )
                 verify_files(part, manifest)
                 return VerifiedPart(manifest, part.path)
+
+    def published(self, snapshot_id: str) -> Path:
+        """The directory of a snapshot. Raises as `verify`."""
+        with self._snapshot(snapshot_id) as snapshot:
+            if not snapshot.has(MANIFEST_NAME):
+                raise refuse(Reason.SNAPSHOT_NOT_FOUND, f"Snapshot {snapshot_id} was never published.")
+            return snapshot.path
 
     def _snapshot(self, snapshot_id: str) -> Directory:
         if self.root is None:

@@ -226,6 +226,10 @@ class Fence:
         ends = rpc in (Rpc.RESUME, Rpc.ABORT)
         past = self._finished.get(operation_id)
         if past is not None:
+            if rpc is Rpc.RENEW:
+                # Who goes on with a restore acts on the answer that it is loaded still (`Operations.call`): a coordinator
+                # before it must not abort that afterwards.
+                self._highest_epoch = max(self._highest_epoch, epoch)
             return self._end_again(rpc, operation_id, epoch, past, ended) if ends else self._is_over(
                 rpc, operation_id, digest, past, ended
             )  # fmt: skip

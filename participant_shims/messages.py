@@ -148,6 +148,7 @@ def capabilities(description: Description) -> capabilities_pb2.Capabilities:
         config_digest=description.config_digest,
         features=description.features,
         shim_version=SHIM_VERSION,
+        actor_id=description.actor_id,
     )
 
 
@@ -262,6 +263,7 @@ def participant_manifest(
         sessions=exported.sessions,
         recorded_calls=exported.recorded_calls,
         chunks=[manifest_pb2.ChunkEntry(sha256=chunk.sha256, size_bytes=chunk.size_bytes) for chunk in chunks],
+        shared_state_sha256=exported.shared_state_sha256,
     )
 
 

@@ -17,7 +17,7 @@ from typing import Any, Final, Protocol, TypeVar
 
 from coordinator.wire import failpoints, logs
 from coordinator.wire.beneath import storage_error
-from coordinator.wire.errors import Problem, Reason, Refused, SafepointError, refuse
+from coordinator.wire.errors import STILL_LOADED, Problem, Reason, Refused, SafepointError, refuse
 from coordinator.wire.terms import ParticipantState, Phase
 from participant_shims.adapter import (
     Adapter,
@@ -76,8 +76,16 @@ class LoopClock:
 class Operations:
     """The operations of one participant. One event loop; no method blocks it."""
 
-    def __init__(self, adapter: Adapter, participant_id: str, incarnation_id: str, clock: Clock | None = None) -> None:
+    def __init__(
+        self,
+        adapter: Adapter,
+        participant_id: str,
+        incarnation_id: str,
+        clock: Clock | None = None,
+        actor_id: str = "",
+    ) -> None:
         self.adapter = adapter
+        self.actor_id = actor_id
         self.participant_id = participant_id
         self.incarnation_id = incarnation_id
         self.clock = clock or LoopClock()
@@ -125,18 +133,24 @@ class Operations:
     async def describe(self) -> Description:
         """What the server is; fixed for this incarnation. Raises UNAVAILABLE while it is not up."""
         if self._description is None:
-            self._description = await self.adapter.describe()
+            self._description = replace(await self.adapter.describe(), actor_id=self.actor_id)
         return self._description
 
     # ---- decisions ------------------------------------------------------------------------------------------------
 
     def call(self, rpc: Rpc, operation_id: str, epoch: int, digest: str, lease_ttl_s: float = 0.0) -> Decision:
-        """Ask the fence, and perform what the decision ended. Raises what it refuses."""
+        """Ask the fence, and perform what the decision ended. Raises what it refuses.
+
+        LEASE_LAPSED of a restore whose state is in the server still says so: a Resume would find everything.
+        """
         logs.about(operation_id)
         decision = self.fence.call(rpc, operation_id, epoch, digest, self.clock.now(), lease_ttl_s)
         self.apply(decision.ended)
         if isinstance(decision, Refuse):
-            raise Refused(decision.problem)
+            problem = decision.problem
+            if problem.reason is Reason.LEASE_LAPSED and operation_id == self.in_question:
+                problem = replace(problem, metadata={**problem.metadata, STILL_LOADED: operation_id})
+            raise Refused(problem)
         if decision.lease_generation:
             self._set_alarm(decision.lease_generation)
         self.changed.beat()

@@ -18,6 +18,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Final
 
+from coordinator.wire.names import is_store
 from participant_shims.groups import adopted_orphans, end_group, signal_group
 
 GRACE_S: Final = 10.0  # between SIGTERM and SIGKILL; Gym itself gives its servers 1 s
@@ -42,6 +43,7 @@ class ServeOptions:
     tls_dir: str = ""
     state: str = ""
     gym_ray: str = ""
+    actor: str = ""
     verbose: bool = False
 
 
@@ -71,11 +73,14 @@ def serve_environment(options: ServeOptions, environ: Mapping[str, str]) -> dict
         "SAFEPOINT_TLS_DIR": _absolute(options.tls_dir or environ.get("SAFEPOINT_TLS_DIR", "")),
         "SAFEPOINT_STATE": options.state,
         "SAFEPOINT_GYM_RAY": options.gym_ray,
+        "SAFEPOINT_ACTOR": options.actor,
     }
     return {key: value for key, value in wanted.items() if value and environ.get(key) != value}
 
 
 def _absolute(path: str) -> str:
+    if is_store(path):
+        return path
     return str(Path(path).expanduser().absolute()) if path else ""
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from functools import partial
 from pathlib import Path
@@ -27,13 +28,14 @@ from coordinator.wire.ids import is_rollout_id
 from coordinator.wire.marks import Marks
 from coordinator.wire.rpc import time_budget
 from coordinator.wire.terms import ParticipantState, Phase, QuiesceMode, Role
-from participant_shims import messages
-from participant_shims.adapter import Adapter, Drain, Exported, Loaded, Opened, Progress
-from participant_shims.export import Exports, VerifiedPart, until_seen
+from participant_shims import messages, placed
+from participant_shims.adapter import Adapter, Drain, Exported, Loaded, Opened, Progress, TakesForeign
+from participant_shims.export import Exports, until_seen
 from participant_shims.fence import Accept, Join, Refuse, Replay, Rpc
 from participant_shims.operations import Clock, Operations
 from participant_shims.precopying import export, precopy
 from participant_shims.running import Running
+from participant_shims.stored_export import StoredExports
 
 log = logging.getLogger(__name__)
 
@@ -51,7 +53,8 @@ WATCH_INTERVALS: Final = (0.1, 60.0)
 
 
 class ParticipantService(participant_service_pb2_grpc.ParticipantServicer):
-    """Served by the shim beside one server. `root` is the snapshot root; without it nothing can be committed."""
+    """Served by the shim beside one server. `root` is the snapshot root; without it nothing can be committed. `exports`: for a
+    root that is no directory."""
 
     def __init__(
         self,
@@ -60,9 +63,11 @@ class ParticipantService(participant_service_pb2_grpc.ParticipantServicer):
         incarnation_id: str,
         root: Path | None = None,
         clock: Clock | None = None,
+        exports: Exports | StoredExports | None = None,
+        actor_id: str = "",
     ) -> None:
-        self.operations = Operations(adapter, participant_id, incarnation_id, clock)
-        self.exports = Exports(root, participant_id)
+        self.operations = Operations(adapter, participant_id, incarnation_id, clock, actor_id)
+        self.exports = exports or Exports(root, participant_id)
         self._fence = self.operations.fence
         self._snapshots: dict[str, str] = {}  # operation -> the snapshot it writes, to be discarded if it is aborted
         self._watchers = 0
@@ -95,7 +100,13 @@ class ParticipantService(participant_service_pb2_grpc.ParticipantServicer):
 
     async def Precopy(self, request: pb.PrecopyRequest, context: Context) -> pb.PrecopyResponse:
         budget_s = time_budget(context)
+        began = time.monotonic()
         await precopy(self.operations.adapter, self._fence, request.coordinator_epoch, self.exports.root, budget_s)
+
+        def goes_on() -> bool:
+            return time.monotonic() - began < budget_s * 0.9 and self._fence.state is ParticipantState.OPEN
+
+        await asyncio.to_thread(self.exports.ahead, goes_on)
         return pb.PrecopyResponse()
 
     async def Prepare(self, request: pb.PrepareRequest, context: Context) -> AsyncIterator[pb.PrepareEvent]:
@@ -225,6 +236,7 @@ class ParticipantService(participant_service_pb2_grpc.ParticipantServicer):
         messages.wire_id(request.snapshot_id, "snapshot_id")
         if request.source_participant_id:
             messages.wire_id(request.source_participant_id, "source_participant_id")
+        placed.check(request)
         ttl_s = messages.lease_ttl(request.lease_ttl)
         await self.operations.describe()
         running = self._enter(
@@ -238,13 +250,7 @@ class ParticipantService(participant_service_pb2_grpc.ParticipantServicer):
     ) -> pb.RestoreEvent:
         operations = self.operations
         description = await operations.describe()
-        part: VerifiedPart | None = None
-        if request.manifest_sha256:
-            failpoints.reach("shim.before_verify")
-            source = request.source_participant_id or operations.participant_id
-            verify = partial(self.exports.verify, request.snapshot_id, source, request.manifest_sha256,
-                             messages.capabilities(description))  # fmt: skip
-            part = await until_seen(partial(operations.on_disk, verify))
+        plan = await until_seen(partial(operations.on_disk, partial(placed.plan, request, description, self.exports)))
         await operations.settle_opening()
         await operations.settle_unloading()
         mode = messages.quiesce_mode(0, description.quiesce_modes)
@@ -252,21 +258,23 @@ class ParticipantService(participant_service_pb2_grpc.ParticipantServicer):
         operations.closed = closed
         running.first(pb.RestoreEvent(admission_closed=messages.admission_closed(closed)))
         loaded = Loaded(generation=closed.generation)
-        if part is not None:
+        if plan.parts:
             running.progress(pb.RestoreEvent(load_progress=messages.export_progress(Progress())))
             failpoints.reach("shim.before_load")
             operations.loaded_by = running.operation_id
-            async for step in operations.adapter.load(part.directory, messages.written_files(part.manifest)):
+            async for step in placed.load(operations.adapter, plan.parts):
                 if isinstance(step, Loaded):
                     loaded = step
                 else:
                     running.progress(pb.RestoreEvent(load_progress=messages.export_progress(step)))
-            absent = part.manifest.sessions - loaded.sessions - len(loaded.diverged)
+            absent = plan.sessions - loaded.sessions - loaded.left - len(loaded.diverged)
             if absent > 0:  # neither loaded nor said to be lost: a rollout would go on without its state
                 raise refuse(
                     Reason.SNAPSHOT_CORRUPT,
-                    f"{absent} of the {part.manifest.sessions} sessions that were saved are in no file that was loaded.",
+                    f"{absent} of the {plan.sessions} sessions that were saved are in no file that was loaded.",
                 )
+        if isinstance(operations.adapter, TakesForeign) and plan.elsewhere:
+            await operations.adapter.note_elsewhere(plan.elsewhere)
         failpoints.reach("shim.after_load")
         for event in messages.diverged(loaded):
             running.first(event)

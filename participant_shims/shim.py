@@ -29,6 +29,7 @@ from coordinator.wire.ids import is_wire_id, new_incarnation_id
 from coordinator.wire.links import read_security
 from coordinator.wire.listening import Listening, listen
 from coordinator.wire.marks import Use
+from coordinator.wire.names import names_at
 from coordinator.wire.rpc import SERVER_OPTIONS, ErrorInterceptor
 from coordinator.wire.trace import SpanInterceptor, Tracer, wanted
 from coordinator.wire.usage import open_files, raise_open_files, size, space, watch
@@ -39,6 +40,7 @@ from participant_shims.gate.life import CALLS, bury
 from participant_shims.operations import Clock
 from participant_shims.registration import Registration
 from participant_shims.service import ParticipantService
+from participant_shims.stored_export import StoredExports
 
 log = logging.getLogger(__name__)
 
@@ -49,6 +51,7 @@ _health_grpc = cast(Any, importlib.import_module("grpc_health.v1.health_pb2_grpc
 
 SERVICE: Final = "safepoint.v1.Participant"
 LOCK: Final = "shim.lock"
+SPOOL: Final = "spool"
 STOP_GRACE_S: Final = 0.5
 PARENT_EVERY_S: Final = 1.0
 
@@ -57,6 +60,7 @@ PARENT_EVERY_S: Final = 1.0
 class ShimOptions:
     """What a shim is started with. Empty means: as the environment variable of ARCHITECTURE.md says.
 
+    `participant_id`: with the name of the Gym actor, `actor_id`, where it belongs to one.
     `parent_pid`: end when this process is no longer our parent; zero: never. `advertise`: the host that others reach us
     by, when it is not the one of `bind`.
     """
@@ -65,11 +69,13 @@ class ShimOptions:
     participant_id: str
     coordinator: str = ""
     root: Path | None = None
+    store: str = ""  # the root, when it is in an object store
     bind: str = "127.0.0.1:0"
     advertise: str = ""
     job_id: str = "default"
     token_file: str = ""
     tls_dir: str = ""
+    actor_id: str = ""
     parent_pid: int = 0
     insecure: bool = False
     predecessor: Predecessor | None = None  # the shim that it replaces
@@ -122,7 +128,10 @@ class Shim:
         self._adapter = adapter
         self.incarnation_id = new_incarnation_id()
         self.address = ""
-        self.service = ParticipantService(adapter, options.participant_id, self.incarnation_id, options.root, clock)
+        exports = _stored(options) if options.store else None
+        self.service = ParticipantService(
+            adapter, options.participant_id, self.incarnation_id, options.root, clock, exports, options.actor_id
+        )
         self._make_server = make_server
         self._dial = self._security.dial_found(dial)
         self._listening: Listening | None = None
@@ -240,6 +249,10 @@ class Shim:
 
     async def _capabilities(self) -> capabilities_pb2.Capabilities:
         return messages.capabilities(await self.service.operations.describe())
+
+
+def _stored(options: ShimOptions) -> StoredExports:
+    return StoredExports(names_at(options.store), options.life / SPOOL, options.participant_id)
 
 
 def told_to_go() -> asyncio.Future[int]:

@@ -7,8 +7,10 @@ that a test shows what the coordinator makes of one fault and of nothing else.
 from __future__ import annotations
 
 import asyncio
+import json
 import math
 import time
+from collections import Counter
 from collections.abc import AsyncIterator
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -27,7 +29,7 @@ from safepoint.v1 import (
 )
 
 from coordinator.wire.beneath import Directory, FileDigest
-from coordinator.wire.errors import Blocked, Problem, Reason, Refused, refuse
+from coordinator.wire.errors import STILL_LOADED, Blocked, Problem, Reason, Refused, refuse
 from coordinator.wire.ids import new_incarnation_id
 from coordinator.wire.manifest_file import read_participant_manifest, verify_files, write_participant_manifest
 from coordinator.wire.rpc import SERVER_OPTIONS, ErrorInterceptor, channel, time_budget
@@ -58,6 +60,7 @@ class Knobs:
     diverged: list[manifest_pb2.LedgerEntry] = field(default_factory=list)  # what it says of a restore
     restored_totals: manifest_pb2.LedgerTotals | None = None  # instead of those of its manifest
     resume_warnings: tuple[str, ...] = ()  # what it says was lost before the resume
+    shared_state: str = ""  # the digest of what it says belongs to no rollout
     names_all: bool = True  # of the diverged ones, when there are more than Restored lists
 
 
@@ -78,6 +81,8 @@ class FakeShim(participant_service_pb2_grpc.ParticipantServicer):
         config_digest: str = "",
         kind: str = "fake",
         in_question: str = "",
+        actor_id: str = "",
+        features: tuple[str, ...] = (),
     ) -> None:
         self.participant_id = participant_id
         self.root = root
@@ -95,7 +100,10 @@ class FakeShim(participant_service_pb2_grpc.ParticipantServicer):
             depends_on=depends_on,
             upstream_endpoints=upstream_endpoints,
             config_digest=config_digest,
+            actor_id=actor_id,
+            features=features,
         )
+        self.asked_to_restore: participant_service_pb2.RestoreRequest | None = None
         self.state: int = S.PARTICIPANT_STATE_OPEN
         self.operation_id = ""
         self.in_question = in_question  # a restore whose state is loaded, and whose end it has not heard
@@ -252,7 +260,10 @@ class FakeShim(participant_service_pb2_grpc.ParticipantServicer):
             reason = (
                 Reason.LEASE_LAPSED if self.finished[context.operation_id] == "lease" else Reason.OPERATION_FINISHED
             )
-            raise refuse(reason, f"{context.operation_id} has ended here.", participant_id=self.participant_id)
+            loaded = {STILL_LOADED: self.in_question} if self.in_question == context.operation_id else {}
+            raise refuse(
+                reason, f"{context.operation_id} has ended here.", participant_id=self.participant_id, metadata=loaded
+            )
         if self.operation_id and self.operation_id != context.operation_id:
             raise refuse(Reason.FENCED, f"{self.operation_id} owns the fence.", operation_id=self.operation_id,
                          participant_id=self.participant_id)  # fmt: skip
@@ -275,6 +286,8 @@ class FakeShim(participant_service_pb2_grpc.ParticipantServicer):
             self._lease = asyncio.get_running_loop().call_later(left_s, self._thaw)
             return
         self.thawed_by_lease += 1
+        if self.state == S.PARTICIPANT_STATE_RESTORED:
+            self.in_question = self.operation_id
         self._open("lease")
 
     def _open(self, why: str) -> float | None:
@@ -412,6 +425,7 @@ class FakeShim(participant_service_pb2_grpc.ParticipantServicer):
                 ledger_file="ledger.jsonl" if entries else "",
                 totals=totals,
                 sessions=1,
+                shared_state_sha256=self.knobs.shared_state,
                 recorded_calls=sum(entry.recorded_calls for entry in entries),
             )
             written = write_participant_manifest(mine, manifest)
@@ -445,7 +459,8 @@ class FakeShim(participant_service_pb2_grpc.ParticipantServicer):
             admission_closed=participant_service_pb2.AdmissionClosed(workers=self._workers())
         )
         await self._die_at("Restore")
-        totals = manifest_pb2.LedgerTotals()
+        self.asked_to_restore = request
+        totals = self._of_sources(request)
         if request.manifest_sha256:
             with (
                 Directory.open(self.root / "snapshots" / request.snapshot_id) as snapshot,
@@ -470,6 +485,17 @@ class FakeShim(participant_service_pb2_grpc.ParticipantServicer):
                 admission_generation=self.generation,
             )
         )  # fmt: skip
+
+    def _of_sources(self, request: participant_service_pb2.RestoreRequest) -> manifest_pb2.LedgerTotals:
+        """The rollouts in the ranges that it is to load, counted from the ledgers of their parts."""
+        counted: Counter[str] = Counter()
+        for source in request.sources:
+            path = self.root / "snapshots" / request.snapshot_id / source.participant_id / "ledger.jsonl"
+            for line in map(json.loads, path.read_text().splitlines() if path.exists() else ()):
+                until = source.rollouts_until
+                if source.rollouts_from <= line["rollout_id"] and (not until or line["rollout_id"] < until):
+                    counted[line["state"].removeprefix("ROLLOUT_STATE_").lower()] += 1
+        return manifest_pb2.LedgerTotals(**counted)
 
     async def Resume(self, request: Any, context: Any) -> Any:
         closed_for = await self._opening("Resume", request, context)

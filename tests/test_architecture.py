@@ -19,12 +19,13 @@ import pytest
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGES = ("coordinator", "participant_shims")
 
-WIRE_PURE = frozenset(f"coordinator.wire.{name}" for name in ("ids", "terms", "errors", "deadline", "access"))
+WIRE_PURE = frozenset(f"coordinator.wire.{name}" for name in ("ids", "terms", "errors", "deadline", "access", "places"))
 FAILPOINTS = frozenset({"coordinator.wire.failpoints"})  # standard library only, and off but in tests
 # What a pure module may use of the standard library: nothing that reads a clock, a file, a socket or chance.
 NO_IO = frozenset(
     [
         "__future__",
+        "bisect",
         "collections",
         "dataclasses",
         "enum",

@@ -16,6 +16,7 @@ from coordinator.doctor import relay as relay_of_node
 from coordinator.doctor import root as snapshot_root
 from coordinator.doctor.finding import Finding, Severity, from_error
 from coordinator.wire.errors import Reason, SafepointError
+from coordinator.wire.names import is_store
 from coordinator.wire.tls import TLS_DIR_VARIABLE
 
 if TYPE_CHECKING:
@@ -96,7 +97,7 @@ def _root_elsewhere(here: Circumstances, client: Client, path: str) -> Iterator[
             "root", Severity.ERROR, here.root, f"The coordinator has another root: {path}.",
             "Set SAFEPOINT_ROOT to the same directory everywhere.", Reason.SNAPSHOT_FOREIGN,
         )  # fmt: skip
-    elif Path(path).is_dir():
+    elif is_store(path) or Path(path).is_dir():
         yield from snapshot_root.root(path, _newest_bytes(client), here.clock)
     else:
         yield Finding(

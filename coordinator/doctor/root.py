@@ -18,10 +18,14 @@ from coordinator.client_results import size_text
 from coordinator.doctor.finding import Finding, Severity
 from coordinator.journal import RESERVE_BYTES
 from coordinator.wire.beneath import STORAGE_HELP, storage_error
-from coordinator.wire.errors import Reason
+from coordinator.wire.errors import Reason, SafepointError
+from coordinator.wire.folder import names_below
+from coordinator.wire.names import is_store
+from coordinator.wire.stored_folder import Where
 
 # A save fsyncs each file, each folder and the manifest; at this cost for one of them a small save takes a second.
 SLOW_SYNC_S: Final = 0.1
+SLOW_ANSWER_S: Final = 0.3
 _PROBE_BYTES: Final = 4096
 _TRIES: Final = 5
 # Room for this many snapshots of the newest one's size is enough not to speak of.
@@ -33,6 +37,9 @@ _MOUNTS: Final = Path("/proc/self/mountinfo")
 
 def root(path: str, newest_bytes: int, clock: Callable[[], float] = time.monotonic) -> Iterator[Finding]:
     """`newest_bytes`: size of the newest snapshot, 0 when there is none."""
+    if is_store(path):
+        yield _store(path, clock)
+        return
     folder = Path(path)
     if not folder.is_absolute():
         yield _bad(path, "The root is not an absolute path.", "Give an absolute path: others have other folders.")
@@ -54,6 +61,25 @@ def root(path: str, newest_bytes: int, clock: Callable[[], float] = time.monoton
     yield _place(folder)
     yield _room(folder, newest_bytes)
     yield _sync(folder, clock)
+
+
+def _store(url: str, clock: Callable[[], float]) -> Finding:
+    """Read only: what a store must do is tried by the coordinator's start."""
+    try:
+        names = names_below(Where(url))
+        owned = names.info("owner.json") is not None  # the first answer takes a connection as well
+        before = clock()
+        names.near("snapshots/")
+        took = clock() - before
+    except SafepointError as error:
+        return Finding("root", Severity.ERROR, url, error.problem.message, error.problem.next_step, error.reason)
+    if took > SLOW_ANSWER_S:
+        return Finding(
+            "root", Severity.WARNING, url, f"The store of the root answers in {took * 1000:.0f} ms: some ten answers are in a pause.",
+            "Use a store that is nearer, or a root on a disk with `upload`.",
+        )  # fmt: skip
+    has = "a root" if owned else "no root yet"
+    return Finding("root", Severity.OK, url, f"The store answers in {took * 1000:.0f} ms, and has {has} there")
 
 
 def _place(folder: Path) -> Finding:

@@ -40,7 +40,7 @@ from coordinator.protocol.phase_run import Evidence, PhaseRun
 from coordinator.protocol.phases import RESTORE, SAVE, STAGES, STOPS, waves
 from coordinator.protocol.proofs import Opened
 from coordinator.protocol.topology import Topology
-from coordinator.wire.errors import Problem, Reason
+from coordinator.wire.errors import STILL_LOADED, Problem, Reason
 from coordinator.wire.ids import IncarnationId, ParticipantId
 from coordinator.wire.terms import OperationKind, Phase, Role
 
@@ -342,6 +342,11 @@ class Course:
             return []
         self.opened_alone.add(participant_id)
         problem = self.mine(problem, participant_id)
+        if self.stage == Stage.RESTORED and problem.metadata.get(STILL_LOADED) == self.operation.operation_id:
+            # What the snapshot holds is there, and works already: Resume makes it final, and Abort would throw it away.
+            self.unheard.discard(participant_id)
+            text = f"It opened by itself, with what was restored, and waits for Resume. {problem.message}"
+            return [warned(text, participant_id), *(self.resume(now) if self.resume_wanted else [])]
         if self.stage in BEFORE_PUBLISH:
             return self.fail(problem, now)
         if self.stage == Stage.FAILED_PAUSED:

@@ -30,11 +30,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 
-from coordinator.protocol.operation import Operation, Outcome, Stage
+from coordinator.protocol.operation import Operation, Outcome, RestoreSource, Stage
 from coordinator.protocol.proofs import Committed, Progress, Proof
 from coordinator.protocol.topology import Topology
 from coordinator.wire.errors import Problem
 from coordinator.wire.ids import IncarnationId, OperationId, ParticipantId, SnapshotId
+from coordinator.wire.places import Placement
 from coordinator.wire.terms import Phase, QuiesceMode, StragglerPolicy
 
 # ---- events ---------------------------------------------------------------------------------------------------------
@@ -300,6 +301,8 @@ class RestoreArguments:
     manifest_sha256: str
     source_participant_id: str
     lease_ttl_s: float
+    sources: tuple[RestoreSource, ...] = ()
+    placements: tuple[Placement, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -35,25 +35,29 @@ class Line:
 
 @dataclass(frozen=True, slots=True)
 class Ledger:
-    """What a snapshot says of its rollouts. `orphans`: known to other servers and to no agent; not in the ledger."""
+    """What a snapshot says of its rollouts. `orphans`: known to other servers and to no agent; not in the ledger.
+
+    `ambiguous`: those that are excluded since two agents run their id; a save whose stragglers fail does not stand.
+    """
 
     lines: tuple[Line, ...]  # sorted by rollout_id
     totals: Mapping[RolloutState, int]
     orphans: Mapping[str, tuple[ParticipantId, ...]]  # rollout_id -> who knows it
+    ambiguous: tuple[Line, ...] = ()
 
 
 def merge(reports: Iterable[tuple[Participant, Iterable[Line]]]) -> Ledger:
     """The ledger of a snapshot from the ledger files of those who committed.
 
-    Raises Refused with LEDGER_UNBALANCED when a line has no state, when one participant names a rollout twice, or when
-    two agents have the same attempt of one rollout in different states. An older attempt that another agent still knows
-    is superseded by the newer one. An id that names two rollouts, of different inputs, is no contradiction: ids made of
-    indices come again with every batch, and may come to another agent.
+    Raises Refused with LEDGER_UNBALANCED when a line has no state or when one participant names a rollout twice. An older
+    attempt that another agent still knows is superseded by the newer one. The same attempt at two agents, in two states or
+    living at both, is two dispatches under one id: excluded, as is an id of two inputs that live. Of two inputs one that has
+    ended gives way: ids come again with every batch, and may come to another agent.
     """
     mine: dict[str, Line] = {}
     excluded_elsewhere: dict[str, str] = {}
     touched: dict[str, list[ParticipantId]] = {}
-    conflicts: list[Line] = []
+    ambiguous = set[str]()
     for participant, lines in reports:
         name, seen = participant.participant_id, set[str]()
         for line in lines:
@@ -65,26 +69,20 @@ def merge(reports: Iterable[tuple[Participant, Iterable[Line]]]) -> Ledger:
                 own = _agents_own(participant, line)
                 known = mine.get(line.rollout_id)
                 if known is not None and _are_two(known, own):
-                    mine[line.rollout_id] = _of_two(known, own)
+                    mine[line.rollout_id] = chosen = _of_two(known, own)
+                    if chosen is not known and chosen is not own:
+                        ambiguous.add(line.rollout_id)
                 elif known is None or known.attempt < own.attempt:
                     mine[line.rollout_id] = own
-                elif known.attempt == own.attempt and known.state != own.state:
-                    conflicts.append(own)
+                    ambiguous.discard(line.rollout_id)
+                elif _dispatched_twice(known, own):
+                    mine[line.rollout_id] = _neither(known, own)
+                    ambiguous.add(line.rollout_id)
                 continue
             touched.setdefault(line.rollout_id, []).append(name)
             reason = _excluded_by(participant, line)
             if reason:
                 excluded_elsewhere.setdefault(line.rollout_id, reason)
-    if conflicts:
-        first = conflicts[0]
-        other = mine[first.rollout_id]
-        raise _unbalanced(
-            f"Rollout {first.rollout_id} is {other.state.name.lower()} at `{other.participant_id}` and "
-            f"{first.state.name.lower()} at `{first.participant_id}`.",
-            conflicts,
-            next_step="Give each rollout an id of its own, when both agents were sent this one: `_ng_rollout_id` in its row. Otherwise"
-            " report it: one rollout is in two states.",
-        )
     merged = tuple(_final(mine[rollout_id], excluded_elsewhere.get(rollout_id, "")) for rollout_id in sorted(mine))
     totals = Counter(line.state for line in merged)
     return Ledger(
@@ -93,7 +91,19 @@ def merge(reports: Iterable[tuple[Participant, Iterable[Line]]]) -> Ledger:
         orphans={
             rollout_id: tuple(sorted(who)) for rollout_id, who in sorted(touched.items()) if rollout_id not in mine
         },
+        ambiguous=tuple(mine[rollout_id] for rollout_id in sorted(ambiguous)),
     )
+
+
+def refuse_ambiguous(lines: tuple[Line, ...]) -> None:
+    """For a save whose straggler policy is fail. Raises Refused with LEDGER_UNBALANCED when an id names two rollouts."""
+    if lines:
+        raise _unbalanced(
+            f"Rollout {lines[0].rollout_id} is at two agents, and the straggler policy is fail: {lines[0].reason}.",
+            list(lines),
+            next_step="Give each rollout an id of its own (`_ng_rollout_id` in its row), or let such rollouts restart"
+            " (`--stragglers exclude`).",
+        )
 
 
 def balance(lines: Iterable[Line], totals: Mapping[RolloutState, int]) -> None:
@@ -131,12 +141,24 @@ def _of_two(one: Line, other: Line) -> Line:
         return max(one, other, key=lambda line: line.attempt)
     if len(live) == 1:
         return live[0]
-    latest = max(live, key=lambda line: line.attempt)
+    return _neither(*live)
+
+
+def _dispatched_twice(one: Line, other: Line) -> bool:
+    """Whether two agents run one id, as far as their lines show. An agent that only helps another one has no input of it."""
+    if one.attempt != other.attempt:
+        return False
+    lives = one.state not in (RolloutState.COMPLETED, RolloutState.EXCLUDED)
+    return one.state != other.state or (lives and bool(one.input_sha256) and one.input_sha256 == other.input_sha256)
+
+
+def _neither(one: Line, other: Line) -> Line:
+    """The line of an id that names two rollouts, of which neither can be meant."""
     reason = (
         f"its id names two rollouts, at {one.participant_id} and at {other.participant_id}; "
-        "a _ng_rollout_id in each row tells them apart"
+        "a _ng_rollout_id of its own in each row tells them apart"
     )
-    return replace(latest, state=RolloutState.EXCLUDED, reason=reason)
+    return replace(max(one, other, key=lambda line: line.attempt), state=RolloutState.EXCLUDED, reason=reason)
 
 
 def _agents_own(agent: Participant, line: Line) -> Line:

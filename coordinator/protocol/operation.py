@@ -11,6 +11,7 @@ from enum import IntEnum, StrEnum
 from types import MappingProxyType
 
 from coordinator.wire.ids import OperationId, ParticipantId, SnapshotId
+from coordinator.wire.places import Placement
 from coordinator.wire.terms import OperationKind, QuiesceMode, StragglerPolicy
 
 
@@ -57,15 +58,31 @@ class Options:
 
 
 @dataclass(frozen=True, slots=True)
-class RestorePart:
-    """What one participant loads. An empty digest: it did not commit, and only closes.
+class RestoreSource:
+    """A part of a snapshot, or the rollouts of it from `first` to before `until`."""
 
-    `totals`: the rollouts of its own ledger by the lower-case name of their state, which it must account for.
+    participant_id: str
+    manifest_sha256: str
+    first: str = ""
+    until: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class RestorePart:
+    """What one participant loads: a part, or `sources`. Neither: there is nothing for it, and it only closes.
+
+    `totals`: the rollouts of what it loads by the lower-case name of their state, which it must account for.
     """
 
     manifest_sha256: str = ""
     source_participant_id: str = ""  # empty: its own name
     totals: Mapping[str, int] = field(default_factory=dict[str, int])
+    sources: tuple[RestoreSource, ...] = ()
+
+    @property
+    def loads(self) -> bool:
+        """Whether there is anything to load."""
+        return bool(self.manifest_sha256 or self.sources)
 
 
 NO_PARTS: Mapping[ParticipantId, RestorePart] = MappingProxyType({})
@@ -78,6 +95,7 @@ class Operation:
     `trainer_driven`: the save stops after prepare, commit and publish until the trainer's next call.
     `resume_when_done`: a restore opens by itself when all is loaded.
     `parts`: restore only; who loads what. Whoever is not named only closes.
+    `elastic`: rollouts may go to other actors than those of the snapshot. `placements`: where they go, when it is of actors.
     """
 
     kind: OperationKind
@@ -88,6 +106,8 @@ class Operation:
     trainer_driven: bool = False
     resume_when_done: bool = False
     parts: Mapping[ParticipantId, RestorePart] = field(default_factory=lambda: NO_PARTS)
+    elastic: bool = False
+    placements: tuple[Placement, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -173,5 +173,6 @@ class PhaseRun:
             return ConfirmArguments(prepared.incarnation_id, prepared.generation)
         part = operation.parts.get(participant_id, RestorePart())
         return RestoreArguments(
-            operation.snapshot_id, part.manifest_sha256, part.source_participant_id, options.lease_ttl_s
-        )
+            operation.snapshot_id, part.manifest_sha256, part.source_participant_id, options.lease_ttl_s,
+            part.sources, operation.placements,
+        )  # fmt: skip

@@ -125,7 +125,7 @@ def _restored(proof: RestoredProof, participant: Participant, operation: Operati
             f"It loaded snapshot {proof.snapshot_id!r} instead of {operation.snapshot_id!r}.",
         )  # fmt: skip
     part = operation.parts.get(participant.participant_id)
-    wrong = _unaccounted(proof, part.totals) if part is not None and part.manifest_sha256 else ""
+    wrong = _unaccounted(proof, part.totals) if part is not None and part.loads else ""
     return _problem(Reason.LEDGER_UNBALANCED, Phase.RESTORE, participant, wrong) if wrong else None
 
 

@@ -12,10 +12,11 @@ from functools import lru_cache
 from typing import Any, cast
 
 from coordinator.protocol.events import Finish, Record, RecordKind
-from coordinator.protocol.operation import Operation, Options, Outcome, RestorePart
+from coordinator.protocol.operation import Operation, Options, Outcome, RestorePart, RestoreSource
 from coordinator.protocol.topology import Participant, ShimProcess, Topology
 from coordinator.wire.errors import Blocked, Problem, Reason
 from coordinator.wire.ids import IncarnationId, OperationId, ParticipantId, SnapshotId
+from coordinator.wire.places import Placement
 from coordinator.wire.terms import CheckpointMode, OperationKind, Phase, QuiesceMode, Role, StragglerPolicy
 
 MAX_SECONDARY = 20
@@ -166,8 +167,20 @@ def _operation_to_json(operation: Operation) -> dict[str, object]:
         "options": _plain(asdict(operation.options)),
         "trainer_driven": operation.trainer_driven,
         "resume_when_done": operation.resume_when_done,
-        "parts": {name: asdict(part) for name, part in operation.parts.items()},
-    }
+        "parts": {name: _part_to_json(part) for name, part in operation.parts.items()},
+    } | _of_actors(operation)
+
+
+def _part_to_json(part: RestorePart) -> dict[str, object]:
+    data = asdict(part)
+    return data if part.sources else {name: value for name, value in data.items() if name != "sources"}
+
+
+def _of_actors(operation: Operation) -> dict[str, object]:
+    out: dict[str, object] = {"elastic": True} if operation.elastic else {}
+    if operation.placements:
+        out["placements"] = [asdict(placement) for placement in operation.placements]
+    return out
 
 
 def _operation_from_json(data: Mapping[str, Any]) -> Operation:
@@ -183,8 +196,16 @@ def _operation_from_json(data: Mapping[str, Any]) -> Operation:
         options=Options(**options),
         trainer_driven=data["trainer_driven"],
         resume_when_done=data["resume_when_done"],
-        parts={ParticipantId(name): RestorePart(**part) for name, part in data["parts"].items()},
+        parts={ParticipantId(name): _part_from_json(part) for name, part in data["parts"].items()},
+        elastic=data.get("elastic", False),
+        placements=tuple(Placement(**placement) for placement in data.get("placements", ())),
     )
+
+
+def _part_from_json(data: Mapping[str, Any]) -> RestorePart:
+    fields = dict(data)
+    fields["sources"] = tuple(RestoreSource(**each) for each in data.get("sources", ()))
+    return RestorePart(**fields)
 
 
 def _topology_from_json(data: Mapping[str, Any]) -> Topology:

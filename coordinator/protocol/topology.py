@@ -14,45 +14,13 @@ from types import MappingProxyType
 from typing import Final
 from urllib.parse import urlsplit
 
-from coordinator.wire.errors import CATALOG, Problem, Reason
-from coordinator.wire.ids import IncarnationId, ParticipantId, is_wire_id
+from coordinator.protocol import actors
+from coordinator.protocol.participant import Finding, Participant, ShimProcess, finding_of
+from coordinator.wire.errors import Problem, Reason
+from coordinator.wire.ids import is_wire_id
 from coordinator.wire.terms import CheckpointMode, Phase, QuiesceMode, Role
 
-
-@dataclass(frozen=True, slots=True)
-class ShimProcess:
-    """Where the shim of a participant runs, for people. `watched`: somebody will say how it ended."""
-
-    host: str
-    pid: int
-    log_path: str = ""
-    watched: bool = False
-
-    def __str__(self) -> str:
-        log = f", log {self.log_path}" if self.log_path else ""
-        return f"pid {self.pid} on {self.host}{log}"
-
-
-@dataclass(frozen=True, slots=True)
-class Participant:
-    """One server under the protocol, as discovered. Mirrors the proto's Capabilities and ParticipantInfo."""
-
-    participant_id: ParticipantId
-    role: Role
-    kind: str
-    checkpoint_mode: CheckpointMode
-    incarnation_id: IncarnationId
-    address: str
-    quiesce_modes: tuple[QuiesceMode, ...] = (QuiesceMode.HOLD, QuiesceMode.DRAIN)
-    configured_workers: int = 1
-    state_schema: str = ""
-    checkpoint_mode_reason: str = ""
-    depends_on: tuple[str, ...] = ()
-    upstream_endpoints: tuple[str, ...] = ()
-    config_digest: str = ""
-    features: tuple[str, ...] = ()
-    shim_version: str = ""
-    process: ShimProcess | None = None
+__all__ = ["Finding", "Participant", "ShimProcess"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,17 +42,6 @@ class Topology:
     participants: tuple[Participant, ...]
     policy_endpoints: tuple[str, ...] = ()
     missing: tuple[Missing, ...] = ()
-
-
-@dataclass(frozen=True, slots=True)
-class Finding:
-    """One thing that is wrong (`blocking`: operations are refused) or costly with a topology."""
-
-    blocking: bool
-    reason: Reason
-    participant_id: str
-    message: str
-    next_step: str
 
 
 NEVER: Final = "not heard of since this coordinator started"  # begins the `why` of who took part before that
@@ -110,6 +67,7 @@ def validate(topology: Topology, quiesce_mode: QuiesceMode = QuiesceMode.UNSPECI
     found = [
         *_whole(topology),
         *_names(topology.participants),
+        *actors.findings(topology.participants),
         *gone_from(topology.missing),
         *(finding for p in topology.participants for finding in _one(p, quiesce_mode)),
         *_dependencies(topology),
@@ -158,17 +116,18 @@ def mode_for(participant: Participant, requested: QuiesceMode) -> QuiesceMode:
 def fingerprint(participants: Iterable[Participant]) -> str:
     """SHA-256 hex over the canonical JSON of what a snapshot depends on (rule 12).
 
-    One array per participant, sorted by id: id, role, kind, checkpoint mode, workers, state schema, config digest.
+    One array per participant, sorted by id: id, role, kind, checkpoint mode, workers, state schema, config digest, and its
+    actor, for one that belongs to one.
     Addresses, incarnations and features are left out: they change without changing what can be restored.
     """
-    rows = [[p.participant_id, *_facts(p).values()] for p in sorted(participants, key=lambda p: p.participant_id)]
+    rows = [[p.participant_id, *facts(p).values()] for p in sorted(participants, key=lambda p: p.participant_id)]
     text = json.dumps({"safepoint-fingerprint": 1, "participants": rows}, separators=(",", ":"), sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()
 
 
 def difference(before: Iterable[Participant], now: Iterable[Participant]) -> list[str]:
     """What two topologies differ in, as sentences for people; empty if and only if the fingerprints are equal."""
-    old, new = ({str(p.participant_id): _facts(p) for p in each} for each in (before, now))
+    old, new = ({str(p.participant_id): facts(p) for p in each} for each in (before, now))
     out: list[str] = []
     for name in sorted(old.keys() | new.keys()):
         if name not in new:
@@ -177,14 +136,24 @@ def difference(before: Iterable[Participant], now: Iterable[Participant]) -> lis
             out.append(f"{name} ({new[name]['role']}) is new.")
         else:
             out += [
-                f"{name}: {fact} was {was or 'empty'} and is {new[name][fact] or 'empty'}."
-                for fact, was in old[name].items()
-                if new[name][fact] != was
+                _changed(name, fact, old[name].get(fact, ""), new[name].get(fact, ""))
+                for fact in old[name] | new[name]
+                if new[name].get(fact) != old[name].get(fact)
             ]
     return out
 
 
-def _facts(p: Participant) -> dict[str, str]:
+def _changed(name: str, fact: str, was: str, now: str) -> str:
+    if fact == "config digest":  # all that is known of it is that it differs
+        text = f"{name}: the configuration of this server has changed (digest {was[:8] or 'empty'}, now {now[:8] or 'empty'})"
+        return f"{text}; compare its part of the configuration that its server was started with."
+    if fact == "workers":
+        return f"{name}: it had {was} worker process{'es' if was != '1' else ''} and has {now} now."
+    return f"{name}: {fact} was {was or 'empty'} and is {now or 'empty'}."
+
+
+def facts(p: Participant) -> dict[str, str]:
+    """What a snapshot depends on of a participant, besides its name."""
     return {
         "role": p.role.name.lower(),
         "kind": p.kind,
@@ -192,11 +161,7 @@ def _facts(p: Participant) -> dict[str, str]:
         "workers": str(p.configured_workers),
         "state schema": p.state_schema,
         "config digest": p.config_digest,
-    }
-
-
-def _finding(reason: Reason, who: str, message: str, next_step: str = "", *, blocking: bool = True) -> Finding:
-    return Finding(blocking, reason, who, message, next_step or CATALOG[reason].next_step)
+    } | ({"actor": p.actor_id} if p.actor_id else {})
 
 
 def _whole(topology: Topology) -> Iterator[Finding]:
@@ -205,7 +170,7 @@ def _whole(topology: Topology) -> Iterator[Finding]:
     if not topology.participants and topology.missing:
         return  # who is missed is said one by one, with what became of them
     if not topology.participants:
-        yield _finding(
+        yield finding_of(
             invalid, "", "Nobody is registered.",
             "Start the servers with the gate, or list their shims in the configuration. If they have been started, their log "
             "says what became of them: that of your `gym env start`, or of `safepoint serve`.",
@@ -213,13 +178,13 @@ def _whole(topology: Topology) -> Iterator[Finding]:
         return
     if Role.AGENT not in roles:
         # Engines alone hold prefixes that are worth a snapshot; with any other server a missing agent loses rollouts.
-        yield _finding(
+        yield finding_of(
             invalid, "", "No agent is registered, so that no rollout would be in a snapshot.",
             "Start the agent servers with the gate, or see why their shims did not register.",
             blocking=roles != {Role.ENGINE},
         )  # fmt: skip
     if Role.POLICY_MODEL not in roles:
-        yield _finding(
+        yield finding_of(
             invalid, "", "No model has role policy, so that generations are not paused with their rollouts.",
             'Add "<name>=policy" to SAFEPOINT_ROLES for the model that is trained, and restart its server.', blocking=False,
         )  # fmt: skip
@@ -235,12 +200,12 @@ def _names(participants: tuple[Participant, ...]) -> Iterator[Finding]:
     for name, group in sorted(by_name.items()):
         if len(group) > 1:
             where = ", ".join(sorted(p.address or "no address" for p in group))
-            yield _finding(
+            yield finding_of(
                 Reason.DUPLICATE_PARTICIPANT, name, f"{len(group)} participants have the name `{name}`: {where}."
             )
     for address, names in sorted(by_address.items()):
         if len(names) > 1:
-            yield _finding(
+            yield finding_of(
                 Reason.DUPLICATE_PARTICIPANT, min(names),
                 f"{', '.join(f'`{n}`' for n in sorted(names))} have one address, {address}.",
                 "Give each shim an address of its own (bind port 0).",
@@ -255,7 +220,7 @@ def gone_from(missing: tuple[Missing, ...]) -> Iterator[Finding]:
         shown = [f"`{gone.participant.participant_id}`{_last_heard(gone)}" for gone in starting[:_NAMED]]
         more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
         have = "have" if len(names) > 1 else "has"
-        yield _finding(
+        yield finding_of(
             Reason.TOPOLOGY_INVALID, names[0] if len(names) == 1 else "",
             f"Not back yet, {max(gone.since_s for gone in starting):.0f} s after this coordinator has started: "
             f"{', '.join(shown)}{more}, which {have} taken part before.",
@@ -267,7 +232,7 @@ def gone_from(missing: tuple[Missing, ...]) -> Iterator[Finding]:
         if gone in starting:
             continue
         p = gone.participant
-        yield _finding(
+        yield finding_of(
             Reason.TOPOLOGY_INVALID, p.participant_id,
             f"`{p.participant_id}` ({p.role.name.lower()}, {p.address}) took part and is missed for {gone.since_s:.0f} s: "
             f"{gone.why.rstrip('.')}. What it holds would be missing in the snapshot.",
@@ -284,10 +249,10 @@ def _last_heard(gone: Missing) -> str:
 def _one(p: Participant, quiesce_mode: QuiesceMode) -> Iterator[Finding]:
     name = p.participant_id
     if not is_wire_id(name):
-        yield _finding(Reason.MALFORMED_ID, name, f"`{name}` cannot name a participant.")
+        yield finding_of(Reason.MALFORMED_ID, name, f"`{name}` cannot name a participant.")
     yield from _role(p)
     if p.configured_workers < 1:
-        yield _finding(
+        yield finding_of(
             Reason.TOPOLOGY_INVALID, name, f"`{name}` says it has no worker process.",
             "Report it to the maker of the adapter.",
         )  # fmt: skip
@@ -296,12 +261,12 @@ def _one(p: Participant, quiesce_mode: QuiesceMode) -> Iterator[Finding]:
     if p.role == Role.AUXILIARY_MODEL:
         return  # never paused and never saved: how it could be is nobody's concern
     if not offered:
-        yield _finding(
+        yield finding_of(
             Reason.TOPOLOGY_INVALID, name, f"`{name}` offers no quiesce mode.", "Report it to the maker of the adapter."
         )
     elif asked != QuiesceMode.UNSPECIFIED and asked not in offered:
         names = ", ".join(mode.name.lower() for mode in offered)
-        yield _finding(
+        yield finding_of(
             Reason.UNSUPPORTED, name,
             f"`{name}` does not offer quiesce mode {asked.name.lower()}; it offers {names}.",
             "Ask for a quiesce mode that everybody offers, or for none: each then uses its default.",
@@ -313,14 +278,14 @@ def _role(p: Participant) -> Iterator[Finding]:
     name, allowed = p.participant_id, KIND_ROLES.get(p.kind)
     choices = " or ".join(sorted(role.name.lower() for role in allowed)) if allowed else "one of the five roles"
     step = (
-        f'Add "{name}=policy" or "{name}=auxiliary" to SAFEPOINT_ROLES, and restart the server.'
+        f'Add "{p.server_name}=policy" or "{p.server_name}=auxiliary" to SAFEPOINT_ROLES, and restart the server.'
         if allowed and len(allowed) > 1
         else f"Declare role {choices} for `{name}`."
     )
     if p.role == Role.UNSPECIFIED:
-        yield _finding(Reason.ROLE_INVALID, name, f"`{name}` ({p.kind or 'no kind'}) declares no role.", step)
+        yield finding_of(Reason.ROLE_INVALID, name, f"`{name}` ({p.kind or 'no kind'}) declares no role.", step)
     elif allowed and p.role not in allowed:
-        yield _finding(
+        yield finding_of(
             Reason.ROLE_INVALID, name, f"`{name}` is a {p.kind} and cannot have role {p.role.name.lower()}.", step
         )
 
@@ -328,53 +293,59 @@ def _role(p: Participant) -> Iterator[Finding]:
 def _mode(p: Participant) -> Iterator[Finding]:
     name, why = p.participant_id, f": {p.checkpoint_mode_reason}" if p.checkpoint_mode_reason else "."
     if p.checkpoint_mode == CheckpointMode.UNSPECIFIED:
-        yield _finding(
+        yield finding_of(
             Reason.TOPOLOGY_INVALID, name, f"`{name}` does not say how its state survives.",
             "Set SAFEPOINT_STATE for it: codec, reexecute, restart_only or stateless.",
         )  # fmt: skip
     elif p.checkpoint_mode == CheckpointMode.RESTART_ONLY:
         lost = "its rollouts restart from their input" if p.role == Role.AGENT else "rollouts that used it restart"
-        yield _finding(
+        yield finding_of(
             Reason.STATE_UNSUPPORTED, name, f"`{name}` cannot save its state, so {lost}{why}", blocking=False
         )
     elif p.checkpoint_mode == CheckpointMode.REPLAY:
-        yield _finding(
+        yield finding_of(
             Reason.STATE_UNSUPPORTED, name,
             f"`{name}` does not export its state: a restore makes its logged calls again and compares the answers{why}",
             "Nothing, if the server is deterministic; else give it an export hook.", blocking=False,
         )  # fmt: skip
     elif p.role == Role.AGENT and p.checkpoint_mode == CheckpointMode.STATELESS:
-        yield _finding(
+        yield finding_of(
             Reason.STATE_UNSUPPORTED, name,
             f"`{name}` is an agent that keeps nothing, so that its rollouts are in no snapshot{why}", blocking=False,
         )  # fmt: skip
 
 
 def _dependencies(topology: Topology) -> Iterator[Finding]:
-    known = {str(p.participant_id): p for p in topology.participants}
+    known: dict[str, Participant] = {str(p.participant_id): p for p in topology.participants}
     missed = {
         str(gone.participant.participant_id) for gone in topology.missing
     }  # has a finding of its own, which blocks
     callers: dict[str, list[str]] = defaultdict(list)
     for p in topology.participants:
         for name in sorted(set(p.depends_on) - missed):
-            target = known.get(name)
+            target = actors.callee(p, name, known)
+            if target is None and f"{p.actor_id}.{name}" in missed:
+                continue
             if target is None:
-                yield _finding(
+                yield finding_of(
                     Reason.UNKNOWN_PARTICIPANT, p.participant_id,
-                    f"`{p.participant_id}` calls `{name}`, which nobody has registered: it is not paused.",
+                    f"`{p.participant_id}` calls `{name}`, which nobody has registered{_in_actor(p)}: it is not paused.",
                     f"Start `{name}` with the gate, unless it keeps no state.", blocking=False,
                 )  # fmt: skip
             elif p.role == Role.RESOURCES and target.role == Role.POLICY_MODEL:
-                callers[name].append(p.participant_id)
+                callers[target.participant_id].append(p.participant_id)
     for name, who in sorted(callers.items()):
         # Closed with the policy it would never answer the verifier, whose handler could then never end.
-        yield _finding(
+        yield finding_of(
             Reason.POLICY_NOT_SERVED, name,
             f"Policy model `{name}` is called by a verifier ({', '.join(f'`{w}`' for w in sorted(who))}); "
             "set role auxiliary.",
-            f'Set "{name}=auxiliary" in SAFEPOINT_ROLES beside what is there, and restart the server.',
+            f'Set "{known[name].server_name}=auxiliary" in SAFEPOINT_ROLES beside what is there, and restart the server.',
         )  # fmt: skip
+
+
+def _in_actor(p: Participant) -> str:
+    return f" in actor `{p.actor_id}` or for all of them" if p.actor_id else ""
 
 
 def _policy_endpoints(topology: Topology) -> Iterator[Finding]:
@@ -386,17 +357,17 @@ def _policy_endpoints(topology: Topology) -> Iterator[Finding]:
             continue
         name, own = p.participant_id, sorted({_endpoint(url) for url in p.upstream_endpoints})
         if not own:
-            yield _finding(
+            yield finding_of(
                 Reason.POLICY_NOT_SERVED, name,
                 f"Policy model `{name}` does not say which endpoint it uses, so this cannot be checked.",
-                f'Nothing, if it is trained; else set "{name}=auxiliary" in SAFEPOINT_ROLES beside what is there, and restart the server.', blocking=False,
+                f'Nothing, if it is trained; else set "{p.server_name}=auxiliary" in SAFEPOINT_ROLES beside what is there, and restart the server.', blocking=False,
             )  # fmt: skip
         elif served.isdisjoint(own):
-            yield _finding(
+            yield finding_of(
                 Reason.POLICY_NOT_SERVED, name,
                 f"Policy model `{name}` uses {', '.join(own)}, and the trainer serves {', '.join(sorted(served))}; "
                 "set role auxiliary on it.",
-                f'Set "{name}=auxiliary" in SAFEPOINT_ROLES beside what is there and restart the server, or correct policy_endpoints.',
+                f'Set "{p.server_name}=auxiliary" in SAFEPOINT_ROLES beside what is there and restart the server, or correct policy_endpoints.',
             )  # fmt: skip
 
 

@@ -101,11 +101,7 @@ class Fanning(relay_service_pb2_grpc.RelayServicer):
         who = self._registry.get(target.participant_id)
         if who is None or who.incarnation_id != target.incarnation_id:
             raise _not_here(target)
-        request = shared
-        if target.WhichOneof("own") == kind:
-            request = type(shared)()
-            request.CopyFrom(shared)
-            request.MergeFrom(getattr(target, kind))
+        request = for_target(shared, kind, target)
         metadata = (*self._metadata(), *incoming(target.trace.items()).items())
         call = getattr(self._stubs.to(who.address), METHOD_OF[kind])(request, timeout=timeout_s, metadata=metadata)
         try:
@@ -171,6 +167,16 @@ class _Answers:
             events[-1].replies.append(reply)
             size += reply.ByteSize()
         return events
+
+
+def for_target(shared: Any, kind: str, target: pb.FanTarget) -> Any:
+    """The request of one target: what all share, and its own."""
+    if target.WhichOneof("own") != kind:
+        return shared
+    request = type(shared)()
+    request.CopyFrom(shared)
+    request.MergeFrom(getattr(target, kind))
+    return request
 
 
 def _not_here(target: pb.FanTarget) -> aio.AioRpcError:

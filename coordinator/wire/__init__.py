@@ -14,6 +14,8 @@ guard     what is asked of every call before its handler sees it
 rpc       errors <-> status, interceptors, channel and server options
 record    where the coordinator listens, and that a call has reached that one
 beneath   files below a directory, opened so that nobody can lead us out of it; standard library only
+objects, names  objects in a store: copied to, made once
+folder, stored_folder, stored_chunks  what holds the files of a root: a directory, or objects in a store
 manifest_file  envelope, strict reading and durable writing of manifests; imports the generated messages
 
 `ids`, `terms`, `errors`, `deadline`, `access`, `lanes` are pure and may be imported by the protocol core.

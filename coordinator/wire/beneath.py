@@ -22,11 +22,12 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Final
+from typing import IO, Final
 
 from coordinator.wire import failpoints
 from coordinator.wire.errors import Reason, SafepointError, refuse
 
+GONE: Final = ".gone-"  # what begins so is being deleted
 MAX_PATH_BYTES: Final = 512
 MAX_DEPTH: Final = 16
 _SEGMENT: Final = re.compile(r"[A-Za-z0-9._-]{1,255}")
@@ -82,6 +83,40 @@ def segments(path: str) -> tuple[str, ...]:
     if not plain or len(parts) > MAX_DEPTH or len(path.encode()) > MAX_PATH_BYTES:
         raise refuse(Reason.SNAPSHOT_UNSAFE, f"The path {path[:100]!r} is not one that a snapshot may hold.")
     return parts
+
+
+def lines_of(file: IO[bytes], line_limit: int, where: str) -> Iterator[bytes]:
+    """The lines of an open file; `where` names it in messages. Raises as `Directory.lines`."""
+    while True:
+        try:
+            line = file.readline(line_limit + 1)
+        except OSError as error:
+            raise storage_error(error, f"reading {where}") from error
+        if not line:
+            return
+        if len(line) > line_limit:
+            raise refuse(Reason.LIMIT_EXCEEDED, f"{where} has a line over {line_limit} bytes.")
+        yield line.rstrip(b"\n")
+
+
+def blocks_of(file: IO[bytes], line_limit: int, where: str, size: int = 4 * _CHUNK) -> Iterator[bytes]:
+    """An open file in blocks of whole lines. Raises as `Directory.blocks`."""
+    rest = b""
+    while True:
+        try:
+            read = file.read(size)
+        except OSError as error:
+            raise storage_error(error, f"reading {where}") from error
+        if not read:
+            break
+        whole, newline, tail = (rest + read).rpartition(b"\n")
+        rest = tail if newline else whole + tail
+        if len(rest) > line_limit:
+            raise refuse(Reason.LIMIT_EXCEEDED, f"{where} has a line over {line_limit} bytes.")
+        if newline:
+            yield whole + newline
+    if rest:
+        yield rest
 
 
 class Directory:
@@ -149,6 +184,10 @@ class Directory:
     def child(self, path: str) -> Directory:
         """A directory below this one."""
         return self._descend(segments(path), path)
+
+    def seen(self, name: str) -> Directory:
+        """As `child`, for whoever is going to ask about much of what is below; nothing is to be gained here."""
+        return self.child(name)
 
     def make_child(self, name: str) -> Directory:
         """A new directory (mode 0700), made durable. Raises FileExistsError when anything has this name."""
@@ -259,36 +298,12 @@ class Directory:
     def lines(self, path: str, line_limit: int) -> Iterator[bytes]:
         """The lines of a file without their newline, read as they are needed. LIMIT_EXCEEDED for a longer line."""
         with os.fdopen(self._open_file(path), "rb", buffering=_CHUNK) as file:
-            while True:
-                try:
-                    line = file.readline(line_limit + 1)
-                except OSError as error:
-                    raise storage_error(error, f"reading {self.path / path}") from error
-                if not line:
-                    return
-                if len(line) > line_limit:
-                    raise refuse(Reason.LIMIT_EXCEEDED, f"{self.path / path} has a line over {line_limit} bytes.")
-                yield line.rstrip(b"\n")
+            yield from lines_of(file, line_limit, str(self.path / path))
 
     def blocks(self, path: str, line_limit: int, size: int = 4 * _CHUNK) -> Iterator[bytes]:
         """A file in blocks of whole lines, some `size` bytes each, read as they are needed. LIMIT_EXCEEDED as `lines`."""
-        rest = b""
         with os.fdopen(self._open_file(path), "rb", buffering=0) as file:
-            while True:
-                try:
-                    read = file.read(size)
-                except OSError as error:
-                    raise storage_error(error, f"reading {self.path / path}") from error
-                if not read:
-                    break
-                whole, newline, tail = (rest + read).rpartition(b"\n")
-                rest = tail if newline else whole + tail
-                if len(rest) > line_limit:
-                    raise refuse(Reason.LIMIT_EXCEEDED, f"{self.path / path} has a line over {line_limit} bytes.")
-                if newline:
-                    yield whole + newline
-        if rest:
-            yield rest
+            yield from blocks_of(file, line_limit, str(self.path / path), size)
 
     @contextmanager
     def opened(self, path: str) -> Generator[int]:
@@ -428,6 +443,15 @@ class Directory:
             raise
         except OSError as error:
             raise storage_error(error, f"removing {self.path / name}") from error
+
+    def take_away(self, name: str) -> str:
+        """Take the name from a directory below this one, durably; the name that it has until it is removed.
+
+        Raises FileNotFoundError.
+        """
+        gone = f"{GONE}{name[:100]}-{secrets.token_hex(4)}"
+        self.rename_child(name, gone)
+        return gone
 
     def remove_empty(self, name: str) -> bool:
         """Remove a directory below this one that holds nothing; whether it did. Anything else stays as it is."""

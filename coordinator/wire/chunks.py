@@ -18,13 +18,14 @@ from collections.abc import Generator, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final
+from typing import ClassVar, Final
 
 from coordinator.wire import failpoints
 from coordinator.wire.beneath import Directory, FileDigest, storage_error
 from coordinator.wire.errors import Reason, refuse
 
 CHUNKS: Final = "chunks"
+GRACE_S: Final = 3600.0  # longer than any operation, and than writers rely on a touch (SETTLED_FOR_S of shims)
 SEAL_AT: Final = 8 << 20  # bytes; one larger record is a chunk of its own
 _NAME: Final = re.compile(r"[0-9a-f]{64}")
 _FOLDER: Final = re.compile(r"[0-9a-f]{2}")
@@ -40,11 +41,15 @@ class Chunk:
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """A chunk as it lies there; `touched_s`: when it was last written or asked for, by the clock of the file system."""
+    """A chunk as it lies there; `touched_s`: when it was last written or asked for, by the clock of the storage.
+
+    `name`: by which it is removed; in a store, where several objects may have its bytes, that of one.
+    """
 
     sha256: str
     size_bytes: int
     touched_s: float
+    name: str
 
 
 class Chunks:
@@ -52,6 +57,8 @@ class Chunks:
 
     That the name of a folder is durable is seen to once, not for each chunk: none of us removes one.
     """
+
+    grace_s: ClassVar[float] = GRACE_S
 
     def __init__(self, root: Path) -> None:
         self.root = root
@@ -132,11 +139,11 @@ class Chunks:
                         for name in filter(_NAME.fullmatch, folder.names()):
                             with suppress(FileNotFoundError):
                                 size, touched_s = folder.size_and_time(name)
-                                yield Found(name, size, touched_s)
+                                yield Found(name, size, touched_s, name)
         except FileNotFoundError:
             return
 
-    def touched_s(self, sha256: str) -> float | None:
+    def touched_s(self, sha256: str, /) -> float | None:
         """When a chunk was last written or asked for, by the clock of the file system; None when it is not there."""
         try:
             with self._folder(sha256) as folder:
@@ -144,7 +151,7 @@ class Chunks:
         except FileNotFoundError:
             return None
 
-    def remove(self, sha256: str) -> None:
+    def remove(self, sha256: str, /) -> None:
         """Delete a chunk. One that is not there is no error. Raises STORAGE_FAILED."""
         with self._told(sha256):
             failpoints.reach("chunks.before_remove", sha256)

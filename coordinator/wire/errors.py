@@ -156,6 +156,10 @@ class Blocked:
         return f"{self.rollout_id} (turn {self.turn}, {self.age_s:.0f} s{where}{orphaned})"
 
 
+# Metadata of LEASE_LAPSED: the restore whose state the server holds still, so that a Resume of it would find everything.
+STILL_LOADED: Final = "still_loaded"
+
+
 @dataclass(frozen=True, slots=True)
 class Problem:
     """A failure as a value: what travels in ErrorDetail, and what the core keeps."""

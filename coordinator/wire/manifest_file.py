@@ -17,6 +17,7 @@ import json
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Final, TypeVar, cast
 
 from google.protobuf import json_format
@@ -24,9 +25,10 @@ from google.protobuf.descriptor import FieldDescriptor
 from google.protobuf.message import Message
 from safepoint.v1 import manifest_pb2
 
-from coordinator.wire.beneath import Directory, FileDigest, segments
+from coordinator.wire.beneath import FileDigest, segments
 from coordinator.wire.chunks import Chunk, Chunks
 from coordinator.wire.errors import Reason, Refused, SafepointError, refuse
+from coordinator.wire.folder import ChunkStore, Folder
 from coordinator.wire.ids import is_wire_id
 from coordinator.wire.rope import is_rope, read_rope, root_of
 
@@ -98,7 +100,7 @@ def decode(kind: str, data: bytes, into: type[ManifestT], where: str) -> Manifes
     return message
 
 
-def write_participant_manifest(directory: Directory, manifest: manifest_pb2.ParticipantManifest) -> FileDigest:
+def write_participant_manifest(directory: Folder, manifest: manifest_pb2.ParticipantManifest) -> FileDigest:
     """Write `manifest.json` into a participant's directory, durably, never over another. The digest is the file's.
 
     Raises FileExistsError, STORAGE_FULL, STORAGE_FAILED; then there is no manifest.
@@ -106,7 +108,7 @@ def write_participant_manifest(directory: Directory, manifest: manifest_pb2.Part
     return directory.write_new(MANIFEST_NAME, encode(PARTICIPANT_KIND, manifest))
 
 
-def write_snapshot_manifest(directory: Directory, manifest: manifest_pb2.SnapshotManifest) -> FileDigest:
+def write_snapshot_manifest(directory: Folder, manifest: manifest_pb2.SnapshotManifest) -> FileDigest:
     """Publish: as `write_participant_manifest`, for the snapshot. From here on the snapshot exists.
 
     Raises SNAPSHOT_CORRUPT, SNAPSHOT_UNSAFE for one that no reader would take.
@@ -115,13 +117,13 @@ def write_snapshot_manifest(directory: Directory, manifest: manifest_pb2.Snapsho
     return directory.write_new(MANIFEST_NAME, encode(SNAPSHOT_KIND, manifest))
 
 
-def is_void(directory: Directory) -> bool:
+def is_void(directory: Folder) -> bool:
     """Whether the name of a snapshot's manifest was taken by VOID. Raises FileNotFoundError when nobody has it."""
     return directory.size(MANIFEST_NAME) == len(VOID) and directory.read(MANIFEST_NAME, len(VOID)) == VOID
 
 
 def read_participant_manifest(
-    directory: Directory, expected_sha256: str = ""
+    directory: Folder, expected_sha256: str = ""
 ) -> tuple[manifest_pb2.ParticipantManifest, FileDigest]:
     """The manifest of a participant's directory. Raises as `decode`, also when the file's digest is not the expected."""
     data, found = _read(directory, expected_sha256)
@@ -129,15 +131,19 @@ def read_participant_manifest(
     return decode(PARTICIPANT_KIND, data, manifest_pb2.ParticipantManifest, where), found
 
 
-def read_snapshot_manifest(directory: Directory) -> tuple[manifest_pb2.SnapshotManifest, FileDigest]:
+def read_snapshot_manifest(directory: Folder) -> tuple[manifest_pb2.SnapshotManifest, FileDigest]:
     """The manifest of a snapshot's directory. Raises as `decode`; FileNotFoundError when it was never published."""
     data, found = _read(directory, "")
     where = str(directory.path / MANIFEST_NAME)
     return decode(SNAPSHOT_KIND, data, manifest_pb2.SnapshotManifest, where), found
 
 
-def verify_files(directory: Directory, manifest: manifest_pb2.ParticipantManifest) -> Verified:
+def verify_files(
+    directory: Folder, manifest: manifest_pb2.ParticipantManifest, chunks: ChunkStore | None = None
+) -> Verified:
     """Read every byte that the manifest lists, chunks too, and compare sizes and digests.
+
+    `chunks`: those of the root; None for a directory of a disk, which shows where they are.
 
     Raises SNAPSHOT_CORRUPT naming the first file that is missing or differs, SNAPSHOT_UNSAFE for links and devices.
     """
@@ -153,13 +159,13 @@ def verify_files(directory: Directory, manifest: manifest_pb2.ParticipantManifes
         if found.sha256 != entry.sha256:
             raise _corrupt(str(where), "its bytes are not those that were saved")
         size += found.size_bytes
-    size += _verify_chunks(directory, manifest)
+    size += _verify_chunks(directory, manifest, chunks or Chunks(root_of(Path(directory.path))))
     listed = {entry.path for entry in manifest.files} | {MANIFEST_NAME}
     unlisted = [path for path in directory.walk(len(listed) + MAX_UNLISTED) if path not in listed]
     return Verified(len(manifest.files) + len(manifest.chunks), size, tuple(unlisted[:MAX_UNLISTED]))
 
 
-def _verify_chunks(directory: Directory, manifest: manifest_pb2.ParticipantManifest) -> int:
+def _verify_chunks(directory: Folder, manifest: manifest_pb2.ParticipantManifest, chunks: ChunkStore) -> int:
     """The bytes of all chunks, every one of which was read, and is one that a rope of the manifest names."""
     listed = {Chunk(entry.sha256, entry.size_bytes) for entry in manifest.chunks}
     named = {
@@ -167,14 +173,12 @@ def _verify_chunks(directory: Directory, manifest: manifest_pb2.ParticipantManif
     }
     if named != listed:
         raise _corrupt(str(directory.path / MANIFEST_NAME), "its chunks are not those of its files")
-    chunks = Chunks(root_of(directory.path)) if listed else None
     for chunk in sorted(listed, key=lambda chunk: chunk.sha256):
-        assert chunks is not None
         chunks.check(chunk)
     return sum(chunk.size_bytes for chunk in listed)
 
 
-def _read(directory: Directory, expected_sha256: str) -> tuple[bytes, FileDigest]:
+def _read(directory: Folder, expected_sha256: str) -> tuple[bytes, FileDigest]:
     data = directory.read(MANIFEST_NAME, MAX_MANIFEST_BYTES)
     found = FileDigest(len(data), hashlib.sha256(data).hexdigest())
     if expected_sha256 and found.sha256 != expected_sha256:
@@ -259,6 +263,8 @@ def _check_participant(message: manifest_pb2.ParticipantManifest, where: str) ->
         raise _corrupt(where, "its format is not one for what it holds")
     if message.ledger_file and message.ledger_file not in set(paths):
         raise _corrupt(where, "its ledger is not among its files")
+    if message.shared_state_sha256 and not is_sha256(message.shared_state_sha256):
+        raise _corrupt(where, "its digest of shared state is none")
 
 
 def _check_snapshot(message: manifest_pb2.SnapshotManifest, where: str) -> None:

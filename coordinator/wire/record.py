@@ -11,6 +11,7 @@ again then. A call to an address that a person wrote down carries none.
 
 from __future__ import annotations
 
+import asyncio
 import json
 import math
 from collections.abc import Awaitable, Callable, Mapping
@@ -21,7 +22,10 @@ from typing import Any, Final, cast
 import grpc
 from grpc import aio
 
-from coordinator.wire.errors import Problem, Reason, Unanswered, refuse
+from coordinator.wire.errors import Problem, Reason, SafepointError, Unanswered, refuse
+from coordinator.wire.folder import names_below
+from coordinator.wire.names import is_store
+from coordinator.wire.stored_folder import Where
 
 FILE: Final = "file:"
 MAX_BYTES: Final = 65_536
@@ -48,17 +52,18 @@ class Record:
 def look_up(target: str) -> Record:
     """Where to dial now: `target` itself, or what the coordinator wrote into `file:PATH`. Read it again for each try.
 
+    PATH may be in a root that is in an object store; then this takes as long as the store does.
+
     Raises Unanswered while the file is not there or not readable: a coordinator that starts has yet to write it.
     """
     if not target.startswith(FILE):
         return Record(target)
-    path = Path(target.removeprefix(FILE).removeprefix("//"))
+    path = target.removeprefix(FILE).removeprefix("//")
     try:
-        with path.open("rb") as stream:
-            loaded: object = json.loads(stream.read(MAX_BYTES))
+        loaded: object = json.loads(_read(path))
     except FileNotFoundError:
         raise _nowhere(f"No coordinator's address is in {path}: none has written it yet.") from None
-    except (OSError, ValueError, RecursionError) as error:
+    except (OSError, ValueError, RecursionError, SafepointError) as error:
         raise _nowhere(f"No coordinator's address is in {path}: it cannot be read ({error}).") from error
     fields = cast("dict[str, object]", loaded) if isinstance(loaded, dict) else {}
     address, nonce, beyond = fields.get("address"), fields.get("nonce"), fields.get("coordinator")
@@ -73,6 +78,22 @@ def look_up_coordinator(target: str) -> Record:
     """As `look_up`, and past a relay: whom a trainer or a person calls. Raises as `look_up`."""
     record = look_up(target)
     return look_up(record.beyond) if record.beyond else record
+
+
+async def looked_up(target: str) -> Record:
+    """As `look_up`, beside the event loop where that takes its time. Raises as it does."""
+    return await asyncio.to_thread(look_up, target) if is_store(target.removeprefix(FILE)) else look_up(target)
+
+
+async def looked_up_coordinator(target: str) -> Record:
+    """As `looked_up`, and past a relay."""
+    record = await looked_up(target)
+    return await looked_up(record.beyond) if record.beyond else record
+
+
+def address_below(root: str) -> str:
+    """The target that names the coordinator of a root."""
+    return f"{FILE}{root.rstrip('/')}/coordinator/address.json"
 
 
 def epoch_in(fields: Mapping[str, object]) -> int:
@@ -105,6 +126,14 @@ async def _refuse(_request: object, _context: aio.ServicerContext[Any, Any]) -> 
         Reason.UNAVAILABLE, "This is not the coordinator that the address record named.",
         next_step="Read the record again: the coordinator was started anew, or another one has its port.",
     )  # fmt: skip
+
+
+def _read(path: str) -> bytes:
+    if not is_store(path):
+        with Path(path).open("rb") as stream:
+            return stream.read(MAX_BYTES)
+    root, _, name = path.rpartition("/coordinator/")
+    return names_below(Where(root)).read(f"coordinator/{name}", MAX_BYTES)
 
 
 def _nowhere(message: str) -> Unanswered:

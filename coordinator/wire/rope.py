@@ -23,7 +23,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
-from typing import Any, BinaryIO, Final, cast
+from typing import Any, BinaryIO, Final, Protocol, cast
 
 from coordinator.wire.beneath import Directory
 from coordinator.wire.chunks import Chunk, Chunks, Piece, Segment, read_exactly
@@ -39,6 +39,14 @@ _BUFFER: Final = 1 << 20
 _OPEN_AT_ONCE: Final = 32
 _SHA256: Final = re.compile(r"[0-9a-f]{64}")
 _INLINE: Final = -1
+
+
+class _Reads(Protocol):
+    """A directory, or a folder of another kind of root."""
+
+    @property
+    def path(self) -> Any: ...
+    def read(self, path: str, limit: int) -> bytes: ...
 
 
 class Rope:
@@ -130,7 +138,7 @@ def is_rope(path: str) -> bool:
     return path.endswith(SUFFIX)
 
 
-def read_rope(directory: Directory, path: str) -> Listed:
+def read_rope(directory: _Reads, path: str) -> Listed:
     """What a rope is made of. Raises SNAPSHOT_CORRUPT, SNAPSHOT_TOO_NEW, LIMIT_EXCEEDED, FileNotFoundError; no chunk is read."""
     return parse(directory.read(path, MAX_ROPE_BYTES), str(directory.path / path))
 

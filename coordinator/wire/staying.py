@@ -22,7 +22,7 @@ from safepoint.v1 import coordinator_service_pb2_grpc
 from coordinator.wire.access import Access
 from coordinator.wire.auth import Metadata, Tokens
 from coordinator.wire.errors import Problem, Reason, SafepointError, Unanswered
-from coordinator.wire.record import Record, look_up
+from coordinator.wire.record import Record, looked_up
 from coordinator.wire.rpc import channel, error_from_rpc
 
 log = logging.getLogger(__name__)
@@ -145,7 +145,7 @@ class Staying:
             while (request := await outgoing.get()) is not None:
                 yield request
 
-        record = self._where()
+        record = await self._where()
         async with self._dial(record) as link:
             stub = coordinator_service_pb2_grpc.CoordinatorStub(link)
             metadata = (
@@ -165,14 +165,14 @@ class Staying:
                 outgoing.put_nowait(None)  # gRPC's task that takes requests would wait for the next one for ever
                 call.cancel()  # leaving the loop alone would leave the stream open
 
-    def _where(self) -> Record:
+    async def _where(self) -> Record:
         """Whom to dial now. Raises Unanswered while nobody has written it."""
-        record = look_up(self._target)
+        record = await looked_up(self._target)
         away_s = asyncio.get_running_loop().time() - self._away_since if self._away_since is not None else 0.0
         if not record.beyond or away_s < BEYOND_AFTER_S:
             return record
         self._beyond_next = not self._beyond_next
-        return look_up(record.beyond) if self._beyond_next else record
+        return await looked_up(record.beyond) if self._beyond_next else record
 
     async def _stay(self, call: Any, welcome: pb.Welcome, outgoing: asyncio.Queue[Any]) -> None:
         if welcome.job_id != self._job_id:

@@ -22,15 +22,18 @@ from typing import Any, Final, cast
 from coordinator.wire.errors import Reason, SafepointError, refuse
 from coordinator.wire.terms import CheckpointMode, QuiesceMode, Role
 from participant_shims.adapter import (
+    FOREIGN_STATE,
     PRECOPIES,
     Closed,
     Counts,
     Description,
     Drain,
+    Elsewhere,
     Exported,
     LiveRollout,
     Loaded,
     Opened,
+    Part,
     Progress,
     Snapshot,
     Stillness,
@@ -124,6 +127,7 @@ class GymAdapter:
             config_digest=str(first.get("config_digest") or ""),
             features=(
                 PRECOPIES,
+                FOREIGN_STATE,
                 *(f"{k}={v}" for k, v in sorted(dict(first.get("versions") or {}).items())),
             ),
         )
@@ -215,13 +219,19 @@ class GymAdapter:
             async for step in steps:
                 yield step
 
-    async def load(self, directory: Path, files: Sequence[WrittenFile]) -> AsyncIterator[Progress | Loaded]:
+    def load(self, directory: Path, files: Sequence[WrittenFile]) -> AsyncIterator[Progress | Loaded]:
+        return self.load_parts([Part(directory, tuple(files))])
+
+    async def load_parts(self, parts: Sequence[Part]) -> AsyncIterator[Progress | Loaded]:
         links = self._gates.all(Reason.WORKERS_MISSING)
         if not await self._is_fresh():
             raise refuse(Reason.NOT_FRESH, f"{self._participant_id} has served work since it started.")
-        async with aclosing(self._state.load(links, directory, files, self._last_operation)) as steps:
+        async with aclosing(self._state.load(links, parts, self._last_operation)) as steps:
             async for step in steps:
                 yield replace(step, generation=self._generation) if isinstance(step, Loaded) else step
+
+    async def note_elsewhere(self, held: Sequence[Elsewhere]) -> None:
+        await self._state.note_elsewhere(held)
 
     async def unload(self) -> None:
         await self._state.unload(self._is_fresh)

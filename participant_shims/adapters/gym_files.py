@@ -15,13 +15,10 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Final
 
-from coordinator.wire.beneath import Directory
 from coordinator.wire.chunks import Chunks
-from coordinator.wire.errors import Reason, refuse
-from coordinator.wire.manifest_file import MANIFEST_NAME, read_snapshot_manifest
 from coordinator.wire.terms import CheckpointMode, RolloutState
-from participant_shims.adapter import Description, Exported, LedgerLine
-from participant_shims.adapters.ledger_file import LEDGER, read_ledger, write_ledger
+from participant_shims.adapter import Description, Elsewhere, Exported, LedgerLine, Part
+from participant_shims.adapters.ledger_file import LEDGER, snapshot_ledger, write_ledger
 from participant_shims.gate import calllog_files
 from participant_shims.gate.calllog import CallLog
 from participant_shims.gate.calllog_export import Gathered
@@ -59,6 +56,7 @@ class GymFiles:
         with self._log() as log:
             if what.checkpoint_mode is not CheckpointMode.STATELESS:
                 log.exclude_orphans()
+            log.hold_elsewhere(())  # the trainer has had until now to dispatch what was restored; ids may come again
             done = self._gathered.export(
                 log,
                 directory,
@@ -81,20 +79,32 @@ class GymFiles:
         )
 
     def load(
-        self, directory: Path, paths: Sequence[str], operation_id: str, progress: Callable[[int], None] | None = None
+        self, parts: Sequence[Part], operation_id: str, progress: Callable[[int], None] | None = None
     ) -> calllog_files.LogLoad:
-        """Install the call log. Rollouts that any participant of the snapshot lost restart from their input here.
+        """Install the call log of the parts, as far as they are to be loaded. Rollouts that any participant of the snapshot lost restart from their input here.
         `progress(bytes)` is called now and then.
 
         The log notes `operation_id`, so that a shim that replaces this one knows whose it is (`loaded_by`).
 
         Raises NOT_FRESH, SNAPSHOT_CORRUPT, STORAGE_*: nothing has changed then.
         """
-        logs = [directory / path for path in paths if path in (calllog_files.FILE, calllog_files.ROPE)]
+        logs = [
+            (part.directory / file.path, part.has)
+            for part in parts
+            for file in part.files
+            if file.path in (calllog_files.FILE, calllog_files.ROPE)
+        ]
         if not logs:
             return calllog_files.LogLoad()
+        excluded = excluded_in(parts[0].directory.parent)
+        takes = [has for _, has in logs] if len(parts) > 1 or not parts[0].whole else ()
         with self._log() as log:
-            return calllog_files.load(log, logs, excluded_in(directory.parent), operation_id, progress)
+            return calllog_files.load(log, [path for path, _ in logs], excluded, operation_id, progress, takes)
+
+    def note_elsewhere(self, held: Sequence[Elsewhere]) -> None:
+        """These rollouts are another Gym actor's since the restore. Raises STORAGE_*."""
+        with self._log() as log:
+            log.hold_elsewhere((one.rollout_id, one.input_sha256, one.actor_id) for one in held)
 
     def unload(self, served: bool) -> None:
         """Forget what was loaded; `served`: but for what was done since. Raises STORAGE_*: nothing has changed then."""
@@ -142,14 +152,5 @@ def excluded_in(snapshot: Path) -> dict[str, str]:
 
     Empty when the snapshot has no ledger. Raises SNAPSHOT_CORRUPT.
     """
-    out: dict[str, str] = {}
-    with Directory.open(snapshot) as directory:
-        if not directory.has(LEDGER) or not directory.has(MANIFEST_NAME):
-            return out
-        manifest, _ = read_snapshot_manifest(directory)
-        if directory.digest(LEDGER).sha256 != manifest.ledger_sha256:
-            raise refuse(Reason.SNAPSHOT_CORRUPT, f"{snapshot / LEDGER} is damaged.")
-        for line in read_ledger(directory):
-            if line.state is RolloutState.EXCLUDED:
-                out[line.rollout_id] = line.reason or "it was excluded from the snapshot"
-    return out
+    lost = (line for line in snapshot_ledger(snapshot) if line.state is RolloutState.EXCLUDED)
+    return {line.rollout_id: line.reason or "it was excluded from the snapshot" for line in lost}

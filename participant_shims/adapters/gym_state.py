@@ -7,12 +7,13 @@ call log is loaded before the sessions and as a whole, and a load that has begun
 from __future__ import annotations
 
 import asyncio
+import hashlib
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from participant_shims.adapter import Description, Exported, Loaded, Progress, WrittenFile
+from participant_shims.adapter import Description, Elsewhere, Exported, Loaded, Part, Progress
 from participant_shims.adapters.gate_link import GateLink, Json
 from participant_shims.adapters.gym_files import GymFiles
 from participant_shims.adapters.gym_terms import Tally, read_file, read_progress
@@ -67,18 +68,19 @@ class GymState:
             totals=done.totals,
             sessions=sum(int(a.get("sessions") or 0) for a in answers),
             recorded_calls=done.recorded_calls,
+            shared_state_sha256=_joined([str(a.get("shared_state_sha256") or "") for a in answers]),
         )
 
     async def load(
-        self, links: Sequence[GateLink], directory: Path, files: Sequence[WrittenFile], operation_id: str
+        self, links: Sequence[GateLink], parts: Sequence[Part], operation_id: str
     ) -> AsyncGenerator[Progress | Loaded]:
         """The call log by us, then sessions by the gates. `links`: every worker, closed and fresh."""
+        files = [file for part in parts for file in part.files]
         tally = Tally(sum(f.size_bytes for f in files))
         # Shielded: a thread cannot be cancelled, and an unload has to come after it.
         self._loading = asyncio.ensure_future(
             asyncio.to_thread(
-                self._files.load, directory, [f.path for f in files], operation_id,
-                partial(tally.tell_from_thread, "calls"),
+                self._files.load, parts, operation_id, partial(tally.tell_from_thread, "calls"),
             )
         )  # fmt: skip
         loading = self._loading
@@ -86,10 +88,7 @@ class GymState:
             yield step
         log_load = loading.result()
         tally.tell("calls", Progress(sum(f.size_bytes for f in files if f.path in self._files.names)))
-        mine = {
-            link.worker_id: [f.path for f in files if f.path.startswith(f"{link.worker_id}.")] for link in links
-        }  # fmt: skip
-        asking = _ask(tally, links, "load", lambda link: {"directory": str(directory), "files": mine[link.worker_id]})
+        asking = _ask(tally, links, "load", lambda link: {"parts": _of_worker(link, parts)})
         async for step in tally.until(asking):
             yield step
         answers = asking.result()
@@ -100,7 +99,12 @@ class GymState:
             sessions=sum(int(a.get("sessions") or 0) for a in answers),
             totals=log_load.totals,
             diverged=(*log_load.restarted, *diverged),
+            left=sum(int(a.get("left") or 0) for a in answers),
         )
+
+    async def note_elsewhere(self, held: Sequence[Elsewhere]) -> None:
+        """These rollouts are another Gym actor's since the restore. Raises STORAGE_*."""
+        await asyncio.to_thread(self._files.note_elsewhere, held)
 
     async def unload(self, is_fresh: Callable[[], Awaitable[bool]]) -> None:
         """Forget what was loaded and not dispatched since. Raises WORKERS_MISSING, STORAGE_*: nothing has changed then."""
@@ -168,6 +172,25 @@ def _gone(name: str, had: _Held, left: GateLink | None) -> str:
         f"Worker {name} (pid {had.pid}) has gone since the restore{how}. The {had.sessions} sessions that it had loaded are lost "
         f"with it: {count} from the input, and the totals of the restore no longer hold."
     )
+
+
+def _of_worker(link: GateLink, parts: Sequence[Part]) -> list[Json]:
+    """The session files of a worker: its calls run in it at every replica, since that follows from the rollout's id."""
+    return [
+        {
+            "directory": str(part.directory),
+            "files": [f.path for f in part.files if f.path.startswith(f"{link.worker_id}.")],
+            "some": not part.whole,
+        }
+        for part in parts
+    ]
+
+
+def _joined(digests: Sequence[str]) -> str:
+    """One digest for all workers; empty when none has any."""
+    if len(digests) == 1 or not any(digests):
+        return digests[0] if digests else ""
+    return hashlib.sha256("\n".join(digests).encode()).hexdigest()
 
 
 def _ask(

@@ -17,6 +17,7 @@ from safepoint.v1 import manifest_pb2
 
 from coordinator.wire.beneath import Directory
 from coordinator.wire.errors import Reason, refuse
+from coordinator.wire.manifest_file import MANIFEST_NAME, read_snapshot_manifest
 from coordinator.wire.terms import RolloutState
 from participant_shims.adapter import LedgerLine, WrittenFile
 
@@ -61,6 +62,20 @@ def encode(line: LedgerLine, participant_id: str) -> bytes:
     return _encode(fields).encode() + b"\n"
 
 
+def snapshot_ledger(snapshot: Path) -> Iterator[LedgerLine]:
+    """The lines of the ledger of a whole snapshot, whose digest is compared first; none when it has no ledger.
+
+    Raises SNAPSHOT_CORRUPT, SNAPSHOT_UNSAFE.
+    """
+    with Directory.open(snapshot) as directory:
+        if not directory.has(LEDGER) or not directory.has(MANIFEST_NAME):
+            return
+        manifest, _ = read_snapshot_manifest(directory)
+        if directory.digest(LEDGER).sha256 != manifest.ledger_sha256:
+            raise refuse(Reason.SNAPSHOT_CORRUPT, f"{snapshot / LEDGER} is damaged.")
+        yield from read_ledger(directory)
+
+
 def read_ledger(directory: Directory) -> Iterator[LedgerLine]:
     """The lines of the ledger in `directory`. Raises SNAPSHOT_CORRUPT, SNAPSHOT_UNSAFE; FileNotFoundError."""
     for number, raw in enumerate(directory.lines(LEDGER, MAX_LINE_BYTES), 1):
@@ -80,4 +95,5 @@ def read_ledger(directory: Directory) -> Iterator[LedgerLine]:
             recorded_calls=entry.recorded_calls,
             waiting_on=entry.waiting_on,
             input_sha256=entry.input_sha256,
+            participant_id=entry.participant_id,
         )

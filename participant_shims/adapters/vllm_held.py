@@ -16,6 +16,7 @@ from collections.abc import AsyncGenerator
 from pathlib import Path
 from typing import Any
 
+from coordinator.wire.names import is_store
 from participant_shims.adapters.vllm import VllmAdapter, VllmOptions
 from participant_shims.engine.held import Ended, HeldFront
 from participant_shims.engine.held_outputs import Kit
@@ -38,14 +39,23 @@ class HeldEngine:
         policy: str = "", kit: Kit | None = None,
     ) -> None:  # fmt: skip
         self.llm = llm
-        options = VllmOptions(name, "", "", life, weights=weights, root=Path(root) if root else None, policy=policy)
+        stored = is_store(root)
+        shared = Path(root) if root and not stored else None
+        options = VllmOptions(name, "", "", life, weights=weights, root=shared, policy=policy)
         self.adapter = VllmAdapter(
             options,
             lambda doors, pool, is_stale: HeldFront(llm, doors, pool, is_stale, weight_version=weight_version, kit=kit),
         )
         self._shim = Shim(
             ShimOptions(
-                life, name, coordinator, Path(root) if root else None, bind=bind, job_id=job_id, token_file=token_file
+                life,
+                name,
+                coordinator,
+                shared,
+                store=root if stored else "",
+                bind=bind,
+                job_id=job_id,
+                token_file=token_file,
             ),
             self.adapter,
         )

@@ -10,7 +10,7 @@ bootstrap/sitecustomize   found by Python at start; install   the hooks on uvico
 core         one worker's gate; control   its line to the shim; life, shim_process   the shim beside the server
 asgi         requests that come in; execution   each runs once; dispatch   `/run`: attempts, joins, restarts
 outbound     calls that leave; replay   which recorded call this is; recorded   a response that is already known
-calllog      what is remembered, in SQLite; calllog_files   the same as a file of a snapshot; digest
+calllog      what is remembered, in SQLite; tail   what one worker has appended to it; calllog_files   the same as a file of a snapshot; digest
 describe     what this server is; state/   what its sessions hold
 """
 

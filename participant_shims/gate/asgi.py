@@ -1,10 +1,10 @@
 """The gate in the request path: a pure ASGI middleware, the outermost of the server.
 
 The rule kept here: between servers a request is parked, never rejected, and no response is invented, dropped or
-changed; the one exception is a call of an attempt that is over, which gets a 409. What is gated depends on the kind of
-server: an agent's `/run` (a dispatch) and calls to it that carry an identity; every POST of resources and models. GET,
-HEAD, OPTIONS, lifespan and websockets pass untouched. A server's call to itself is never parked: the rollout that
-makes it is inside already.
+changed; the exceptions, which get a 409, are a call of an attempt that is over, and a dispatch of a rollout whose turns a
+restore has brought to another actor. What is gated depends on the kind of server: an agent's `/run` (a dispatch) and calls
+to it that carry an identity; every POST of resources and models. GET, HEAD, OPTIONS, lifespan and websockets pass
+untouched. A server's call to itself is never parked: the rollout that makes it is inside already.
 """
 
 from __future__ import annotations
@@ -227,7 +227,7 @@ class GateMiddleware:
         body = await read_body(receive)
         if body is None:
             return
-        rollout_id = rollout_of(body, headers, gate.name, gate.warn)
+        rollout_id = rollout_of(body, headers, gate.participant_id, gate.warn)
         if rollout_id is None:
             await self._anonymous(scope, receive, send, body)
             return
@@ -238,6 +238,10 @@ class GateMiddleware:
         caller.watch()
         try:
             if not await gate.doors.admitted(entry):
+                return
+            if actor := gate.log.held_elsewhere(rollout_id, sha256):
+                gate.count("dispatches sent to another actor")
+                await send_answer(send, _wrong_actor(rollout_id, gate.participant_id, actor))
                 return
             while True:
                 claim = gate.dispatches.claim(rollout_id, sha256, body, headers.get("cookie", ""))
@@ -307,6 +311,15 @@ class GateMiddleware:
             self._gate.doors.abandon(entry)
 
 
+def _wrong_actor(rollout_id: str, name: str, actor: str) -> Answer:
+    """Beginning it here would make its turns again, and it would run twice."""
+    message = (
+        f"{name} does not begin rollout {rollout_id}: a restore has brought its turns to actor {actor}. Dispatch it there; "
+        "if it is to begin anew, retire it first."
+    )
+    return _conflict("WRONG_ACTOR", {"message": message, "rollout_id": rollout_id, "actor": actor}, {})
+
+
 def _headers(scope: Scope) -> dict[str, str]:
     return {k.decode("latin-1").lower(): v.decode("latin-1") for k, v in scope["headers"]}
 
@@ -318,18 +331,13 @@ def _refusal(stale: Stale, identity: CallIdentity, name: str, lowest: int = 0) -
         else "the state of the rollout is lost here: it has to restart from its input"
     )
     error = {
-        "reason": stale.value, "message": f"{unquote(name)} refused this call: {what}.",
+        "message": f"{unquote(name)} refused this call: {what}.",
         "rollout_id": identity.rollout_id, "attempt": identity.attempt, "call": identity.call_id,
     }  # fmt: skip
-    body = json.dumps({"error": error}).encode()
-    return Answer(
-        409,
-        (
-            ("content-type", "application/json"),
-            ("content-length", str(len(body))),
-            (REFUSED_HEADER, stale.value),
-            (LOWEST_HEADER, str(lowest)),
-        ),
-        body,
-        "Conflict",
-    )
+    return _conflict(stale.value, error, {LOWEST_HEADER: str(lowest)})
+
+
+def _conflict(reason: str, error: Mapping[str, object], headers: Mapping[str, str]) -> Answer:
+    body = json.dumps({"error": {"reason": reason, **error}}).encode()
+    common = {"content-type": "application/json", "content-length": str(len(body)), REFUSED_HEADER: reason}
+    return Answer(409, tuple({**common, **headers}.items()), body, "Conflict")

@@ -8,6 +8,10 @@ answers), `executed` (answers that this server gave and whose caller has not sai
 many calls of a rollout a server with state has executed since the rollout last began from its input, by worker process:
 the state they have left is in its memory), `sessions` (which rollout a session belongs to), `marks` (attempts and bases
 that are over), `excluded` (rollouts that the present cut cannot hold), `meta`.
+
+A commit costs more than all else that the gate does for a call. So where this process is the only one, what it records of a
+rollout that has begun here from its input is appended to the `tail`, and most of it never gets to the tables: the rollout ends
+before anybody reads them. Whoever asks for more than the next call of such a rollout brings in what was appended (`catch_up`).
 """
 
 from __future__ import annotations
@@ -15,10 +19,20 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from enum import Enum
-from typing import Final, cast
+from typing import Any, Final, cast
 
 from participant_shims.gate.dispatch_log import Claim, DispatchLog, Verdict
-from participant_shims.gate.logfile import FINISHED, FORMAT, Answer, Header, answer_of, dump_headers, tolerated
+from participant_shims.gate.logfile import (
+    FINISHED,
+    FORMAT,
+    Answer,
+    Header,
+    Live,
+    answer_of,
+    dump_headers,
+    is_finished,
+    tolerated,
+)
 from participant_shims.gate.process import lives, own
 from participant_shims.identity import MAX_ATTEMPT, CallIdentity
 
@@ -70,6 +84,11 @@ class CallLog(DispatchLog):
     @tolerated(list[CallRecord]())
     def records(self, rollout_id: str, scope: str) -> list[CallRecord]:
         """The calls that were made in a scope, in their order."""
+        live = self.live.get(rollout_id)
+        if live is not None and scope not in live.scopes:
+            return []
+        if rollout_id in self.unread:
+            self.bring_in()
         rows = self.db.execute(
             "SELECT number, call_id, server, method, path, digest, done, status, headers, body, phrase, url FROM calls"
             " WHERE rollout_id=? AND scope=? ORDER BY number", (rollout_id, scope),
@@ -84,6 +103,19 @@ class CallLog(DispatchLog):
         self, call: CallIdentity, scope: str, number: int, server: str, own: bool, method: str, path: str, digest: str
     ) -> None:
         """A call leaves now. `own`: it goes to this server itself."""
+        live = self._live(call)
+        if live is not None:
+            self.append(call.rollout_id, ["issue", *_key(call), scope, number, server, own, method, path, digest])
+            live.scopes.add(scope)
+            live.waiting[call.call_id] = (server, method)
+            if own:
+                live.own[call.call_id] = None
+            return
+        self._issue(call, scope, number, server, own, method, path, digest)
+
+    def _issue(
+        self, call: CallIdentity, scope: str, number: int, server: str, own: bool, method: str, path: str, digest: str
+    ) -> None:
         self.db.execute(
             "INSERT OR REPLACE INTO calls(rollout_id, scope, number, call_id, attempt, server, own, method, path,"
             " digest, done) VALUES(?,?,?,?,?,?,?,?,?,?,0)",
@@ -96,28 +128,65 @@ class CallLog(DispatchLog):
 
         A call that could not be logged when it left is not stale for that: its rollout is damaged, and goes on.
         """
+        live = self._live(call)
+        if live is not None and (made := live.waiting.pop(call.call_id, None)):
+            answered = [answer.status, answer.phrase, answer.url, answer.headers]
+            self.append(call.rollout_id, ["respond", *_key(call), own, *answered], answer.body)
+            live.own.pop(call.call_id, None)
+            live.turns += 1
+            live.finished[made[0]] = live.finished.get(made[0], 0) + is_finished(made[1], answer)
+            return True
+        self.catch_up(call.rollout_id)
         with self.together():
-            changed = self.db.execute(
-                "UPDATE calls SET done=1, status=?, phrase=?, url=?, headers=?, body=? WHERE rollout_id=? AND call_id=?"
-                " AND EXISTS(SELECT 1 FROM rollouts r WHERE r.rollout_id=calls.rollout_id AND r.attempt=?)",
-                (
-                    answer.status, answer.phrase, answer.url, dump_headers(answer.headers), answer.body,
-                    call.rollout_id, call.call_id, call.attempt,
-                ),
-            ).rowcount  # fmt: skip
-            if changed:
-                self.db.execute("UPDATE rollouts SET turns=turns+1 WHERE rollout_id=?", (call.rollout_id,))
-            if own:  # this server is the callee too, and nobody else would tell it
-                self.db.execute(
-                    "DELETE FROM executed WHERE rollout_id=? AND call_id=?", (call.rollout_id, call.call_id)
-                )
+            changed = self._respond(call, answer, own)
             if not changed and call.rollout_id in self.damaged:
                 return self.attempt_of(call.rollout_id) in (-1, call.attempt)
         return changed > 0
 
+    def _respond(self, call: CallIdentity, answer: Answer, own: bool) -> int:
+        changed = self.db.execute(
+            "UPDATE calls SET done=1, status=?, phrase=?, url=?, headers=?, body=? WHERE rollout_id=? AND call_id=?"
+            " AND EXISTS(SELECT 1 FROM rollouts r WHERE r.rollout_id=calls.rollout_id AND r.attempt=?)",
+            (
+                answer.status, answer.phrase, answer.url, dump_headers(answer.headers), answer.body,
+                call.rollout_id, call.call_id, call.attempt,
+            ),
+        ).rowcount  # fmt: skip
+        if changed:
+            self.db.execute("UPDATE rollouts SET turns=turns+1 WHERE rollout_id=?", (call.rollout_id,))
+        if own:  # this server is the callee too, and nobody else would tell it
+            self.db.execute("DELETE FROM executed WHERE rollout_id=? AND call_id=?", (call.rollout_id, call.call_id))
+        return changed
+
+    def _live(self, call: CallIdentity) -> Live | None:
+        live = self.live.get(call.rollout_id)
+        return live if live is not None and live.attempt == call.attempt else None
+
+    def _apply(self, head: list[Any], body: bytes) -> None:
+        kind, rollout_id, attempt, call_id, *rest = head
+        row = self.db.execute("SELECT attempt, state FROM rollouts WHERE rollout_id=?", (rollout_id,)).fetchone()
+        if row is None or row[0] != attempt or row[1] in ("completed", "failed"):
+            return  # it is over
+        call = CallIdentity(rollout_id, attempt, call_id)
+        if kind == "issue":
+            scope, number, server, own, method, path, digest = rest
+            self._issue(call, scope, number, server, own, method, path, digest)
+        elif kind == "respond":
+            own, status, phrase, url, headers = rest
+            self._respond(call, Answer(status, _pairs(headers), body, phrase, url), own)
+        elif kind == "remember":
+            digest, status, headers = rest
+            self._remember(call, digest, Answer(status, _pairs(headers), body))
+        else:
+            raise ValueError(f"a kind that is not known: {str(kind)[:100]}")
+
     @tolerated(0)
     def finished_at(self, rollout_id: str, server: str) -> int:
         """How many calls of the rollout, made here, `server` has finished for certain since it began from its input."""
+        live = self.live.get(rollout_id)
+        if live is not None:
+            return live.finished.get(server, 0)
+        self.catch_up(rollout_id)
         row = self.db.execute(
             f"SELECT count(*) FROM calls WHERE rollout_id=? AND server=? AND {FINISHED}", (rollout_id, server)
         ).fetchone()
@@ -126,6 +195,9 @@ class CallLog(DispatchLog):
     @tolerated(False)
     def is_own_call(self, call: CallIdentity) -> bool:
         """Whether this server has made `call` itself and still waits for the answer: a self-call is never parked."""
+        live = self._live(call)
+        if live is not None:
+            return call.call_id in live.own
         return self.db.execute(
             "SELECT 1 FROM calls WHERE rollout_id=? AND call_id=? AND own=1 AND done=0", (call.rollout_id, call.call_id)
         ).fetchone() is not None  # fmt: skip
@@ -134,6 +206,9 @@ class CallLog(DispatchLog):
 
     def recall(self, call: CallIdentity, digest: str = "") -> tuple[str, Answer] | None:
         """The remembered answer to `call` with the digest of its request: of the one with `digest`, else of another."""
+        live = self._live(call)
+        if live is not None and call.call_id in live.own:
+            return live.own[call.call_id]
         row = self.db.execute(
             "SELECT digest, status, headers, body FROM executed WHERE rollout_id=? AND call_id=?"
             " ORDER BY digest=? DESC, serial DESC LIMIT 1", (call.rollout_id, call.call_id, digest),
@@ -151,18 +226,18 @@ class CallLog(DispatchLog):
 
         In one commit, since commits are what this costs. An answer that is forgotten late does no harm.
         """
+        live = self._live(call)
+        if live is not None and call.call_id in live.own and not (recorded or session_id or counted):
+            self.append(
+                call.rollout_id, ["remember", *_key(call), digest, answer.status, answer.headers], answer.body
+            )  # fmt: skip
+            live.own[call.call_id] = (digest, answer)
+            return
+        self.catch_up(call.rollout_id)
         with self.together():
-            self.db.execute("DELETE FROM executed WHERE rollout_id=? AND base<?", (call.rollout_id, call.base))
             for known in recorded:
                 self.db.execute("DELETE FROM executed WHERE rollout_id=? AND call_id=?", (call.rollout_id, known))
-            serial = self.db.execute(
-                "INSERT OR REPLACE INTO executed(rollout_id, call_id, attempt, base, digest, status, headers, body)"
-                " VALUES(?,?,?,?,?,?,?,?)",
-                (
-                    call.rollout_id, call.call_id, call.attempt, call.base, digest, answer.status,
-                    dump_headers(answer.headers), answer.body,
-                ),
-            ).lastrowid  # fmt: skip
+            self._remember(call, digest, answer)
             if counted:
                 self.db.execute("DELETE FROM counts WHERE rollout_id=? AND base<>?", (call.rollout_id, call.base))
                 self.db.execute(
@@ -172,8 +247,19 @@ class CallLog(DispatchLog):
                 )
             if session_id:
                 self.bind(session_id, call.rollout_id, call.attempt)
-            if serial is not None and serial % 256 == 0:
-                self.db.execute("DELETE FROM executed WHERE serial<=?", (serial - MAX_EXECUTED,))
+
+    def _remember(self, call: CallIdentity, digest: str, answer: Answer) -> None:
+        self.db.execute("DELETE FROM executed WHERE rollout_id=? AND base<?", (call.rollout_id, call.base))
+        serial = self.db.execute(
+            "INSERT OR REPLACE INTO executed(rollout_id, call_id, attempt, base, digest, status, headers, body)"
+            " VALUES(?,?,?,?,?,?,?,?)",
+            (
+                call.rollout_id, call.call_id, call.attempt, call.base, digest, answer.status,
+                dump_headers(answer.headers), answer.body,
+            ),
+        ).lastrowid  # fmt: skip
+        if serial is not None and serial % 256 == 0:
+            self.db.execute("DELETE FROM executed WHERE serial<=?", (serial - MAX_EXECUTED,))
 
     def done(self, rollouts: Iterable[tuple[str, int]]) -> list[str]:
         """These attempts, and lower ones, have ended at their agent: their answers and sessions matter no more.
@@ -309,6 +395,7 @@ class CallLog(DispatchLog):
         known = 0
         with self.together():
             for rollout_id, named in attempts:
+                self.live.pop(rollout_id, None)
                 seen = 0
                 attempt = named if named <= MAX_ATTEMPT else self._highest(rollout_id)
                 seen += self.db.execute(
@@ -320,6 +407,7 @@ class CallLog(DispatchLog):
                     seen += self.db.execute(
                         f"DELETE FROM {table} WHERE rollout_id=? AND attempt<=?", (rollout_id, attempt)
                     ).rowcount
+                self.db.execute("DELETE FROM elsewhere WHERE rollout_id=?", (rollout_id,))
                 known += seen > 0
                 if attempt >= 0:
                     self.mark(rollout_id, attempt + 1)
@@ -347,6 +435,14 @@ class CallLog(DispatchLog):
     def clear_excluded(self) -> None:
         """A new cut begins."""
         self.db.execute("DELETE FROM excluded")
+
+
+def _key(call: CallIdentity) -> tuple[str, int, str]:
+    return call.rollout_id, call.attempt, call.call_id
+
+
+def _pairs(headers: list[Any]) -> tuple[Header, ...]:
+    return tuple((name, value) for name, value in headers)
 
 
 def _is_gone(pid: int, began: str) -> bool:

@@ -83,6 +83,7 @@ class Gathered:
         until = time.monotonic() + within_s
         with self._busy:
             self._stopped = False
+            log.bring_in()
             self._begin(log, chunks, tidy=True)
             self._gather(log, ChunkWriter(chunks), lambda: self._stopped or time.monotonic() > until, None)
 
@@ -104,6 +105,7 @@ class Gathered:
         self._stopped = True
         with self._busy:
             failpoints.reach("calllog.before_write")
+            log.bring_in()
             if chunks is None:
                 return _to_file(log, directory, stateful, lost_reason, progress)
             self._begin(log, chunks, tidy=False)

@@ -50,8 +50,11 @@ def load(
     excluded: Mapping[str, str] | None = None,
     operation_id: str = "",
     progress: Callable[[int], None] | None = None,
+    takes: Sequence[Callable[[str], bool]] = (),
 ) -> LogLoad:
     """Install the rollouts of `files` as attempt N+1, in one transaction, into the log of a fresh life.
+
+    `takes`: for each file, which rollouts of it; without, all. What two files say of one rollout is taken from the first.
 
     `excluded` (rollout to reason) comes from the snapshot's whole ledger: rollouts that another server could not save
     restart from their input here. `operation_id`: the restore, see `loaded_by`. `progress(bytes)` is called now and
@@ -72,7 +75,7 @@ def load(
         if operation_id:
             log.note(_LOADED, operation_id)
         log.note(UNCOUNTED, not all(_has_counts(path) for path in files))
-        for r in read(files, progress):
+        for r in _wanted(files, progress, takes):
             kind, rollout_id = r["t"], r["rollout_id"]
             if kind == "excluded" or (
                 kind == "rollout" and rollout_id in lost and r["state"] != RolloutState.COMPLETED
@@ -138,6 +141,20 @@ def load(
     return LogLoad(totals, tuple(restarted), recorded, sessions)
 
 
+def _wanted(
+    files: Sequence[Path], progress: Callable[[int], None] | None, takes: Sequence[Callable[[str], bool]]
+) -> Iterator[dict[str, Any]]:
+    if not takes:
+        yield from read(files, progress)
+        return
+    said_by: dict[str, Path] = {}
+    for path, take in zip(files, takes, strict=True):
+        for record in read([path], progress):
+            rollout_id = record["rollout_id"]
+            if take(rollout_id) and (record["t"] == "mark" or said_by.setdefault(rollout_id, path) == path):
+                yield record
+
+
 def unload(log: CallLog, served: bool = False) -> None:
     """Forget what was loaded. `served`: the server has worked since, and what it did stays.
 
@@ -151,6 +168,7 @@ def unload(log: CallLog, served: bool = False) -> None:
             "DELETE FROM calls WHERE rollout_id IN (SELECT rollout_id FROM rollouts WHERE restored=1 AND claimed=0)"
         )
         log.db.execute("DELETE FROM rollouts WHERE restored=1 AND claimed=0")
+        log.db.execute("DELETE FROM elsewhere")
         log.db.execute(
             "UPDATE rollouts SET state='diverged', reason='the restore it continued was given up'"
             " WHERE restored=1 AND state='running'"
@@ -169,7 +187,7 @@ def keep(log: CallLog) -> None:
 
 
 def _clear(log: CallLog) -> None:
-    for table in ("rollouts", "calls", "executed", "counts", "sessions", "marks", "excluded"):
+    for table in ("rollouts", "calls", "executed", "counts", "sessions", "marks", "excluded", "elsewhere"):
         log.db.execute(f"DELETE FROM {table}")
     log.note(_LOADED, "")
     log.note(UNCOUNTED, False)

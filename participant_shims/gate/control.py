@@ -19,10 +19,12 @@ Messages (one JSON object a line; `id` is numbered by its sender):
                        ok: {"stacks": [{"rollout_id", "task", "frames": [[file, line, function], ...]}]}
                    {"id": n, "op": "exclude"}                    ok: {"excluded": [{"rollout_id", "attempt", ...}]}
                    {"id": n, "op": "export", "params": {"directory", "prefix", "root"}}
-                       ok: {"files": [{"path","size_bytes","sha256"}], "sessions", "bytes", "excluded": [...]}
+                       ok: {"files": [{"path","size_bytes","sha256"}], "sessions", "bytes", "excluded": [...],
+                            "shared_state_sha256"}
                    {"id": n, "op": "precopy", "params": {"root", "within_s"}}         ok: {"sessions"}
-                   {"id": n, "op": "load", "params": {"directory", "files": ["name", ...]}}
-                       ok: {"sessions", "diverged": [...], "rollouts": [the first few whose sessions these are],
+                   {"id": n, "op": "load", "params": {"parts": [{"directory", "files": ["name", ...], "some"}]}}
+                       some: only sessions of rollouts that the call log, which is loaded already, has got
+                       ok: {"sessions", "left", "diverged": [...], "rollouts": [the first few whose sessions these are],
                             "rollout_count"}
                    {"id": n, "op": "open", "params": {"cause"}}
                        ok: {"released_parked", "released_held", "closed_for_s", "generation"}
@@ -278,7 +280,7 @@ class Control:
                 p["directory"], p.get("prefix", ""), self._teller(number), p.get("root", "")
             ),
             "precopy": lambda p: gate.precopy(p["root"], float(p["within_s"])),
-            "load": lambda p: gate.load(p["directory"], p["files"], self._teller(number)),
+            "load": lambda p: gate.load(p["parts"], self._teller(number)),
             "retire": lambda p: gate.retire(p["attempts"]),
         }
         if op not in operations:

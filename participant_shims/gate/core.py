@@ -58,6 +58,7 @@ class Gate:
     ) -> None:
         self.server = server
         self.name = server.name
+        self.participant_id = server.participant_id or server.name
         self.worker_id = worker_id
         self.is_agent = server.kind == "gym.agent"
         self.never_closes = server.role == "auxiliary_model"
@@ -79,7 +80,7 @@ class Gate:
         self.served = False
         self.started = False
         # what, the reply, and the rollouts whose state came back into this process
-        self._loaded: tuple[tuple[str, tuple[str, ...]], dict[str, Any], set[str]] | None = None
+        self._loaded: tuple[Sequence[Mapping[str, Any]], dict[str, Any], set[str]] | None = None
         self._clock = clock
 
     # -- the life of a worker
@@ -294,11 +295,11 @@ class Gate:
         file = wrote["file"]
         return {
             "files": [{"path": file["path"], "size_bytes": file["size"], "sha256": file["sha256"]}], "sessions": wrote.get("sessions", 0), "bytes": wrote.get("bytes", 0),
-            "excluded": wrote.get("excluded", []),
+            "excluded": wrote.get("excluded", []), "shared_state_sha256": wrote.get("shared", ""),
         }  # fmt: skip
 
-    async def load(self, directory: str, files: Sequence[str], told: Told | None = None) -> dict[str, Any]:
-        """Load this worker's session files. Raises NOT_FRESH when it has served work since it started.
+    async def load(self, parts: Sequence[Mapping[str, Any]], told: Told | None = None) -> dict[str, Any]:
+        """Load this worker's session files, of one part of a snapshot or several: see `control`. Raises NOT_FRESH when it has served work since it started.
 
         A repeat of the same load, before anything was served, has the same reply: a restore that failed elsewhere is
         repeated at everybody.
@@ -308,9 +309,8 @@ class Gate:
         if self.served:
             raise refuse(Reason.NOT_FRESH, f"{self.name} has served work since it started.")
         failpoints.reach("gate.before_load")
-        what = (directory, tuple(files))
-        if self._loaded is None or self._loaded[0] != what:
-            self._loaded = (what, *await self._load_sessions(directory, files, told))
+        if self._loaded is None or self._loaded[0] != parts:
+            self._loaded = (parts, *await self._load_sessions(parts, told))
         for line in self._loaded[1]["diverged"]:  # again at a repeat: the log has been loaded anew as well
             self.log.mark(line["rollout_id"], 0, int(line.get("attempt", 0)) + 1)
         self.log.adopt(self._loaded[2])
@@ -318,21 +318,24 @@ class Gate:
         return self._loaded[1]
 
     async def _load_sessions(
-        self, directory: str, files: Sequence[str], told: Told | None
+        self, parts: Sequence[Mapping[str, Any]], told: Told | None
     ) -> tuple[dict[str, Any], set[str]]:
-        sessions, diverged, rollouts = 0, list[Any](), set[str]()
-        for name in files:
+        sessions, left, diverged, rollouts = 0, 0, list[Any](), set[str]()
+        files = [(Path(part["directory"]) / name, bool(part["some"])) for part in parts for name in part["files"]]
+        for number, (path, some) in enumerate(files):
             if self.sessions is None:
-                raise refuse(Reason.SNAPSHOT_FOREIGN, f"{self.name} keeps no sessions, but {name} has some.")
-            done = await self.sessions.load(Path(directory) / name, told=told)
+                raise refuse(Reason.SNAPSHOT_FOREIGN, f"{self.name} keeps no sessions, but {path.name} has some.")
+            only = set(self.log.sessions()) if some else None
+            done = await self.sessions.load(path, told=told, only=only, beside=number > 0)
             sessions += int(done.get("sessions", 0))
+            left += int(done.get("left", 0))
             diverged += done.get("diverged", [])
             rollouts |= set(done.get("rollouts", ()))
         elsewhere = self._elsewhere(rollouts)
         diverged += elsewhere
         kept = rollouts - {line["rollout_id"] for line in elsewhere}
         named = {"rollouts": sorted(kept)[:NAMED_ROLLOUTS], "rollout_count": len(kept)}
-        return {"sessions": sessions, "diverged": diverged, **named}, kept
+        return {"sessions": sessions, "left": left, "diverged": diverged, **named}, kept
 
     def _elsewhere(self, rollouts: set[str]) -> list[dict[str, Any]]:
         """Those whose calls run at other workers: their sessions came from a save that did not keep to that."""

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from importlib import metadata
 from typing import Any, Final, cast
 
+from coordinator.wire.places import in_actor
 from participant_shims.gate.calllog import FORMAT
 
 KINDS: Final = {
@@ -43,6 +44,9 @@ class Server:
     upstream_endpoints: tuple[str, ...] = ()
     config_digest: str = ""
     versions: Mapping[str, str] = field(default_factory=dict[str, str])
+    participant_id: str = (
+        ""  # the name with that of its Gym actor, when it has one; rollouts that are known by indices have it
+    )
 
 
 def describe_server(server: Any, environment: Mapping[str, str] = os.environ) -> Server:
@@ -61,6 +65,7 @@ def describe_server(server: Any, environment: Mapping[str, str] = os.environ) ->
         upstream_endpoints=tuple(_endpoints(own)) if kind == "gym.model" else (),
         config_digest=_digest(own) if own else "",
         versions=_versions(),
+        participant_id=in_actor(environment.get("SAFEPOINT_ACTOR", ""), name),
     )
 
 

@@ -46,16 +46,15 @@ def request_digest(
     method: str, target: str, path: str, query: str, body: bytes, cookies: Iterable[tuple[str, str]]
 ) -> str:
     """SHA-256 hex over one request. `target`: name of the server, or empty at the server itself; `body`: canonical."""
-    h = hashlib.sha256()
+    parts: list[bytes] = []
     for part in (method.upper(), target, path, query):
         raw = part.encode("utf-8", "surrogatepass")
-        h.update(b"%d:" % len(raw) + raw)
+        parts.append(b"%d:%b" % (len(raw), raw))
     for name, value in sorted(cookies):
         raw = f"{name}={value}".encode("utf-8", "surrogatepass")
-        h.update(b"c%d:" % len(raw) + raw)
-    h.update(b"b%d:" % len(body))
-    h.update(body)
-    return h.hexdigest()
+        parts.append(b"c%d:%b" % (len(raw), raw))
+    parts += (b"b%d:" % len(body), body)
+    return hashlib.sha256(b"".join(parts)).hexdigest()
 
 
 def cookies_of_header(value: str) -> list[tuple[str, str]]:

@@ -13,6 +13,7 @@ from collections.abc import Awaitable, Callable
 from typing import Any, Final
 
 from coordinator.wire import failpoints
+from coordinator.wire.errors import Refused
 from coordinator.wire.ids import is_rollout_id
 from participant_shims.gate.calllog import Answer, CallLog, Claim, Verdict
 from participant_shims.gate.execution import App, Execution, Run
@@ -36,7 +37,8 @@ def rollout_of(
     """The rollout id of a row; None for work without identity.
 
     Indices are those of one batch and come again in the next one, where the row may be another agent's; the servers that
-    agents share must not take its first attempt for an old one of the other. So an id made of indices names its agent.
+    agents share must not take its first attempt for an old one of the other. So an id made of indices names its agent, and
+    that one's Gym actor, where there are several: each counts its own batch.
 
     An id that cannot be one is never refused: a run that does not checkpoint must not break on it. `warn` is told, since
     a row that lost its id this way is not continued by it after a restore.
@@ -111,6 +113,8 @@ class Dispatches:
                     answer = await self._once(app, dict(scope), body, dispatch, execution)
                 except Exception as caught:
                     error = caught
+                if dispatch.overtaken is not None and (answer is None or answer.status >= 500):
+                    answer = _conflict(dispatch, dispatch.overtaken)  # however the agent has failed over it
                 if not dispatch.diverged and answer is not None and answer.status < 400:
                     if left := dispatch.leftover():
                         dispatch.diverge(left)
@@ -192,6 +196,17 @@ class Dispatches:
                 identity = type(identity)(dispatch.rollout_id, dispatch.attempt, call_id)
             scope = dispatch.scopes[call_id] = Scope(identity, records, dispatch)
         return scope
+
+
+def _conflict(dispatch: Dispatch, refusal: Refused) -> Answer:
+    problem = refusal.problem
+    error = {
+        "reason": problem.reason.name, "message": problem.message, "next_step": problem.advice,
+        "rollout_id": dispatch.rollout_id, "attempt": dispatch.attempt,
+    }  # fmt: skip
+    body = json.dumps({"error": error}).encode()
+    headers = (("content-type", "application/json"), ("content-length", str(len(body))))
+    return Answer(409, headers, body, "Conflict")
 
 
 async def _settled(task: asyncio.Task[None], dispatch: Dispatch) -> None:

@@ -6,11 +6,12 @@ one transaction, so that two workers never run the same rollout.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import Enum
 from typing import Final, cast
 
-from participant_shims.gate.logfile import Answer, LogFile, answer_of, dump_headers, tolerated
+from participant_shims.gate.logfile import Answer, Live, LogFile, answer_of, dump_headers, tolerated
 from participant_shims.gate.process import lives, own
 from participant_shims.identity import CallIdentity
 
@@ -50,37 +51,44 @@ class DispatchLog(LogFile):
         An id may come again (the next epoch), and then asks for a new result. A recorded one answers when it is not known
         that anybody has it: it was restored and not yet claimed, or its response never reached its client.
         """
+        self.catch_up(rollout_id)
         with self.together():
-            row = self.db.execute(
-                "SELECT attempt, base, input_sha256, state, restored, claimed, delivered, pid, status, headers, body,"
-                " guest, cookie, began FROM rollouts WHERE rollout_id=?", (rollout_id,),
-            ).fetchone()  # fmt: skip
-            floor = self.db.execute("SELECT min_attempt FROM marks WHERE rollout_id=?", (rollout_id,)).fetchone()
-            lowest = int(floor[0]) if floor else 0
-            if row is None or row[11]:
-                return self._begin(rollout_id, sha256, body, cookie, lowest, "")
-            attempt, base, known, state, restored, claimed, delivered, pid = row[:8]
-            same = known == sha256
-            waiting = bool(restored and not claimed)
-            if state in ("running", "diverged") and lives(pid, row[13]):
-                return Claim(Verdict.JOIN if same else Verdict.CONFLICT, attempt, base)
-            if state == "completed" and same and (waiting or not delivered):
-                self.db.execute("UPDATE rollouts SET claimed=1 WHERE rollout_id=?", (rollout_id,))
-                return Claim(Verdict.ANSWER, attempt, base, result=answer_of(row[8], row[9], row[10]))
-            if state in ("running", "interrupted"):
-                # A restored one has its new attempt already (load installs N+1); one whose worker died gets it here.
-                attempt = attempt if waiting else attempt + 1
-                if same and rollout_id not in self.damaged:  # a call that is not in the log would be made twice
-                    self.db.execute(
-                        "UPDATE rollouts SET attempt=?, state='running', claimed=1, pid=?, began=?, turns=0"
-                        " WHERE rollout_id=?",
-                        (attempt, *own(), rollout_id),
-                    )
-                    return Claim(Verdict.REPLAY, attempt, base, cookie=row[12])
-                reason = self.damaged.get(rollout_id, "input changed")
-                return self._begin(rollout_id, sha256, body, cookie, max(attempt, lowest), reason)
-            reason = "" if same else "input changed"
-            return self._begin(rollout_id, sha256, body, cookie, max(attempt + 1, lowest), reason)
+            claim = self._decide(rollout_id, sha256, body, cookie)
+        if claim.verdict is Verdict.RUN and self.tail is not None:
+            self.live[rollout_id] = Live(claim.attempt)
+        return claim
+
+    def _decide(self, rollout_id: str, sha256: str, body: bytes, cookie: str) -> Claim:
+        row = self.db.execute(
+            "SELECT attempt, base, input_sha256, state, restored, claimed, delivered, pid, status, headers, body,"
+            " guest, cookie, began FROM rollouts WHERE rollout_id=?", (rollout_id,),
+        ).fetchone()  # fmt: skip
+        floor = self.db.execute("SELECT min_attempt FROM marks WHERE rollout_id=?", (rollout_id,)).fetchone()
+        lowest = int(floor[0]) if floor else 0
+        if row is None or row[11]:
+            return self._begin(rollout_id, sha256, body, cookie, lowest, "")
+        attempt, base, known, state, restored, claimed, delivered, pid = row[:8]
+        same = known == sha256
+        waiting = bool(restored and not claimed)
+        if state in ("running", "diverged") and lives(pid, row[13]):
+            return Claim(Verdict.JOIN if same else Verdict.CONFLICT, attempt, base)
+        if state == "completed" and same and (waiting or not delivered):
+            self.db.execute("UPDATE rollouts SET claimed=1 WHERE rollout_id=?", (rollout_id,))
+            return Claim(Verdict.ANSWER, attempt, base, result=answer_of(row[8], row[9], row[10]))
+        if state in ("running", "interrupted"):
+            # A restored one has its new attempt already (load installs N+1); one whose worker died gets it here.
+            attempt = attempt if waiting else attempt + 1
+            if same and rollout_id not in self.damaged:  # a call that is not in the log would be made twice
+                self.db.execute(
+                    "UPDATE rollouts SET attempt=?, state='running', claimed=1, pid=?, began=?, turns=0"
+                    " WHERE rollout_id=?",
+                    (attempt, *own(), rollout_id),
+                )
+                return Claim(Verdict.REPLAY, attempt, base, cookie=row[12])
+            reason = self.damaged.get(rollout_id, "input changed")
+            return self._begin(rollout_id, sha256, body, cookie, max(attempt, lowest), reason)
+        reason = "" if same else "input changed"
+        return self._begin(rollout_id, sha256, body, cookie, max(attempt + 1, lowest), reason)
 
     def _begin(self, rollout_id: str, sha256: str, body: bytes, cookie: str, attempt: int, reason: str) -> Claim:
         self.db.execute("DELETE FROM calls WHERE rollout_id=?", (rollout_id,))
@@ -99,17 +107,21 @@ class DispatchLog(LogFile):
         None when the log failed: its calls are still there, and no attempt of it may be answered from them.
         """
         following = max(attempt, above) + 1
+        self.catch_up(rollout_id)
         with self.together():
             self.db.execute("DELETE FROM calls WHERE rollout_id=?", (rollout_id,))
-            self.db.execute(
+            changed = self.db.execute(
                 "UPDATE rollouts SET attempt=?, base=?, turns=0, reason=?, state='running', restored=0"
                 " WHERE rollout_id=? AND attempt=?", (following, following, reason, rollout_id, attempt),
-            )  # fmt: skip
+            ).rowcount  # fmt: skip
+        if changed and self.tail is not None:
+            self.live[rollout_id] = Live(following)
         return following
 
     @tolerated(None)
     def diverge(self, rollout_id: str, attempt: int, reason: str) -> None:
         """Note that `attempt` must restart. Read with `diverged`, also by another worker."""
+        self.catch_up(rollout_id)
         self.db.execute(
             "UPDATE rollouts SET state='diverged', reason=? WHERE rollout_id=? AND attempt=? AND state='running'",
             (reason, rollout_id, attempt),
@@ -118,20 +130,29 @@ class DispatchLog(LogFile):
     @tolerated(False)
     def diverged(self, rollout_id: str, attempt: int) -> bool:
         """Whether `attempt` must restart, or is not the present one any more."""
+        if rollout_id in self.live:
+            return self.live[rollout_id].attempt != attempt
         row = self.db.execute("SELECT state, attempt FROM rollouts WHERE rollout_id=?", (rollout_id,)).fetchone()
         return row is not None and (row[0] == "diverged" or row[1] != attempt)
 
-    @tolerated(None)
+    @tolerated(None, "it has finished, and its result could not be recorded, so that a restore begins it again")
     def finish(self, rollout_id: str, attempt: int, result: Answer) -> None:
         """Record the result of a dispatch. A status of 400 and above is a failure: the next dispatch begins anew."""
         state = "completed" if result.status < 400 else "failed"
+        live = self.live.pop(rollout_id, None)
+        if live is None:
+            self.catch_up(rollout_id)
+        turns = live.turns if live is not None and live.attempt == attempt else None
         with self.together():
             changed = self.db.execute(
-                "UPDATE rollouts SET state=?, status=?, headers=?, body=?, delivered=0 WHERE rollout_id=? AND attempt=?",
-                (state, result.status, dump_headers(result.headers), result.body, rollout_id, attempt),
+                "UPDATE rollouts SET state=?, status=?, headers=?, body=?, delivered=0, turns=coalesce(?, turns)"
+                " WHERE rollout_id=? AND attempt=?",
+                (state, result.status, dump_headers(result.headers), result.body, turns, rollout_id, attempt),
             ).rowcount
             if changed:
                 self.db.execute("DELETE FROM calls WHERE rollout_id=?", (rollout_id,))
+        if changed:
+            self.unread.discard(rollout_id)  # its calls matter no more, and are not brought in
 
     @tolerated(None)
     def interrupt(self, rollout_id: str, attempt: int) -> None:
@@ -156,6 +177,8 @@ class DispatchLog(LogFile):
 
     def attempt_of(self, rollout_id: str) -> int:
         """The present attempt of a dispatch; -1 when it is not known."""
+        if rollout_id in self.live:
+            return self.live[rollout_id].attempt
         row = self.db.execute("SELECT attempt FROM rollouts WHERE rollout_id=?", (rollout_id,)).fetchone()
         return int(row[0]) if row else -1
 
@@ -163,6 +186,22 @@ class DispatchLog(LogFile):
         """Whether another live worker runs it."""
         row = self.db.execute("SELECT state, pid, began FROM rollouts WHERE rollout_id=?", (rollout_id,)).fetchone()
         return row is not None and row[0] in ("running", "diverged") and row[1:] != own() and lives(row[1], row[2])
+
+    def hold_elsewhere(self, held: Iterable[tuple[str, str, str]]) -> None:
+        """Rollouts that another Gym actor has got in a restore, each with its input and that actor. Replaces what was noted."""
+        with self.together():
+            self.db.execute("DELETE FROM elsewhere")
+            self.db.executemany("INSERT OR REPLACE INTO elsewhere(rollout_id, input_sha256, actor) VALUES(?,?,?)", held)
+
+    @tolerated("")
+    def held_elsewhere(self, rollout_id: str, sha256: str) -> str:
+        """The actor that has the turns of a rollout with this input; empty when it may begin here."""
+        row = self.db.execute(
+            "SELECT actor FROM elsewhere WHERE rollout_id=? AND input_sha256=?"
+            " AND NOT EXISTS(SELECT 1 FROM rollouts r WHERE r.rollout_id=elsewhere.rollout_id AND r.guest=0)",
+            (rollout_id, sha256),
+        ).fetchone()
+        return str(row[0]) if row else ""
 
     def is_fresh(self) -> bool:
         """No dispatch has been served in this life but, at most, a snapshot has been loaded."""

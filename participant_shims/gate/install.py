@@ -121,7 +121,7 @@ def _meet(app: Any, server: Any) -> None:
     if _keep and isinstance(_keep[0], Path):
         return
     facts = describe_server(server)
-    life = create(facts.name, facts.kind, facts.configured_workers, run_dir())
+    life = create(facts.participant_id, facts.kind, facts.configured_workers, run_dir())
     os.environ[LIFE_VARIABLE] = str(life)  # for the workers that uvicorn will spawn
     _keep.insert(0, life)
     import atexit
@@ -179,7 +179,8 @@ def build_gate(server: Any, life: Path, app: Any) -> Gate:
         sessions = SessionState(
             server, state_mode(facts.name), send=asgi_send(app), log=logging.getLogger(__name__).info
         )
-    gate = Gate(facts, CallLog(life / CALLS, tolerant=True), sessions, worker_id=worker_id)
+    calls = CallLog(life / CALLS, tolerant=True, alone=facts.configured_workers == 1)
+    gate = Gate(facts, calls, sessions, worker_id=worker_id)
     if facts.configured_workers > 1 and gate.keeps_state:
         number = int(worker_id.rpartition("-")[2])
         gate.neighbours = Neighbours(life, number, facts.configured_workers, gate.warn)

@@ -11,11 +11,12 @@ import json
 import sqlite3
 from collections.abc import Callable, Generator, Iterable
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Concatenate, Final, ParamSpec, TypeVar
 
 from coordinator.wire.errors import Reason, Refused, refuse
+from participant_shims.gate.tail import FULL_BYTES, Tail, records, tails_of
 from participant_shims.identity import CallIdentity
 
 _P = ParamSpec("_P")
@@ -24,6 +25,7 @@ _Log = TypeVar("_Log", bound="LogFile")
 Header = tuple[str, str]
 
 FORMAT: Final = "gym-calls-v1"  # the state schema of agents and models; versions of the file are calllog_files' own
+_COMPACT: Final = json.JSONEncoder(separators=(",", ":"))
 _BUSY_S: Final = 5.0  # another worker's commit takes microseconds; longer means that a process was stopped inside one
 
 # A call that its callee has counted for certain. Not one that its gate lets pass, that may have failed before there was an
@@ -59,8 +61,10 @@ CREATE TABLE IF NOT EXISTS counts(
   pid INTEGER NOT NULL DEFAULT 0, began TEXT NOT NULL DEFAULT '', PRIMARY KEY(rollout_id, pid, began));
 CREATE TABLE IF NOT EXISTS marks(rollout_id TEXT PRIMARY KEY, min_attempt INTEGER NOT NULL, min_base INTEGER NOT NULL);
 CREATE TABLE IF NOT EXISTS excluded(rollout_id TEXT PRIMARY KEY, attempt INTEGER NOT NULL, reason TEXT NOT NULL);
+CREATE TABLE IF NOT EXISTS elsewhere(rollout_id TEXT PRIMARY KEY, input_sha256 TEXT NOT NULL, actor TEXT NOT NULL);
 CREATE TABLE IF NOT EXISTS meta(key TEXT PRIMARY KEY, value TEXT NOT NULL);
 CREATE TABLE IF NOT EXISTS touched(rollout_id TEXT PRIMARY KEY) WITHOUT ROWID;
+CREATE TABLE IF NOT EXISTS tails(name TEXT PRIMARY KEY, brought INTEGER NOT NULL) WITHOUT ROWID;
 CREATE TABLE IF NOT EXISTS moved(serial INTEGER PRIMARY KEY, session_id TEXT NOT NULL);
 """
 # What of each table is in a snapshot: a rollout of which any of it changes is written anew by the next save.
@@ -97,6 +101,27 @@ class Answer:
     url: str = ""
 
 
+@dataclass(slots=True)
+class Live:
+    """A rollout that has begun here from its input, and whose calls have all been appended since."""
+
+    attempt: int
+    turns: int = 0
+    scopes: set[str] = field(default_factory=set[str])  # in which calls were made
+    waiting: dict[str, tuple[str, str]] = field(default_factory=dict[str, tuple[str, str]])  # call id -> server, method
+    # Of those that go to this server itself: digest and answer, once it has executed them.
+    own: dict[str, tuple[str, Answer] | None] = field(default_factory=dict[str, "tuple[str, Answer] | None"])
+    finished: dict[str, int] = field(default_factory=dict[str, int])  # by server, as FINISHED says
+
+
+def is_finished(method: str, answer: Answer) -> bool:
+    """FINISHED, of an answer that has just come."""
+    if answer.status >= 400 or method in ("GET", "HEAD", "OPTIONS"):
+        return False
+    text = "\n".join(part for header in answer.headers for part in header).lower()
+    return "event-stream" not in text and "x-ndjson" not in text
+
+
 def log_failure(path: Path, error: sqlite3.Error) -> Refused:
     """STORAGE_FULL or STORAGE_FAILED for a call log that cannot be used: its disk is not that of the snapshots."""
     reason = Reason.STORAGE_FULL if "full" in str(error) else Reason.STORAGE_FAILED
@@ -106,10 +131,16 @@ def log_failure(path: Path, error: sqlite3.Error) -> Refused:
     )  # fmt: skip
 
 
+_CALLS_LOST: Final = "its calls could not be logged"
+
+
 def tolerated(
-    default: _R,
+    default: _R, lost: str = ""
 ) -> Callable[[Callable[Concatenate[_Log, _P], _R]], Callable[Concatenate[_Log, _P], _R]]:
-    """A tolerant log answers `default` when the file fails, and remembers which rollout that concerns."""
+    """A tolerant log answers `default` when the file fails, and remembers which rollout that concerns.
+
+    `lost`: what the rollout has lost by it, where that is more than a call: it is said instead of what was lost before.
+    """
 
     def wrap(method: Callable[Concatenate[_Log, _P], _R]) -> Callable[Concatenate[_Log, _P], _R]:
         @functools.wraps(method)
@@ -123,8 +154,8 @@ def tolerated(
                 self.last_failure = str(error)[:100]
                 first = args[0] if args else None
                 rollout_id = first.rollout_id if isinstance(first, CallIdentity) else first
-                if isinstance(rollout_id, str):
-                    self.damaged.setdefault(rollout_id, f"its calls could not be logged: {error}"[:300])
+                if isinstance(rollout_id, str) and (lost or rollout_id not in self.damaged):
+                    self.damaged[rollout_id] = f"{lost or _CALLS_LOST}: {error}"[:300]
                 return default
 
         return method_or_default
@@ -135,10 +166,11 @@ def tolerated(
 class LogFile:
     """One process's connection to `calls.db`. Raises sqlite3.Error when the file cannot be used; nothing changed then.
 
-    Not for several threads at once. `tolerant`: see the module.
+    Not for several threads at once. `tolerant`: see the module. `alone`: no other process changes the rollouts that this one
+    runs, so that their calls may be appended beside the database (`tail`).
     """
 
-    def __init__(self, path: Path, *, tolerant: bool = False) -> None:
+    def __init__(self, path: Path, *, tolerant: bool = False, alone: bool = False) -> None:
         self.path = path
         self.tolerant = tolerant
         self.failures = 0
@@ -148,10 +180,65 @@ class LogFile:
         self.db.execute("PRAGMA journal_mode=WAL")
         self.db.execute("PRAGMA synchronous=OFF")
         self.db.executescript("BEGIN IMMEDIATE;" + _SCHEMA + _TRIGGERS + _MOVED + "COMMIT;")
+        self.live: dict[str, Live] = {}  # rollouts whose calls are appended
+        self.unread: set[str] = set()  # those of which something was appended that may not be in the database
+        self.bring_in()
+        self.tail = Tail(path) if alone else None
 
     def close(self) -> None:
         """Give the file back."""
+        if self.tail is not None:
+            self.tail.close()
         self.db.close()
+
+    def append(self, rollout_id: str, head: list[Any], body: bytes = b"") -> None:
+        """Add a record of a live rollout to the tail. It is live no more when that fails."""
+        assert self.tail is not None
+        try:
+            if self.tail.size > FULL_BYTES:
+                self.bring_in()
+                before = self.tail.path
+                self.tail.begin()
+                before.unlink(missing_ok=True)
+            self.tail.append(head, body)
+        except sqlite3.Error:
+            del self.live[rollout_id]
+            raise
+        self.unread.add(rollout_id)
+
+    def catch_up(self, rollout_id: str) -> None:
+        """What the log has of the rollout is in the database from now on, and what comes is written there."""
+        self.live.pop(rollout_id, None)
+        if rollout_id in self.unread:
+            self.bring_in()
+
+    def bring_in(self) -> None:
+        """Bring in what was appended by anybody and is not in the database yet."""
+        if tails := tails_of(self.path):
+            with self.together():
+                for tail in tails:
+                    self._bring_in(tail)
+        self.unread.clear()
+
+    def _bring_in(self, tail: Path) -> None:
+        row = self.db.execute("SELECT brought FROM tails WHERE name=?", (tail.name,)).fetchone()
+        at = known = row[0] if row else 0
+        try:
+            for head, body, end in records(tail, known):
+                self._apply(head, body)
+                at = end
+        except FileNotFoundError:
+            return  # it was brought in, and another was begun
+        except (ValueError, TypeError, IndexError) as error:
+            raise sqlite3.DatabaseError(f"{tail} has a record that is none: {error}") from error
+        except OSError as error:
+            raise sqlite3.OperationalError(f"{tail} cannot be read: {error.strerror}") from error
+        if at != known:
+            self.db.execute("INSERT OR REPLACE INTO tails VALUES(?,?)", (tail.name, at))
+
+    def _apply(self, head: list[Any], body: bytes) -> None:
+        """Make the change that a record says. Raises ValueError, TypeError for one that is none."""
+        raise NotImplementedError
 
     @contextmanager
     def together(self) -> Generator[None]:
@@ -176,7 +263,7 @@ class LogFile:
 
 
 def dump_headers(headers: Iterable[Header]) -> str:
-    return json.dumps([list(h) for h in headers], separators=(",", ":"))
+    return _COMPACT.encode([list(h) for h in headers])
 
 
 def answer_of(status: int, headers: str, body: bytes, phrase: str = "", url: str = "") -> Answer:

@@ -65,6 +65,8 @@ class Outbound:
         if scope is NOBODY:
             return await self._unidentified(original, client, server_name, url_path, method, kwargs)
         self._check(scope)
+        if hasattr(kwargs.get("json"), "model_dump"):  # as ServerClient.request does it with pydantic models
+            kwargs["json"] = kwargs["json"].model_dump(exclude_unset=True)
         what = f"{server_name} {method.upper()} {url_path}"
         digest = _digest(server_name, url_path, method, kwargs)
         own = server_name == self._own
@@ -156,8 +158,9 @@ class Outbound:
             chunks = self._tee(response, scope, identity, own, logs, server_name, head)
             return RecordedResponse(method.upper(), url, head, chunks, response.close)
         body = await response.read()
-        self._record(scope, identity, own, logs, server_name, Answer(response.status, pairs, body, phrase, url))
-        return RecordedResponse(method.upper(), url, Answer(response.status, pairs, body, phrase, url))
+        answer = Answer(response.status, pairs, body, phrase, url)
+        self._record(scope, identity, own, logs, server_name, answer)
+        return RecordedResponse(method.upper(), url, answer)
 
     async def _tee(
         self, response: Any, scope: Scope, identity: CallIdentity, own: bool, logs: bool, server_name: str, head: Answer
@@ -226,12 +229,14 @@ class Outbound:
         dispatch = scope.dispatch
         assert dispatch is not None
         if dispatch.answered:
-            return refuse(
+            dispatch.overtaken = refuse(
                 Reason.REPLAY_DIVERGED,
                 f"{server} refused a call of {dispatch.rollout_id}: attempt {dispatch.attempt} runs here, and {server} serves"
-                f" {lowest} and later ones, which another life of this server has begun.",
-                next_step="Dispatch the rollout again, where it runs now.",
+                f" {lowest} and later ones, which another agent or another life of this server has begun.",
+                next_step="Give each rollout a _ng_rollout_id of its own when two agents were sent this one; otherwise dispatch"
+                " it again, where it runs now.",
             )  # fmt: skip
+            return dispatch.overtaken
         dispatch.outrun_by = lowest
         return self._diverge(
             scope, f"{server} has served attempt {lowest} of it, of a life of this server that has ended"
@@ -292,8 +297,6 @@ def _digest(server: str, url_path: str, method: str, kwargs: Mapping[str, Any]) 
 def _body(kwargs: Mapping[str, Any]) -> bytes:
     value: Any = kwargs.get("json")
     if value is not None:
-        if hasattr(value, "model_dump"):  # as ServerClient.request does for pydantic models
-            value = value.model_dump(exclude_unset=True)
         orjson: Any = sys.modules.get("orjson")
         if orjson is not None:
             return bytes(orjson.dumps(value, option=orjson.OPT_SORT_KEYS))

@@ -12,6 +12,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Final
 
+from coordinator.wire.errors import Refused
 from participant_shims.gate.calllog import CallRecord
 from participant_shims.identity import CallIdentity
 
@@ -32,6 +33,7 @@ class Dispatch:
     base: int
     diverged: str = ""
     answered: bool = False  # a call of it has had its answer, from a server or from the log
+    overtaken: Refused | None = None  # a later attempt of it runs elsewhere: its client is told so
     outrun_by: int = -1  # an attempt that others know of, and this server does not: of an earlier life of it
     signal: asyncio.Event = field(default_factory=asyncio.Event)
     scopes: dict[str, Scope] = field(default_factory=lambda: dict[str, "Scope"]())

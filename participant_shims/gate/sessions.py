@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Set
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -41,4 +41,6 @@ class Sessions(Protocol):
 
     async def precopy(self, sessions: Mapping[str, tuple[str, int]], root: Path, within_s: float) -> int: ...
 
-    async def load(self, path: Path, *, told: Told | None = None) -> dict[str, Any]: ...
+    async def load(
+        self, path: Path, *, told: Told | None = None, only: Set[str] | None = None, beside: bool = False
+    ) -> dict[str, Any]: ...

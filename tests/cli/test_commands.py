@@ -87,7 +87,7 @@ async def test_restore_from_a_store_fetches_first_and_says_which_one_latest_was(
     assert "was in the root already" in again.err
     assert (await safepoint("restore", "--root", "s3://other/run")).code == 2
     assert (await safepoint("restore", "step-9", "--root", "s3://bucket/run")).code == 12
-    lost = await safepoint("status", "--root", "s3://bucket/run", "-c", "")
+    lost = await safepoint("status", "--root", "gs://bucket/run", "-c", "")
     assert lost.code == 2
     assert "A snapshot root is a directory" in lost.err
 

@@ -10,9 +10,10 @@ from safepoint.v1 import coordinator_service_pb2 as pb
 
 from coordinator.cli_live import Look, view
 from coordinator.cli_output import show
-from coordinator.cli_views import operation_text, snapshot_text, table, topology_view
+from coordinator.cli_views import moves, operation_text, snapshot_text, table, topology_view
 from coordinator.client_results import SnapshotSummary, Totals, describe
 from coordinator.wire.errors import Reason
+from coordinator.wire.places import Placement
 from coordinator.wire.terms import CheckpointMode, Role
 
 
@@ -105,6 +106,32 @@ def test_a_topology_says_of_everybody_what_a_restart_costs() -> None:
         "judge": "nothing", "agent": "they are in no snapshot",
     }.items():  # fmt: skip
         assert cost in costs[name]
+
+
+def test_a_topology_of_actors_shows_each_with_its_servers_and_those_of_none_last() -> None:
+    topology = pb.GetTopologyResponse()
+    for name, actor in (("a0.agent", "a0"), ("a0.counter", "a0"), ("a1.agent", "a1"), ("judge", "")):
+        who = topology.participants.add().capabilities
+        who.participant_id, who.actor_id = name, actor
+    text = io.StringIO()
+    Console(width=200, file=text).print(topology_view(topology))
+    rows = [line.split()[:2] for line in text.getvalue().splitlines() if line.strip() and not line.startswith(" ─")]
+    assert rows[0] == ["actor", "participant"]
+    shown = [row for row in rows if {"a0.agent", "a0.counter", "a1.agent", "judge"} & set(row)]
+    assert shown == [["a0", "a0.agent"], ["a0.counter", "unspecified"], ["a1", "a1.agent"], ["none", "judge"]]
+
+
+def test_moves_are_told_line_by_line_and_what_stays_is_not() -> None:
+    placements = [
+        Placement("a0", "a0", "", "r-3"),
+        Placement("a0", "b1", "r-3"),
+        Placement("a1", "b1"),
+        Placement("", "b0", "r", "s"),
+    ]
+    assert moves(placements) == [
+        "a0 -> b1: rollouts from r-3", "a1 -> b1: all rollouts", "the saved servers -> b0: rollouts from r to before s",
+    ]  # fmt: skip
+    assert len(moves([Placement(f"a{n}", "b") for n in range(30)])) == 21
 
 
 def test_an_empty_fleet_is_said_once(capsys: pytest.CaptureFixture[str]) -> None:

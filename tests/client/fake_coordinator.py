@@ -69,6 +69,7 @@ class FakeCoordinator(CoordinatorServicer):
     invalid: dict[str, str] = field(default_factory=dict)
     metadata: dict[str, str] = field(default_factory=dict)  # of the snapshot that is restored
     rollouts: list[manifest_pb2.LedgerEntry] = field(default_factory=list)
+    placements: list[manifest_pb2.Placement] = field(default_factory=list)
     ledger_part: int = 2
     unconfirmed: list[str] = field(default_factory=list)
     causes: dict[str, str] = field(default_factory=dict)
@@ -135,6 +136,7 @@ class FakeCoordinator(CoordinatorServicer):
         event.restored.totals.CopyFrom(manifest_pb2.LedgerTotals(completed=3, parked=61, pending=0, excluded=1))
         event.restored.diverged.add(rollout_id="r-9", state=4, reason="the agent uses time")
         event.restored.diverged_count = 1
+        event.restored.placements.extend(self.placements)
         self.active = "" if request.resume else request.operation_id
         yield event
         if request.resume:

@@ -40,8 +40,15 @@ class Fleet:
             await shim.start()
             await shim.register(self.coordinator.address)
 
-    async def start_coordinator(self) -> None:
-        self.coordinator = await serve(Settings(root=str(self.root), heartbeat_s=0.2))
+    async def start_coordinator(self, **settings: float) -> None:
+        self.coordinator = await serve(Settings(root=str(self.root), heartbeat_s=0.2, **settings))
+
+    async def another_coordinator(self, **settings: float) -> None:
+        for shim in self.shims.values():
+            await shim.leave()
+        await self.start_coordinator(**settings)
+        for shim in self.shims.values():
+            await shim.register(self.coordinator.address)
 
     async def stop(self) -> None:
         for shim in self.shims.values():
@@ -96,19 +103,27 @@ async def test_save_restore_resume_and_the_ledger(client: Driver, fleet: Fleet) 
     assert (await client.do("resume")).pause_s is None, "nothing waits for it any more"
 
 
-async def test_a_cut_outlives_its_lease_while_the_body_runs(client: Driver, fleet: Fleet) -> None:
+@pytest.mark.parametrize("asked", [1.0, None], ids=["its own lease", "the coordinator's lease"])
+async def test_a_cut_outlives_its_lease_while_the_body_runs(client: Driver, fleet: Fleet, asked: float | None) -> None:
+    if asked is None:
+        await fleet.coordinator.kill()
+        await fleet.another_coordinator(lease_ttl_s=1.0)
+
     async def longer_than_the_lease() -> None:
         await asyncio.sleep(1.5)
 
     if client.sync:
         loop = asyncio.get_running_loop()
         cut = await client.cut(
-            lambda _: asyncio.run_coroutine_threadsafe(longer_than_the_lease(), loop).result(), snapshot_id="c", lease=1
+            lambda _: asyncio.run_coroutine_threadsafe(longer_than_the_lease(), loop).result(),
+            snapshot_id="c",
+            lease=asked,
         )
     else:
-        async with client.client.cut("c", lease=1) as cut:
+        async with client.client.cut("c", lease=asked) as cut:
             await longer_than_the_lease()
     assert cut.prepared.participant_ids
+    assert cut.prepared.lease_s == 1
     assert cut.result.snapshot_id == "c"
     assert cut.result.pause_s > 1.4
     assert fleet.everybody_is_open
@@ -129,11 +144,7 @@ async def test_a_coordinator_that_dies_in_a_save_costs_the_save_and_nothing_else
             await asyncio.sleep(0.02)
     await fleet.coordinator.kill()
     fleet.shims["counter"].knobs.hang_on = set()
-    for shim in fleet.shims.values():
-        await shim.leave()
-    await fleet.start_coordinator()
-    for shim in fleet.shims.values():
-        await shim.register(fleet.coordinator.address)
+    await fleet.another_coordinator()
     with pytest.raises(Refused) as caught:
         await asyncio.wait_for(saving, 20)
     assert caught.value.problem.operation_id.startswith("save-")

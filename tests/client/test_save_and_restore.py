@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from safepoint.v1 import manifest_pb2
 
 from coordinator.client import Reason, Refused, RolloutState, Totals, describe
 from coordinator.wire.errors import Blocked, Problem
@@ -153,6 +154,24 @@ async def test_a_restored_ledger_is_read_in_parts_and_over_a_lost_connection(
     assert rollouts[0].state is RolloutState.PARKED
     assert rollouts[5].completed
     assert rollouts[0].recorded_calls == 3
+
+
+async def test_a_restore_of_actors_says_where_each_rollout_is_now(driver: Driver, fake: FakeCoordinator) -> None:
+    def placed(old: str, new: str, first: str = "", until: str = "") -> manifest_pb2.Placement:
+        return manifest_pb2.Placement(from_actor_id=old, to_actor_id=new, rollouts_from=first, rollouts_until=until)
+
+    fake.published = ["step-40"]
+    fake.rollouts = list(entries("r-1", "r-2", "r-3", "r-4"))
+    for number, rollout in enumerate(fake.rollouts):
+        rollout.participant_id = f"a{number % 2}.agent"
+    fake.placements = [placed("a0", "a0", "", "r-3"), placed("a0", "b1", "r-3"), placed("a1", "b1")]
+    result = await driver.do("restore", "step-40", elastic=True)
+    assert fake.asked[-1][1].elastic
+    assert "spread over 2 actors" in result.line
+    rollouts = await driver.take(result.rollouts())
+    assert [(r.participant_id, r.actor_id) for r in rollouts] == [
+        ("a0.agent", "a0"), ("a1.agent", "b1"), ("a0.agent", "b1"), ("a1.agent", "b1"),
+    ]  # fmt: skip
 
 
 async def test_latest_is_the_newest_that_verifies_and_it_says_what_was_passed_over(

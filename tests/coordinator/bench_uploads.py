@@ -14,9 +14,9 @@ import sys
 import tempfile
 from pathlib import Path
 
-from coordinator.objects import objects_at
 from coordinator.snapshots import SnapshotStore
 from coordinator.uploading import Uploader
+from coordinator.wire.objects import objects_at
 from tests.coordinator.conftest import Bench
 from tests.coordinator.test_sweeping import save
 from tests.object_store import S3Server, environment, prefix

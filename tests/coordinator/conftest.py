@@ -94,9 +94,16 @@ class Bench:
         return await asked(lambda: self.stub().Save(request, timeout=timeout))
 
     async def restore(
-        self, operation_id: str = "restore-1", snapshot_id: str = "step-1", timeout: float = 10, resume: bool = False
+        self,
+        operation_id: str = "restore-1",
+        snapshot_id: str = "step-1",
+        timeout: float = 10,
+        resume: bool = False,
+        elastic: bool = False,
     ) -> list[pb.OperationEvent]:
-        request = pb.RestoreSnapshotRequest(operation_id=operation_id, snapshot_id=snapshot_id, resume=resume)
+        request = pb.RestoreSnapshotRequest(
+            operation_id=operation_id, snapshot_id=snapshot_id, resume=resume, elastic=elastic
+        )
         return await asked(lambda: self.stub().Restore(request, timeout=timeout))
 
     async def phase(self, method: str, timeout: float = 10, **fields: Any) -> list[pb.OperationEvent]:

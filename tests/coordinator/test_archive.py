@@ -12,13 +12,13 @@ from typing import Any
 import pytest
 
 from coordinator import archive, pruning
-from coordinator.objects import FsspecObjects, LocalObjects, Objects, objects_at
 from coordinator.publication import Publisher
 from coordinator.retention import Retention
 from coordinator.snapshots import SnapshotStore
 from coordinator.wire.beneath import Directory, storage_error
 from coordinator.wire.errors import Reason, SafepointError, refuse
 from coordinator.wire.ids import SnapshotId
+from coordinator.wire.objects import FsspecObjects, LocalObjects, Objects, objects_at
 from tests.coordinator.test_snapshots import contents, make, refused
 from tests.object_store import S3Server, environment
 

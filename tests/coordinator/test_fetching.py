@@ -12,11 +12,11 @@ import pytest
 from safepoint.v1 import coordinator_service_pb2 as pb
 
 from coordinator import archive
-from coordinator.objects import Objects, objects_at
 from coordinator.publication import Publisher
 from coordinator.retention import Retention
 from coordinator.snapshots import SnapshotStore
 from coordinator.wire.errors import Reason, SafepointError
+from coordinator.wire.objects import Objects, objects_at
 from tests.coordinator.conftest import Bench, unary, until
 from tests.coordinator.test_snapshots import contents, make
 

@@ -178,6 +178,24 @@ async def test_status_and_abort_answer_within_a_second_whatever_is_stuck(bench: 
     saving.cancel()
 
 
+@pytest.mark.parametrize("call", ["Save", "Prepare", "Restore"])
+async def test_what_was_aborted_before_it_came_never_begins(bench: Bench, call: str) -> None:
+    await bench.start(agent_0=Knobs(rollouts=1))
+    await bench.save("save-0", "step-0")
+    asked_before = [shim.count("Prepare") + shim.count("Restore") for shim in bench.shims.values()]
+    await bench.abort("late")
+    await bench.abort("late")
+    kind = {"Save": pb.SaveRequest, "Prepare": pb.PrepareOperationRequest, "Restore": pb.RestoreSnapshotRequest}[call]
+    request: Any = kind(operation_id="late", snapshot_id="step-0" if call == "Restore" else "step-1")
+    for _ in range(2):
+        with pytest.raises(SafepointError) as caught:
+            await collect(getattr(bench.stub(), call)(request, timeout=5))
+        assert caught.value.reason is Reason.OPERATION_FINISHED
+    assert [shim.count("Prepare") + shim.count("Restore") for shim in bench.shims.values()] == asked_before
+    assert not (bench.root / "snapshots" / "step-1").exists()
+    assert (await bench.save("save-2", "step-2"))[-1].saved.snapshot.snapshot_id == "step-2"
+
+
 async def test_abort_of_nothing_and_of_another_operation_changes_nothing(bench: Bench) -> None:
     await bench.start(agent_0=Knobs(inflight=1, drain_after_s=0.3))
     assert (await bench.abort()).operation_id == ""

@@ -213,6 +213,39 @@ async def test_a_restore_that_was_loaded_stays_paused_over_a_restart(bench: Benc
     assert bench.all_open()
 
 
+async def test_a_restore_whose_coordinator_was_gone_for_longer_than_the_lease_can_still_be_resumed(
+    bench: Bench,
+) -> None:
+    """Everybody works with what was restored by then. To abort would run again what the snapshot holds."""
+    bench.settings["lease_ttl_s"] = 1
+    await bench.start(agent_0=Knobs(rollouts=2))
+    await bench.save()
+    await bench.restore()
+    await bench.crash()
+    await until(bench.all_open)
+    await bench.restart()
+    await bench.phase("Resume", operation_id="restore-1")
+    assert all(("Resume", "restore-1") in shim.heard for shim in bench.shims.values())
+    assert not any(shim.in_question for shim in bench.shims.values())
+    assert (await bench.save("save-2", "step-2"))[-1].saved.snapshot.snapshot_id == "step-2"
+
+
+async def test_a_restore_that_somebody_has_given_up_meanwhile_cannot_be_resumed(bench: Bench) -> None:
+    bench.settings["lease_ttl_s"] = 1
+    await bench.start(agent_0=Knobs(rollouts=2))
+    await bench.save()
+    await bench.restore()
+    await bench.crash()
+    await until(bench.all_open)
+    bench.shims["agent-0"].in_question = ""  # the coordinator before had begun to abort
+    await bench.restart()
+    with pytest.raises(SafepointError) as caught:
+        await bench.phase("Resume", operation_id="restore-1")
+    assert caught.value.reason in (Reason.LEASE_LAPSED, Reason.WRONG_PHASE)
+    await bench.abort()
+    assert all(("Abort", "restore-1") in s.heard for n, s in bench.shims.items() if n != "agent-0")
+
+
 async def test_a_stop_in_good_order_aborts_what_is_not_published(bench: Bench) -> None:
     await bench.start(agent_0=Knobs(inflight=1, drain_after_s=NEVER))
     saving = running(bench.save(timeout=30))

@@ -12,7 +12,6 @@ from safepoint.v1 import coordinator_service_pb2 as pb
 from coordinator import archive, pruning
 from coordinator.client import AsyncClient
 from coordinator.journal import Journal
-from coordinator.objects import objects_at
 from coordinator.publication import Publisher
 from coordinator.retention import Dated, Retention, plan, step_of
 from coordinator.snapshots import SnapshotStore
@@ -20,6 +19,7 @@ from coordinator.wire.beneath import Directory, storage_error
 from coordinator.wire.errors import Reason, SafepointError, refuse
 from coordinator.wire.ids import SnapshotId
 from coordinator.wire.manifest_file import SNAPSHOT_KIND, encode
+from coordinator.wire.objects import objects_at
 from tests.coordinator.conftest import Bench, unary, until
 from tests.coordinator.test_snapshots import make, refused
 

@@ -11,7 +11,6 @@ import pytest
 from safepoint.v1 import capabilities_pb2, manifest_pb2
 
 from coordinator import archive, pruning, sweeping
-from coordinator.objects import LocalObjects
 from coordinator.protocol.operation import Operation
 from coordinator.protocol.proofs import Committed
 from coordinator.protocol.topology import Participant, Topology
@@ -22,6 +21,7 @@ from coordinator.wire.chunks import Chunks, ChunkWriter
 from coordinator.wire.errors import Reason, SafepointError
 from coordinator.wire.ids import IncarnationId, OperationId, ParticipantId, SnapshotId
 from coordinator.wire.manifest_file import read_participant_manifest, verify_files, write_participant_manifest
+from coordinator.wire.objects import LocalObjects
 from coordinator.wire.rope import Rope
 from coordinator.wire.terms import CheckpointMode, OperationKind, Role
 

@@ -12,7 +12,6 @@ import pytest
 from safepoint.v1 import coordinator_service_pb2 as pb
 
 from coordinator import archive, pruning
-from coordinator.objects import LocalObjects, Objects, objects_at, without_secrets
 from coordinator.publication import Publisher
 from coordinator.retention import Retention
 from coordinator.settings import Settings
@@ -21,6 +20,7 @@ from coordinator.uploading import Uploaded, Uploader, epoch_in_store
 from coordinator.wire.chunks import Chunks
 from coordinator.wire.errors import Reason, refuse
 from coordinator.wire.manifest_file import MAX_EPOCH
+from coordinator.wire.objects import LocalObjects, Objects, objects_at, without_secrets
 from tests.coordinator.conftest import Bench, until
 from tests.coordinator.test_snapshots import make, refused
 from tests.coordinator.test_sweeping import save

@@ -17,12 +17,12 @@ from typing import Any
 import pytest
 
 from coordinator import archive
-from coordinator.objects import Objects, objects_at
 from coordinator.publication import Publisher
 from coordinator.snapshots import SnapshotStore
 from coordinator.uploading import Uploader
 from coordinator.wire.beneath import Directory
 from coordinator.wire.errors import Reason
+from coordinator.wire.objects import Objects, objects_at
 from tests.coordinator.test_snapshots import make, refused
 from tests.coordinator.test_uploading import FAST, idle, states, wait
 from tests.object_store import KEY, SECRET, Door, Lost, S3Server, environment, for_a_process, prefix

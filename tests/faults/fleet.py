@@ -70,6 +70,7 @@ class Fleet:
     directory: Path
     engine: str
     extra: dict[str, dict[str, str]] = field(default_factory=dict[str, dict[str, str]])  # environment of one server
+    store: str = ""  # the root, when it is not the directory
     processes: dict[str, subprocess.Popen[bytes]] = field(
         default_factory=dict[str, "subprocess.Popen[bytes]"], init=False
     )
@@ -85,6 +86,11 @@ class Fleet:
     @property
     def root(self) -> Path:
         return self.directory / "root"
+
+    @property
+    def place(self) -> str:
+        """The root as the processes are told."""
+        return self.store or str(self.root)
 
     @property
     def run_dir(self) -> Path:
@@ -141,19 +147,19 @@ class Fleet:
         kept = {k: v for k, v in os.environ.items() if not k.startswith(("SAFEPOINT_", "NEMO_GYM", "PYTHONPATH"))}
         paths = [str(REPOSITORY), str(REPOSITORY / "gen")]
         environment = kept | {
-            "TMPDIR": str(self.temporary), "PYTHONDONTWRITEBYTECODE": "1", "SAFEPOINT_ROOT": str(self.root),
+            "TMPDIR": str(self.temporary), "PYTHONDONTWRITEBYTECODE": "1", "SAFEPOINT_ROOT": self.place,
             failpoints.VARIABLE: f"file:{self.points / name}",
         }  # fmt: skip
         command = [sys.executable, "-m", "tests.faults.server"]
         if name == COORDINATOR:
-            command = [sys.executable, "-m", "coordinator.cli", "coordinator", "--root", str(self.root)]
+            command = [sys.executable, "-m", "coordinator.cli", "coordinator", "--root", self.place]
             environment |= settings_of_a_coordinator()
         else:
             paths = [bootstrap_path(), *paths, str(Path(__file__).with_name("stub"))]
             environment |= {
                 "NEMO_GYM_CONFIG_PATH": name, "NEMO_GYM_CONFIG_DICT": json.dumps(self._deployment()),
                 "SAFEPOINT_RUN_DIR": str(self.run_dir), "SAFEPOINT_ROLES": "policy_model=policy",
-                "SAFEPOINT_COORDINATOR": f"file:{self.root}/coordinator/address.json", "SAFEPOINT_DEBUG": "1",
+                "SAFEPOINT_COORDINATOR": f"file:{self.place}/coordinator/address.json", "SAFEPOINT_DEBUG": "1",
                 "FAULTS_ENGINE": self.engine,
             } | self.extra.get(name, {})  # fmt: skip
         environment["PYTHONPATH"] = os.pathsep.join(paths)

@@ -186,6 +186,27 @@ def test_a_commit_that_fails_leaves_no_transaction_behind(log: CallLog) -> None:
     assert log.claim("r-1", "sha", b"{}", "").verdict is Verdict.RUN
 
 
+def test_a_result_that_the_disk_did_not_take_is_said_to_be_one_whatever_was_lost_before(tmp_path: Path) -> None:
+    log = CallLog(tmp_path / "full.db", tolerant=True)
+    here = root("r-1", 0, 0)
+    log.claim("r-1", "sha", b"{}", "")
+    db = log.db
+    for statement in ("INSERT OR REPLACE INTO calls", "UPDATE rollouts SET state=?"):
+        disk: Any = FullDisk(db, statement)
+        log.db = disk
+        if statement.startswith("INSERT"):
+            log.issue(here.child(1), "0", 1, "model", False, "POST", "/v1", "d1")
+            assert "calls could not be logged" in log.damaged["r-1"]
+        else:
+            log.finish("r-1", 0, TEXT)
+        log.db = db
+    disk = FullDisk(db, "UPDATE rollouts SET delivered")
+    log.db = disk
+    log.delivered("r-1", 0)
+    assert log.damaged["r-1"].startswith("it has finished, and its result could not be recorded")
+    log.close()
+
+
 def test_a_call_that_the_disk_did_not_take_costs_a_place_in_the_cut_and_no_request(tmp_path: Path) -> None:
     log = CallLog(tmp_path / "full.db", tolerant=True)
     here = root("r-1", 0, 0)

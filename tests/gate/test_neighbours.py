@@ -292,7 +292,7 @@ class Loading:
 
     def before_first_request(self) -> None: ...
 
-    async def load(self, path: Path, *, told: Any = None) -> dict[str, Any]:
+    async def load(self, path: Path, *, told: Any = None, **_: Any) -> dict[str, Any]:
         return {"sessions": 2, "rollouts": self._rollouts, "diverged": []}
 
 
@@ -308,7 +308,9 @@ async def test_a_session_that_was_saved_by_another_worker_than_its_calls_reach_r
     process.gate.sessions = Loading([mine, other])  # type: ignore[assignment]
     calllog_files.load(process.log, [tmp_path / "out" / calllog_files.FILE])
     process.gate.close("restore", QuiesceMode.HOLD, 60)
-    done = await process.gate.load(str(tmp_path / "out"), ["worker-0.sessions"])
+    done = await process.gate.load(
+        [{"directory": str(tmp_path / "out"), "files": ["worker-0.sessions"], "some": False}]
+    )
     assert [(line["rollout_id"], line["attempt"]) for line in done["diverged"]] == [(other, 2)]
     assert "worker-1" in done["diverged"][0]["reason"]
     assert not process.gate.has_lost(root(mine, 3, 0).child(2), 1)

@@ -10,6 +10,7 @@ import pytest
 
 from participant_shims.admission import Doors
 from participant_shims.gate.calllog import CallLog
+from participant_shims.gate.digest import request_digest
 from participant_shims.gate.outbound import CURRENT, TRACE, Outbound
 from participant_shims.gate.replay import Dispatch, Scope
 from participant_shims.identity import DONE_HEADER, RECORDED_HEADER, root
@@ -86,3 +87,10 @@ async def test_the_trace_of_a_request_goes_along_with_the_calls_made_for_it(log:
     own = {"traceparent": "00-" + "c" * 32 + "-" + "d" * 16 + "-01"}
     await outbound.request(request, None, "counter", "/add", "POST", json={"n": 2}, headers=own)
     assert sent[-1]["traceparent"] == own["traceparent"], "a server that traces by itself has sent its own"
+
+
+def test_the_digest_of_a_request_is_the_one_that_snapshots_hold() -> None:
+    cookies = [("b", "2"), ("a", "1\udce9")]
+    assert request_digest("post", "model", "/v1/r\u00e9", "a=1", b'{"x":1}', cookies) == (
+        "27f85012f5f6c523e3489177671416595edd7a40791a451f4e96b4d5efeef4aa"
+    )

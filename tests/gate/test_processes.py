@@ -401,32 +401,33 @@ class OneSession:
         lost = {"rollout_id": "r-2", "attempt": 3, "reason": "it holds a socket"}
         return {"sessions": 1, "bytes": 2, "excluded": [lost], "file": {"path": path.name, "size": 2, "sha256": "0"}}
 
-    async def load(self, path: Path, *, told: object = None) -> dict[str, object]:
+    async def load(self, path: Path, *, told: object = None, **_: object) -> dict[str, object]:
         self.loads += 1
         return {"sessions": 1, "diverged": [{"rollout_id": "r-1", "attempt": 4, "reason": "it answered differently"}]}
 
 
 async def test_what_sessions_lose_is_excluded_at_export_and_refused_after_a_load(tmp_path: Path) -> None:
+    part = {"directory": str(tmp_path), "files": ["w.sessions.jsonl"], "some": False}
     log = CallLog(tmp_path / "calls.db")
     sessions = OneSession()
     gate = Gate(Server("counter", "gym.resources", "resources", 1), log, sessions)
     with pytest.raises(Refused, match="open"):
         await gate.export(str(tmp_path), "w.")
     with pytest.raises(Refused, match="open"):
-        await gate.load(str(tmp_path), ["w.sessions.jsonl"])
+        await gate.load([part])
     gate.close("op", QuiesceMode.HOLD, 60)
     done = await gate.export(str(tmp_path), "w.")
     assert [f["path"] for f in done["files"]] == ["w.sessions.jsonl"]
     assert log.excluded() == [("r-2", 3, "it holds a socket")]
-    first = await gate.load(str(tmp_path), ["w.sessions.jsonl"])
-    assert await gate.load(str(tmp_path), ["w.sessions.jsonl"]) == first
+    first = await gate.load([part])
+    assert await gate.load([part]) == first
     assert sessions.loads == 1
     # The agent continues attempt 5 of base 0, and is told that what it builds on is not there.
     assert log.stale(CallIdentity("r-1", 5, "0.3")) is Stale.STATE_LOST
     assert log.stale(CallIdentity("r-1", 6, "6.1")) is None
     gate.served = True
     with pytest.raises(Refused) as refused:
-        await gate.load(str(tmp_path), ["w.sessions.jsonl"])
+        await gate.load([part])
     assert refused.value.reason is Reason.NOT_FRESH
     gate.open()
     assert log.excluded() == []

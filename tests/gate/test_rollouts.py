@@ -493,8 +493,11 @@ async def test_an_agent_that_was_replaced_while_a_rollout_ran_does_not_outrun_it
         world.nodes[name].log.mark("r-1", 3)
     world.let_model_go()
     client = await running
-    assert client.status == 500
-    assert "another life of this server has begun" in client.body.decode()
+    assert client.status == 409
+    error = client.json()["error"]
+    assert (error["reason"], error["rollout_id"], error["attempt"]) == ("REPLAY_DIVERGED", "r-1", 0)
+    assert "another agent or another life of this server has begun" in error["message"]
+    assert "_ng_rollout_id" in error["next_step"]
     assert world.agent.log.attempt_of("r-1") == 0
 
 

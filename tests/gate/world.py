@@ -110,7 +110,7 @@ class Node:
 
     def __init__(self, world: World, name: str, kind: str, role: str, directory: Path) -> None:
         self.world, self.name = world, name
-        self.log = CallLog(directory / f"{name}.db", tolerant=True)
+        self.log = CallLog(directory / f"{name}.db", tolerant=True, alone=True)
         self.gate = Gate(Server(name, kind, role, 1), self.log, clock=world.clock, patience_s=0.05)
         self.gate.doors._call_later = world.clock.later
         self.app = GateMiddleware(self._inner, self.gate)

@@ -180,7 +180,7 @@ class Fleet:
     def life(self, name: str) -> Path:
         """The directory of the server's present life."""
         pid = self.processes[name].pid
-        for life in self.run_dir.glob(f"{name}-????????"):
+        for life in self.run_dir.glob(f"*{name}-????????"):
             if json.loads((life / "life.json").read_text())["pid"] == pid:
                 return life
         raise AssertionError(f"{name} has no life:\n{self.log(name)}")

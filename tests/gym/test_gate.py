@@ -75,7 +75,7 @@ def counted(fleet: Fleet, name: str, query: str) -> int:
         db.close()
 
 
-async def until(condition: Any, within_s: float = 30) -> None:
+async def until(condition: Any, within_s: float = 90) -> None:
     async with asyncio.timeout(within_s):
         while not condition():
             await asyncio.sleep(0.02)
@@ -194,7 +194,7 @@ async def load(fleet: Fleet, lines: dict[str, Line], out: Path) -> None:
     for name in PREPARE:
         await lines[name].ask("close", operation_id="restore", mode="hold", lease_s=60)
         files = [p.name for p in (out / name).glob("w0-*")]
-        await lines[name].ask("load", directory=str(out / name), files=files)
+        await lines[name].ask("load", parts=[{"directory": str(out / name), "files": files, "some": False}])
         log = CallLog(fleet.life(name) / "calls.db")
         calllog_files.load(log, [out / name / calllog_files.FILE])
         log.close()
@@ -260,13 +260,13 @@ async def test_two_workers_acknowledge_each_and_a_new_one_is_closed_before_it_se
                 answers = [await w.ask("status", max_rollouts=0) for w in workers]
                 return sum(a["counts"]["parked"] for a in answers)
 
-            async with asyncio.timeout(20):
+            async with asyncio.timeout(60):
                 while await parked() < 8:
                     await asyncio.sleep(0.05)
             # A worker dies; uvicorn replaces it, and the new one takes its name and finds that admission is closed.
             victim = workers[0].hello["pid"]
             os.kill(victim, 9)
-            async with asyncio.timeout(40):
+            async with asyncio.timeout(90):
                 while shim.lines["worker-0"].hello["pid"] == victim:
                     await asyncio.sleep(0.05)
             replaced = shim.lines["worker-0"]

@@ -48,7 +48,7 @@ async def test_a_life_that_sigterm_ends_leaves_nothing_and_a_killed_one_is_swept
                 assert (await trainer.run(row(1, 1)))["reward"] == 1.0
             assert lives(fleet) == sorted(fleet.names())
             await asyncio.to_thread(fleet.terminate, "counter", "policy_model")  # one process, and two workers
-            await until(lambda: lives(fleet) == ["counter_agent"], 15)
+            await until(lambda: lives(fleet) == ["counter_agent"])
             await until(lambda: not alive(shims["counter"]) and not alive(shims["policy_model"]))
             # What was killed is left for people to look at ...
             fleet.kill("counter_agent")
@@ -89,12 +89,12 @@ async def test_with_shim_and_coordinator_dead_the_gates_open_by_themselves_and_e
                 endpoint.release()
                 begun = asyncio.get_running_loop().time()
                 late = asyncio.create_task(trainer.run(row(30, 1)))
-                results = await asyncio.wait_for(asyncio.gather(*runs, late), 30)
+                results = await asyncio.wait_for(asyncio.gather(*runs, late), 90)
                 took = asyncio.get_running_loop().time() - begun
             assert [r["reward"] for r in results] == [1.0] * 9
             assert endpoint.repeated == endpoint.aborted == 0
             print(f"open {took:.1f} s after everybody else was killed; the lease was {lease_s:.0f} s")
-            assert took < lease_s + 3
+            assert took < 20, "the lease was this, and not the 30 s that it is by default"
             # The servers have new shims meanwhile, which find everybody open.
             for name, old in shims.items():
                 await until(lambda name=name, old=old: announced(fleet, name).get("pid") not in (None, old))

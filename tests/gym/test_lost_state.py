@@ -5,33 +5,60 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
+import pytest_asyncio
 
 from tests.gym.endpoint import ScriptedEndpoint
 from tests.gym.fleet import counter_config, row
-from tests.gym.whole import Trainer, counted, until, whole, workers
+from tests.gym.whole import Trainer, Whole, counted, until, whole, workers
 
-pytestmark = [pytest.mark.gym, pytest.mark.slow, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.gym, pytest.mark.slow, pytest.mark.timeout(300)]
 COUNT, TURNS = 6, 4
 
 
-async def test_a_counter_that_was_killed_alone_spoils_no_rollout_that_runs(directory: Path) -> None:
-    rows = [row(i, TURNS, _ng_rollout_id=f"r-{i}") for i in range(COUNT)]
+@pytest_asyncio.fixture(loop_scope="module", scope="module")
+async def deployment(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[tuple[ScriptedEndpoint, Whole]]:
+    """For the tests that need nothing special of it: what they kill, they start again."""
     with ScriptedEndpoint() as endpoint:
-        config = counter_config(endpoint.url)
-        async with whole(directory, config) as job:
-            async with Trainer(job.fleet) as trainer:
-                endpoint.hold(after_turn=2)
-                runs = [asyncio.create_task(trainer.run(r)) for r in rows]
-                await until(lambda: endpoint.begun == 3 * COUNT)  # two changes of each session are recorded
-                await asyncio.to_thread(job.fleet.kill, "counter")
-                await asyncio.to_thread(job.fleet.start, "counter")
-                await job.registered()
-                endpoint.release()
-                assert [r["reward"] for r in await asyncio.gather(*runs)] == [1.0] * COUNT
-            assert (await job.status("counter_agent")).diverged_rollouts == COUNT
+        async with whole(tmp_path_factory.mktemp("g"), counter_config(endpoint.url)) as job:
+            yield endpoint, job
+
+
+async def test_a_counter_that_was_killed_alone_spoils_no_rollout_that_runs(
+    deployment: tuple[ScriptedEndpoint, Whole],
+) -> None:
+    endpoint, job = deployment
+    rows = [row(i, TURNS, _ng_rollout_id=f"r-{i}") for i in range(COUNT)]
+    async with Trainer(job.fleet) as trainer:
+        endpoint.hold(after_turn=2)
+        runs = [asyncio.create_task(trainer.run(r)) for r in rows]
+        await until(lambda: endpoint.begun == 3 * COUNT)  # two changes of each session are recorded
+        await asyncio.to_thread(job.fleet.kill, "counter")
+        await asyncio.to_thread(job.fleet.start, "counter")
+        await job.registered()
+        endpoint.release()
+        assert [r["reward"] for r in await asyncio.gather(*runs)] == [1.0] * COUNT
+    assert (await job.status("counter_agent")).diverged_rollouts == COUNT
+
+
+async def test_an_agent_that_was_killed_alone_runs_again_what_its_callees_have_seen_before(
+    deployment: tuple[ScriptedEndpoint, Whole],
+) -> None:
+    _, job = deployment
+    again = row(1, 2, _ng_rollout_id="again")
+    async with Trainer(job.fleet) as trainer:
+        for _ in range(3):  # three epochs: what its callees serve rises with each
+            assert (await trainer.run(again))["reward"] == 1.0
+    await asyncio.to_thread(job.fleet.kill, "counter_agent")
+    await asyncio.to_thread(job.fleet.start, "counter_agent")
+    await job.registered()
+    async with Trainer(job.fleet) as trainer:
+        assert (await trainer.run(again))["reward"] == 1.0
+        assert (await trainer.run(again))["reward"] == 1.0
+    assert (await job.status("counter_agent")).diverged_rollouts == 0
 
 
 async def test_a_worker_of_the_counter_that_was_killed_takes_the_sessions_in_its_memory_along(directory: Path) -> None:
@@ -70,19 +97,3 @@ async def test_a_worker_of_the_counter_that_was_killed_takes_the_sessions_in_its
                 endpoint.release()
                 assert [r["reward"] for r in await asyncio.gather(*runs)] == [1.0] * COUNT
                 assert (await job.status("counter_agent")).diverged_rollouts == lost + again
-
-
-async def test_an_agent_that_was_killed_alone_runs_again_what_its_callees_have_seen_before(directory: Path) -> None:
-    again = row(1, 2, _ng_rollout_id="r-1")
-    with ScriptedEndpoint() as endpoint:
-        async with whole(directory, counter_config(endpoint.url)) as job:
-            async with Trainer(job.fleet) as trainer:
-                for _ in range(3):  # three epochs: what its callees serve rises with each
-                    assert (await trainer.run(again))["reward"] == 1.0
-            await asyncio.to_thread(job.fleet.kill, "counter_agent")
-            await asyncio.to_thread(job.fleet.start, "counter_agent")
-            await job.registered()
-            async with Trainer(job.fleet) as trainer:
-                assert (await trainer.run(again))["reward"] == 1.0
-                assert (await trainer.run(again))["reward"] == 1.0
-            assert (await job.status("counter_agent")).diverged_rollouts == 0

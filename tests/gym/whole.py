@@ -33,7 +33,7 @@ from coordinator.wire.errors import SafepointError
 from coordinator.wire.rpc import channel
 from tests.gym.fleet import Fleet
 
-REGISTER_S = 60.0
+REGISTER_S = 120.0
 REPOSITORY = Path(__file__).resolve().parents[2]
 
 
@@ -212,7 +212,7 @@ class Trainer:
             return await response.json()
 
 
-async def until(condition: Any, within_s: float = 30) -> None:
+async def until(condition: Any, within_s: float = 90) -> None:
     """Polls: nothing tells us."""
     async with asyncio.timeout(within_s):
         while not condition():

@@ -15,7 +15,7 @@ from safepoint.v1 import manifest_pb2
 
 from coordinator.client import AsyncClient
 from coordinator.wire.errors import Reason, SafepointError
-from coordinator.wire.terms import CheckpointMode, QuiesceMode, Role, RolloutState
+from coordinator.wire.terms import CheckpointMode, QuiesceMode, Role, RolloutState, StragglerPolicy
 from participant_shims.adapters.proxy import ProxyAdapter, ProxyOptions
 from participant_shims.gate import calllog_files
 from participant_shims.gate.calllog import CallLog
@@ -63,18 +63,25 @@ async def test_four_rollouts_in_four_states_are_four_in_every_place(bench: Bench
     await bench.abort()
 
 
-async def test_a_rollout_that_two_agents_have_in_two_states_is_no_snapshot(bench: Bench) -> None:  # B10, B1
+async def test_a_rollout_that_two_agents_have_in_two_states_is_excluded_and_fails_a_strict_save(  # B10, B1
+    bench: Bench,
+) -> None:
     await bench.start(
         agents=2,
         agent_0=Knobs(ledger=[entry("p0-s0", RolloutState.COMPLETED)]),
         agent_1=Knobs(ledger=[entry("p0-s0", RolloutState.PARKED)]),
     )
     with pytest.raises(SafepointError) as caught:
-        await bench.save()
+        await bench.save(straggler_policy=int(StragglerPolicy.FAIL))
     assert caught.value.reason is Reason.LEDGER_UNBALANCED
     assert [r.rollout_id for r in caught.value.problem.rollouts] == ["p0-s0"]
     assert bench.all_open()
     await until(lambda: not (bench.root / "snapshots" / "step-1").exists())
+    events = await bench.save("save-2", "step-2")
+    totals = events[-1].saved.snapshot.totals
+    assert (totals.completed, totals.parked, totals.pending, totals.excluded) == (0, 0, 0, 1)
+    (told,) = [event.warning.message for event in events if event.HasField("warning")]
+    assert {"p0-s0", "agent-0", "agent-1"} <= set(told.replace(";", "").split())
 
 
 async def test_what_used_a_server_that_saves_nothing_restarts_and_is_counted(bench: Bench) -> None:  # B18, B23, G13

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from coordinator.protocol.ledger import Line, balance, merge
+from coordinator.protocol.ledger import Line, balance, merge, refuse_ambiguous
 from coordinator.wire.errors import Reason, Refused
 from coordinator.wire.terms import CheckpointMode, Role, RolloutState
 from tests.protocol.transcript import participant
@@ -70,14 +70,48 @@ def test_an_excluded_rollout_always_has_a_reason() -> None:
     assert ledger.lines[0].reason
 
 
-def test_one_rollout_in_two_states_is_refused_and_named() -> None:
-    with pytest.raises(Refused) as caught:
-        merge([(AGENT, [line("r-1", DONE)]), (AGENT_2, [line("r-1", PARKED)])])
-    assert caught.value.reason == Reason.LEDGER_UNBALANCED
-    assert [blocked.rollout_id for blocked in caught.value.rollouts] == ["r-1"]
-    assert "`agent`" in str(caught.value)
-    assert "`agent-2`" in str(caught.value)
-    assert "_ng_rollout_id" in caught.value.problem.advice, "a trainer that named two rollouts alike is told what to do"
+@pytest.mark.parametrize(
+    ("here", "there"),
+    [(DONE, PARKED), (PARKED, DONE), (PARKED, PENDING), (EXCLUDED, PARKED), (DONE, EXCLUDED), (PARKED, PARKED)],
+)
+def test_an_attempt_that_two_agents_run_is_excluded_and_names_both(here: RolloutState, there: RolloutState) -> None:
+    sha256 = "ab" * 32
+    reports = [
+        (AGENT, [Line("r-1", 0, here, input_sha256=sha256)]),
+        (AGENT_2, [Line("r-1", 0, there, input_sha256=sha256)]),
+    ]
+    for order in (reports, reports[::-1]):
+        ledger = merge(order)
+        (only,) = ledger.lines
+        assert ledger.ambiguous == (only,)
+        assert only.state == EXCLUDED
+        assert {"agent", "agent-2", "_ng_rollout_id"} <= set(only.reason.replace(";", "").split())
+        assert ledger.totals == {DONE: 0, PARKED: 0, PENDING: 0, EXCLUDED: 1}
+        balance(ledger.lines, ledger.totals)
+        with pytest.raises(Refused) as caught:
+            refuse_ambiguous(ledger.ambiguous)
+        assert caught.value.reason == Reason.LEDGER_UNBALANCED
+        assert [blocked.rollout_id for blocked in caught.value.rollouts] == ["r-1"]
+        assert "_ng_rollout_id" in caught.value.problem.advice, (
+            "a trainer that named two rollouts alike is told what to do"
+        )
+
+
+def test_an_id_at_two_agents_is_not_ambiguous_once_a_third_runs_a_newer_attempt() -> None:
+    agents = [AGENT, AGENT_2, participant("agent-3", Role.AGENT)]
+    reports = [
+        (who, [line("r-1", state, attempt)])
+        for who, (state, attempt) in zip(agents, ((DONE, 0), (PARKED, 0), (PENDING, 1)), strict=True)
+    ]
+    for order in (reports, reports[::-1]):
+        ledger = merge(order)
+        assert (ledger.lines[0].state, ledger.lines[0].participant_id, ledger.ambiguous) == (PENDING, "agent-3", ())
+    refuse_ambiguous(())
+
+
+def test_an_agent_that_helps_another_one_is_no_second_dispatch() -> None:
+    ledger = merge([(AGENT, [Line("r-1", 0, PARKED, input_sha256="ab" * 32)]), (AGENT_2, [line("r-1", PARKED)])])
+    assert (ledger.lines[0].state, ledger.ambiguous) == (PARKED, ())
 
 
 def test_a_newer_attempt_supersedes_an_older_one_in_any_order() -> None:

@@ -239,9 +239,13 @@ def test_the_fingerprint_ignores_what_may_change_between_save_and_restore() -> N
 @pytest.mark.parametrize(
     ("changes", "says"),
     [
-        ({"configured_workers": 4}, "box: workers was 1 and is 4."),
+        ({"configured_workers": 4}, "box: it had 1 worker process and has 4 now."),
         ({"state_schema": "gym-session-v2"}, "box: state schema was gym-session-v1 and is gym-session-v2."),
-        ({"config_digest": "ab"}, "box: config digest was empty and is ab."),
+        (
+            {"config_digest": "ab" * 32},
+            "box: the configuration of this server has changed (digest empty, now abababab); compare its part of the"
+            " configuration that its server was started with.",
+        ),
         ({"checkpoint_mode": CheckpointMode.REPLAY}, "box: checkpoint mode was export_restore and is replay."),
         ({"kind": "proxy"}, "box: kind was gym.resources and is proxy."),
         ({"role": Role.AGENT}, "box: role was resources and is agent."),

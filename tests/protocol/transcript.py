@@ -65,7 +65,7 @@ from coordinator.protocol.proofs import Committed, Confirmed, Opened, Prepared, 
 from coordinator.protocol.records import problem_from_json
 from coordinator.protocol.topology import Participant, Topology
 from coordinator.protocol.transaction import Transaction
-from coordinator.wire.errors import Blocked, Problem, Reason
+from coordinator.wire.errors import STILL_LOADED, Blocked, Problem, Reason
 from coordinator.wire.ids import IncarnationId, OperationId, ParticipantId, SnapshotId
 from coordinator.wire.terms import CheckpointMode, OperationKind, Phase, QuiesceMode, Role, StragglerPolicy
 
@@ -161,7 +161,8 @@ class Transcript:
     def _find(self, who: str) -> list[Call]:
         if who == "*":
             return list(self.running.values())
-        name, _, phase = who.partition(".")
+        # A participant of an actor has a dot in its own name.
+        name, phase = (who, "") if who in self.members else who.rpartition(".")[::2]
         found = [
             call for call in self.calls.values()
             if call.participant_id == name and phase in ("", call.phase.name.lower())
@@ -194,7 +195,9 @@ class Transcript:
             if verb == "restarted":
                 return [IncarnationChanged(now, who, IncarnationId(f"i-{who}-2"))]
             if verb == "lapsed":
-                return [LeaseLost(now, who, Problem(Reason.LEASE_LAPSED, "Its lease has lapsed and it has opened."))]
+                kept = {STILL_LOADED: words["loaded"]} if "loaded" in words else {}
+                lapsed = Problem(Reason.LEASE_LAPSED, "Its lease has lapsed and it has opened.", metadata=kept)
+                return [LeaseLost(now, who, lapsed)]
             return [LeaseRenewed(now, who, now, float(plain[1]))]
         if verb in ("publish-failed", "record-failed"):
             problem = Problem(Reason[plain[0]], " ".join(plain[1:]))
@@ -294,7 +297,7 @@ def _number(value: float) -> str:
 def _member(name: str, text: str) -> Participant:
     role, *more = text.split(":")
     extra = dict(word.split("=", 1) for word in more)
-    changes: dict[str, object] = {}
+    changes: dict[str, object] = {"actor_id": name.partition(".")[0]} if "." in name else {}
     if "workers" in extra:
         changes["configured_workers"] = int(extra["workers"])
     if "mode" in extra:

@@ -9,12 +9,13 @@ from typing import Any
 import grpc
 import pytest
 from grpc import aio
-from safepoint.v1 import errors_pb2
+from safepoint.v1 import errors_pb2, participant_service_pb2
 from safepoint.v1 import participant_service_pb2 as participant_pb
 from safepoint.v1 import relay_service_pb2 as pb
 
 from coordinator.registry import Relay
-from coordinator.relay_calls import MAX_TARGETS, Fanout
+from coordinator.relay.fanning import for_target
+from coordinator.relay_calls import CALLS, MAX_TARGETS, Fanout
 from coordinator.wire.errors import Reason, Refused, Unanswered, refuse
 from coordinator.wire.rpc import error_from_rpc
 
@@ -130,3 +131,36 @@ async def test_a_large_wave_goes_out_in_requests_of_bounded_size() -> None:
     calls = [confirm(fanout, f"p-{n}") for n in range(MAX_TARGETS + 3)]
     await asyncio.gather(*(failure(call) for call in calls))
     assert [len(request.targets) for request in stubs.asked] == [MAX_TARGETS, 3]
+
+
+def filled(message: Any) -> Any:
+    """A message in which every field says something."""
+    for field in message.DESCRIPTOR.fields:
+        many = field.is_repeated if hasattr(field, "is_repeated") else field.label == field.LABEL_REPEATED
+        if field.message_type is not None:
+            filled(getattr(message, field.name).add() if many else getattr(message, field.name))
+        elif many:
+            getattr(message, field.name).append("x")
+        else:
+            setattr(message, field.name, "x" if field.cpp_type == field.CPPTYPE_STRING else 7)
+    return message
+
+
+@pytest.mark.parametrize("method", sorted(CALLS))
+async def test_whatever_a_request_says_arrives_beside_that_of_another_participant(method: str) -> None:
+    """Every field of every call, also those that are added to the contract later."""
+    request_type = participant_service_pb2.DESCRIPTOR.services_by_name["Participant"].methods_by_name[method].input_type
+    request = filled(getattr(participant_pb, request_type.name)())
+    stubs = Stubs()
+    fanout = Fanout(stubs)  # type: ignore[arg-type]
+    for name in ("p-0", "p-1"):
+        through = fanout.calls_through(RELAY, name, f"i-{name}")
+        last = getattr(through, method)(request, timeout=5.0, metadata=())
+    await failure(last)
+    (asked,) = stubs.asked
+    assert [arrives(asked, target) for target in asked.targets] == [request, request]
+
+
+def arrives(asked: pb.FanRequest, target: pb.FanTarget) -> Any:
+    """What a relay makes of it."""
+    return for_target(getattr(asked, asked.WhichOneof("call")), asked.WhichOneof("call"), target)

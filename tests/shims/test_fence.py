@@ -168,6 +168,14 @@ def test_another_operation_that_finds_the_lease_lapsed_begins_after_the_opening(
     assert decision.ended.cause is Cause.LAPSED
 
 
+def test_who_asks_whether_a_lapsed_operation_is_still_held_fences_the_coordinators_before_it() -> None:
+    fence = prepared(epoch=3)
+    fence.force_end(Cause.LAPSED)
+    assert reason(fence.call(Rpc.RENEW, "a", 4, "", NOW + 1, 10)) is Reason.LEASE_LAPSED
+    assert reason(call(fence, Rpc.ABORT, "a", epoch=3, now=NOW + 2)) is Reason.STALE_EPOCH
+    assert isinstance(call(fence, Rpc.RESUME, "a", epoch=4, now=NOW + 3), Accept)
+
+
 def test_every_call_of_the_owner_renews_but_repeats_of_the_grant_do_not() -> None:
     fence = prepared()
     call(fence, Rpc.PREPARE, now=NOW + 30)

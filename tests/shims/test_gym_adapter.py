@@ -466,7 +466,7 @@ class SlowSessions:
         digest = hashlib.sha256(b"x" * 300).hexdigest()
         return {"sessions": 3, "bytes": 300, "excluded": [], "file": {"path": path.name, "size": 300, "sha256": digest}}
 
-    async def load(self, path: Path, *, told: Any = None) -> dict[str, Any]:
+    async def load(self, path: Path, *, told: Any = None, **_: Any) -> dict[str, Any]:
         await self._steps(told)
         return {"sessions": 3, "diverged": []}
 
@@ -510,7 +510,7 @@ async def test_how_far_an_export_and_a_load_are_is_told_while_they_run_for_all_w
 class LoadedSessions(SlowSessions):
     """Three sessions of two rollouts."""
 
-    async def load(self, path: Path, *, told: Any = None) -> dict[str, Any]:
+    async def load(self, path: Path, *, told: Any = None, **_: Any) -> dict[str, Any]:
         worker = path.name.partition(".")[0]
         return {"sessions": 3, "diverged": [], "rollouts": [f"r-1-{worker}", f"r-2-{worker}"]}
 

@@ -13,7 +13,7 @@ import pytest
 from google.protobuf.duration_pb2 import Duration
 from safepoint.v1 import participant_service_pb2 as pb
 
-from coordinator.wire.errors import Reason, refuse
+from coordinator.wire.errors import STILL_LOADED, Problem, Reason, refuse
 from coordinator.wire.terms import CheckpointMode, ParticipantState, QuiesceMode, Role
 from participant_shims.adapter import Opened
 from tests.in_time import Stopwatch, room_for_answers
@@ -567,6 +567,14 @@ async def test_an_aborted_restore_leaves_nothing_of_the_snapshot_behind(shim: Sh
     assert shim.adapter.calls.index("unload") < shim.adapter.calls.index("open")
 
 
+async def lapsed(shim: Shim) -> Problem:
+    """What somebody is told who asks for more time for a restore whose lease is over."""
+    request = pb.RenewLeaseRequest(context=shim.context("op-2"), lease_ttl=Duration(seconds=60))
+    error = await refused(answer(shim.stub.RenewLease(request, timeout=5)))
+    assert error.reason is Reason.LEASE_LAPSED
+    return error.problem
+
+
 async def test_a_restore_that_lost_its_lease_keeps_what_it_loaded_until_it_is_aborted(shim: Shim) -> None:
     committed = await saved(shim)
     await collect(shim.restore(committed.manifest_sha256))
@@ -574,8 +582,10 @@ async def test_a_restore_that_lost_its_lease_keeps_what_it_loaded_until_it_is_ab
     await asyncio.sleep(0)
     assert (await shim.state()).state == ParticipantState.OPEN
     assert shim.adapter.loaded
+    assert (await lapsed(shim)).metadata[STILL_LOADED] == "op-2"  # so that a Resume may still come
     await shim.abort("op-2")
     assert not shim.adapter.loaded
+    assert STILL_LOADED not in (await lapsed(shim)).metadata
 
 
 async def test_a_resumed_restore_keeps_what_it_loaded_whatever_comes_later(shim: Shim) -> None:

@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.simulation.invariants import INVARIANTS
+from tests.simulation.stored_mutants import STORED
 
 TOP = Path(__file__).parents[2]
 SEEDS = 150
@@ -77,8 +78,8 @@ MUTANTS = (
       "            pass  # it is served",
       faults="second coordinator,one message"),
     m("tombstones", "I9", "a finished operation stays finished", FENCE,
-      "        past = self._finished.get(operation_id)\n        if past is not None:\n            return self._end_again",
-      "        past = None\n        if past is not None:\n            return self._end_again",
+      "        past = self._finished.get(operation_id)\n        if past is not None:\n            if rpc is Rpc.RENEW:",
+      "        past = None\n        if past is not None:\n            if rpc is Rpc.RENEW:",
       faults="one message"),
     m("tombstone of a stranger", "I8", "an abort of an unknown operation is remembered", FENCE,
       "            self._remember(operation_id, _Finished(epoch, _END_CAUSE[rpc]))\n        return Accept(ended)",
@@ -227,7 +228,7 @@ MUTANTS = (
       test="tests/wire/test_chunks_and_ropes.py::test_a_directory_that_somebody_left_before_its_name_was_durable_is_made_durable_before_it_is_used",
       why="as that of chunks"),
     m("young chunks stay", "L3", "a chunk that was written or asked for of late is not swept", "coordinator.sweeping",
-      "    before = _now(reader) - grace_s if there else 0.0", "    before = _now(reader) + 1e-3 if there else 0.0",
+      "    before = _now(reader) - (chunks.grace_s if grace_s is None else grace_s) if there else 0.0", "    before = _now(reader) + 1e-3 if there else 0.0",
       faults="one message,what is old"),
     m("what is relied on is touched", "L3", "a writer touches what it counts on before it names it", "coordinator.wire.chunks",
       "                folder.touch(chunk.sha256)\n                return True", "                return True",
@@ -236,7 +237,7 @@ MUTANTS = (
       "                found.update(entry.sha256 for entry in manifest.chunks)", "                found.update(entry.sha256 for entry in manifest.chunks[1:])",
       faults="one message"),
     m("looked at again before it goes", "I13", "a chunk is asked for once more right before it is deleted", "coordinator.sweeping",
-      "            if not _is_still_old(chunks, sha256, before):", "            if False:",
+      "            if not _is_still_old(chunks, found, before):", "            if False:",
       test="tests/coordinator/test_sweeping.py::test_a_chunk_that_is_asked_for_while_it_is_looked_who_names_it_stays",
       why="whoever asks for an old chunk does so in an operation, and a coordinator sweeps while it runs none"),
     m("the newest stays", "I13", "prune keeps the newest snapshots", "coordinator.retention",
@@ -304,6 +305,7 @@ MUTANTS = (
     m("a restore is whole", "I5", "a restore is resumed when everybody has loaded", PHASES,
       "Phase.RESTORE: PhaseSpec(_waves(P, E, A, R), ", "Phase.RESTORE: PhaseSpec(_waves(P, E, A), ",
       faults="one message"),
+    *(m(*row[:6], test=row[6], why=row[7]) for row in STORED),
 )  # fmt: skip
 
 EQUIVALENT = {

@@ -53,8 +53,8 @@ class Sessions(SessionState):
         super().__init__(self.server)
         self.ever: set[str] = set()
 
-    async def load(self, path: str | Path, *, send: Any = None, told: Any = None) -> Json:
-        done = await super().load(path, send=send, told=told)
+    async def load(self, path: str | Path, **more: Any) -> Json:
+        done = await super().load(path, **more)
         self.ever.update(self.server.counters)
         return done
 
@@ -275,7 +275,7 @@ class GymServer:
         self.process, self.http, self.work = process, http, work
         self.name, self.kind, self.life, self.targets = name, kind, life, targets
         self.sessions = Sessions() if kind == "gym.resources" else None
-        self.log = CallLog(directory / "calls.db", tolerant=True)
+        self.log = CallLog(directory / "calls.db", tolerant=True, alone=True)
         loop = process.loop
         self.gate = Gate(
             Server(name, kind, role, 1, depends_on=tuple(sorted(set(targets.values()))) if kind == "gym.agent" else ()),

@@ -292,6 +292,7 @@ class Capabilities(_message.Message):
     CONFIG_DIGEST_FIELD_NUMBER: _builtins.int
     FEATURES_FIELD_NUMBER: _builtins.int
     SHIM_VERSION_FIELD_NUMBER: _builtins.int
+    ACTOR_ID_FIELD_NUMBER: _builtins.int
     participant_id: _builtins.str
     """REQUIRED. Unique in the topology; 1 to 128 characters of [A-Za-z0-9._-], starting with a letter or digit."""
     role: Global___Role.ValueType
@@ -310,6 +311,11 @@ class Capabilities(_message.Message):
     """OPTIONAL. Digest of the server's own configuration, addresses excluded; empty when unknown. Lower-case SHA-256 hex."""
     shim_version: _builtins.str
     """OPTIONAL. Version of the shim, for people."""
+    actor_id: _builtins.str
+    """OPTIONAL. The Gym actor that the server belongs to: 1 to 63 characters of [A-Za-z0-9_-], starting with a letter or digit.
+    Then participant_id is "<actor_id>.<name of the server>", and depends_on names servers as that actor does. Empty: it
+    belongs to none, and is there for all of them.
+    """
     @_builtins.property
     def quiesce_modes(self) -> _containers.RepeatedScalarFieldContainer[Global___QuiesceMode.ValueType]:
         """REQUIRED. The quiesce modes offered; at least one."""
@@ -342,10 +348,11 @@ class Capabilities(_message.Message):
         config_digest: _builtins.str = ...,
         features: _abc.Iterable[_builtins.str] | None = ...,
         shim_version: _builtins.str = ...,
+        actor_id: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["checkpoint_mode", b"checkpoint_mode", "checkpoint_mode_reason", b"checkpoint_mode_reason", "config_digest", b"config_digest", "configured_workers", b"configured_workers", "depends_on", b"depends_on", "features", b"features", "kind", b"kind", "participant_id", b"participant_id", "quiesce_modes", b"quiesce_modes", "role", b"role", "shim_version", b"shim_version", "state_schema", b"state_schema", "upstream_endpoints", b"upstream_endpoints"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["actor_id", b"actor_id", "checkpoint_mode", b"checkpoint_mode", "checkpoint_mode_reason", b"checkpoint_mode_reason", "config_digest", b"config_digest", "configured_workers", b"configured_workers", "depends_on", b"depends_on", "features", b"features", "kind", b"kind", "participant_id", b"participant_id", "quiesce_modes", b"quiesce_modes", "role", b"role", "shim_version", b"shim_version", "state_schema", b"state_schema", "upstream_endpoints", b"upstream_endpoints"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -104,7 +104,7 @@ class _OperationOutcomeEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Oper
     OPERATION_OUTCOME_ABORTED: _OperationOutcome.ValueType  # 3
     """It was aborted."""
     OPERATION_OUTCOME_FAILED_PAUSED: _OperationOutcome.ValueType  # 4
-    """A restore failed; everybody stays paused until Abort."""
+    """A restore failed; who has closed stays paused until Abort."""
     OPERATION_OUTCOME_PAUSED: _OperationOutcome.ValueType  # 5
     """It is published or restored, and waits for Resume."""
 
@@ -120,7 +120,7 @@ OPERATION_OUTCOME_SUCCEEDED: OperationOutcome.ValueType  # 2
 OPERATION_OUTCOME_ABORTED: OperationOutcome.ValueType  # 3
 """It was aborted."""
 OPERATION_OUTCOME_FAILED_PAUSED: OperationOutcome.ValueType  # 4
-"""A restore failed; everybody stays paused until Abort."""
+"""A restore failed; who has closed stays paused until Abort."""
 OPERATION_OUTCOME_PAUSED: OperationOutcome.ValueType  # 5
 """It is published or restored, and waits for Resume."""
 Global___OperationOutcome: _TypeAlias = OperationOutcome  # noqa: Y015
@@ -938,12 +938,17 @@ class RestoreSnapshotRequest(_message.Message):
     SNAPSHOT_ID_FIELD_NUMBER: _builtins.int
     RESUME_FIELD_NUMBER: _builtins.int
     LEASE_TTL_FIELD_NUMBER: _builtins.int
+    ELASTIC_FIELD_NUMBER: _builtins.int
     operation_id: _builtins.str
     """REQUIRED. Names this operation, not the one that saved; never reused."""
     snapshot_id: _builtins.str
     """REQUIRED. The snapshot to load."""
     resume: _builtins.bool
     """OPTIONAL. Open admission when all is loaded; else the caller sends Resume."""
+    elastic: _builtins.bool
+    """OPTIONAL. The actors here may be others, or more or fewer, than those of the snapshot: rollouts are spread over them, each
+    with all that its servers hold of it.
+    """
     @_builtins.property
     def lease_ttl(self) -> _duration_pb2.Duration:
         """OPTIONAL. Zero means the coordinator's setting."""
@@ -955,10 +960,11 @@ class RestoreSnapshotRequest(_message.Message):
         snapshot_id: _builtins.str = ...,
         resume: _builtins.bool = ...,
         lease_ttl: _duration_pb2.Duration | None = ...,
+        elastic: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["lease_ttl", b"lease_ttl"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["lease_ttl", b"lease_ttl", "operation_id", b"operation_id", "resume", b"resume", "snapshot_id", b"snapshot_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["elastic", b"elastic", "lease_ttl", b"lease_ttl", "operation_id", b"operation_id", "resume", b"resume", "snapshot_id", b"snapshot_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1245,6 +1251,7 @@ class PhaseStarted(_message.Message):
     PHASE_FIELD_NUMBER: _builtins.int
     PARTICIPANT_IDS_FIELD_NUMBER: _builtins.int
     BUDGET_FIELD_NUMBER: _builtins.int
+    LEASE_TTL_FIELD_NUMBER: _builtins.int
     phase: _capabilities_pb2.Phase.ValueType
     """REQUIRED."""
     @_builtins.property
@@ -1255,16 +1262,23 @@ class PhaseStarted(_message.Message):
     def budget(self) -> _duration_pb2.Duration:
         """OPTIONAL. The longest that it may take; absent when nothing bounds it."""
 
+    @_builtins.property
+    def lease_ttl(self) -> _duration_pb2.Duration:
+        """OPTIONAL. The lease of this operation: a trainer that drives its phases calls at least once in it, best every third of
+        it. Absent when the coordinator does not say.
+        """
+
     def __init__(
         self,
         *,
         phase: _capabilities_pb2.Phase.ValueType = ...,
         participant_ids: _abc.Iterable[_builtins.str] | None = ...,
         budget: _duration_pb2.Duration | None = ...,
+        lease_ttl: _duration_pb2.Duration | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["budget", b"budget"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["budget", b"budget", "lease_ttl", b"lease_ttl"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["budget", b"budget", "participant_ids", b"participant_ids", "phase", b"phase"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["budget", b"budget", "lease_ttl", b"lease_ttl", "participant_ids", b"participant_ids", "phase", b"phase"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1475,6 +1489,7 @@ class RestoreDone(_message.Message):
     TOTALS_FIELD_NUMBER: _builtins.int
     DIVERGED_FIELD_NUMBER: _builtins.int
     DIVERGED_COUNT_FIELD_NUMBER: _builtins.int
+    PLACEMENTS_FIELD_NUMBER: _builtins.int
     sessions: _builtins.int
     """REQUIRED. Sessions that are loaded."""
     diverged_count: _builtins.int
@@ -1491,6 +1506,10 @@ class RestoreDone(_message.Message):
     def diverged(self) -> _containers.RepeatedCompositeFieldContainer[_manifest_pb2.LedgerEntry]:
         """OPTIONAL. Rollouts that restart although the snapshot had them, at most 20."""
 
+    @_builtins.property
+    def placements(self) -> _containers.RepeatedCompositeFieldContainer[_manifest_pb2.Placement]:
+        """OPTIONAL. Which actor holds which rollouts now, for a snapshot of actors: a trainer dispatches them there."""
+
     def __init__(
         self,
         *,
@@ -1499,10 +1518,11 @@ class RestoreDone(_message.Message):
         totals: _manifest_pb2.LedgerTotals | None = ...,
         diverged: _abc.Iterable[_manifest_pb2.LedgerEntry] | None = ...,
         diverged_count: _builtins.int = ...,
+        placements: _abc.Iterable[_manifest_pb2.Placement] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["snapshot", b"snapshot", "totals", b"totals"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["diverged", b"diverged", "diverged_count", b"diverged_count", "sessions", b"sessions", "snapshot", b"snapshot", "totals", b"totals"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["diverged", b"diverged", "diverged_count", b"diverged_count", "placements", b"placements", "sessions", b"sessions", "snapshot", b"snapshot", "totals", b"totals"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

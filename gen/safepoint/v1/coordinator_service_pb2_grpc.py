@@ -219,7 +219,7 @@ class CoordinatorServicer(object):
     def Restore(self, request, context):
         """Restore verifies a snapshot, loads it everywhere, and leaves everybody paused, unless `resume` is set.
 
-        OK means: loaded everywhere. Only Resume opens admission. After a failure everybody stays paused: repeat with a
+        OK means: loaded everywhere. Only Resume opens admission. After a failure who has closed stays paused: repeat with a
         new operation_id after Abort, or Abort to open without the snapshot.
 
         Errors: NOT_FOUND (REASON_SNAPSHOT_NOT_FOUND), DATA_LOSS (REASON_SNAPSHOT_CORRUPT), INVALID_ARGUMENT
@@ -264,7 +264,8 @@ class CoordinatorServicer(object):
 
     def Abort(self, request, context):
         """Abort ends an operation that is not published and opens admission everywhere. Answers within 1 s; who has not
-        acknowledged yet is named in the response, and thaws by its lease. OK when no such operation is active.
+        acknowledged yet is named in the response, and thaws by its lease. OK when no such operation is active: a call that
+        would begin one of that id is then refused (REASON_OPERATION_FINISHED), should it still arrive.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -85,7 +85,7 @@ class CoordinatorStub:
     Restore: _grpc.UnaryStreamMultiCallable[_coordinator_service_pb2.RestoreSnapshotRequest, _coordinator_service_pb2.OperationEvent]
     """Restore verifies a snapshot, loads it everywhere, and leaves everybody paused, unless `resume` is set.
 
-    OK means: loaded everywhere. Only Resume opens admission. After a failure everybody stays paused: repeat with a
+    OK means: loaded everywhere. Only Resume opens admission. After a failure who has closed stays paused: repeat with a
     new operation_id after Abort, or Abort to open without the snapshot.
 
     Errors: NOT_FOUND (REASON_SNAPSHOT_NOT_FOUND), DATA_LOSS (REASON_SNAPSHOT_CORRUPT), INVALID_ARGUMENT
@@ -110,7 +110,8 @@ class CoordinatorStub:
     """
     Abort: _grpc.UnaryUnaryMultiCallable[_coordinator_service_pb2.AbortOperationRequest, _coordinator_service_pb2.AbortOperationResponse]
     """Abort ends an operation that is not published and opens admission everywhere. Answers within 1 s; who has not
-    acknowledged yet is named in the response, and thaws by its lease. OK when no such operation is active.
+    acknowledged yet is named in the response, and thaws by its lease. OK when no such operation is active: a call that
+    would begin one of that id is then refused (REASON_OPERATION_FINISHED), should it still arrive.
     """
     RetireRollouts: _grpc.UnaryUnaryMultiCallable[_coordinator_service_pb2.RetireRolloutsRequest, _coordinator_service_pb2.RetireRolloutsResponse]
     """RetireRollouts tells everybody to forget rollouts whose results the trainer has safe. Idempotent."""
@@ -211,7 +212,7 @@ class CoordinatorAsyncStub(CoordinatorStub):
     Restore: _aio.UnaryStreamMultiCallable[_coordinator_service_pb2.RestoreSnapshotRequest, _coordinator_service_pb2.OperationEvent]  # type: ignore[assignment]
     """Restore verifies a snapshot, loads it everywhere, and leaves everybody paused, unless `resume` is set.
 
-    OK means: loaded everywhere. Only Resume opens admission. After a failure everybody stays paused: repeat with a
+    OK means: loaded everywhere. Only Resume opens admission. After a failure who has closed stays paused: repeat with a
     new operation_id after Abort, or Abort to open without the snapshot.
 
     Errors: NOT_FOUND (REASON_SNAPSHOT_NOT_FOUND), DATA_LOSS (REASON_SNAPSHOT_CORRUPT), INVALID_ARGUMENT
@@ -236,7 +237,8 @@ class CoordinatorAsyncStub(CoordinatorStub):
     """
     Abort: _aio.UnaryUnaryMultiCallable[_coordinator_service_pb2.AbortOperationRequest, _coordinator_service_pb2.AbortOperationResponse]  # type: ignore[assignment]
     """Abort ends an operation that is not published and opens admission everywhere. Answers within 1 s; who has not
-    acknowledged yet is named in the response, and thaws by its lease. OK when no such operation is active.
+    acknowledged yet is named in the response, and thaws by its lease. OK when no such operation is active: a call that
+    would begin one of that id is then refused (REASON_OPERATION_FINISHED), should it still arrive.
     """
     RetireRollouts: _aio.UnaryUnaryMultiCallable[_coordinator_service_pb2.RetireRolloutsRequest, _coordinator_service_pb2.RetireRolloutsResponse]  # type: ignore[assignment]
     """RetireRollouts tells everybody to forget rollouts whose results the trainer has safe. Idempotent."""
@@ -370,7 +372,7 @@ class CoordinatorServicer(metaclass=_abc_1.ABCMeta):
     ) -> _typing.Union[_abc.Iterator[_coordinator_service_pb2.OperationEvent], _abc.AsyncIterator[_coordinator_service_pb2.OperationEvent]]:
         """Restore verifies a snapshot, loads it everywhere, and leaves everybody paused, unless `resume` is set.
 
-        OK means: loaded everywhere. Only Resume opens admission. After a failure everybody stays paused: repeat with a
+        OK means: loaded everywhere. Only Resume opens admission. After a failure who has closed stays paused: repeat with a
         new operation_id after Abort, or Abort to open without the snapshot.
 
         Errors: NOT_FOUND (REASON_SNAPSHOT_NOT_FOUND), DATA_LOSS (REASON_SNAPSHOT_CORRUPT), INVALID_ARGUMENT
@@ -425,7 +427,8 @@ class CoordinatorServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_coordinator_service_pb2.AbortOperationResponse, _abc.Awaitable[_coordinator_service_pb2.AbortOperationResponse]]:
         """Abort ends an operation that is not published and opens admission everywhere. Answers within 1 s; who has not
-        acknowledged yet is named in the response, and thaws by its lease. OK when no such operation is active.
+        acknowledged yet is named in the response, and thaws by its lease. OK when no such operation is active: a call that
+        would begin one of that id is then refused (REASON_OPERATION_FINISHED), should it still arrive.
         """
 
     @_abc_1.abstractmethod

@@ -79,7 +79,7 @@ class _ReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Reason.ValueTy
     """A participant answers and works, and its phase (an export, a load) did not end before the deadline."""
     REASON_COORDINATOR_RESTARTED: _Reason.ValueType  # 43
     """The coordinator that ran the operation ended before it was decided, and another one has found it. Of a restore
-    everybody stays paused until Abort.
+    who has closed stays paused until Abort.
     """
     REASON_UNKNOWN_PARTICIPANT: _Reason.ValueType  # 60
     """A participant id is not part of the topology."""
@@ -184,7 +184,7 @@ REASON_PHASE_INCOMPLETE: Reason.ValueType  # 42
 """A participant answers and works, and its phase (an export, a load) did not end before the deadline."""
 REASON_COORDINATOR_RESTARTED: Reason.ValueType  # 43
 """The coordinator that ran the operation ended before it was decided, and another one has found it. Of a restore
-everybody stays paused until Abort.
+who has closed stays paused until Abort.
 """
 REASON_UNKNOWN_PARTICIPANT: Reason.ValueType  # 60
 """A participant id is not part of the topology."""

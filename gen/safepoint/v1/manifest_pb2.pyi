@@ -225,6 +225,7 @@ class ParticipantManifest(_message.Message):
     SESSIONS_FIELD_NUMBER: _builtins.int
     RECORDED_CALLS_FIELD_NUMBER: _builtins.int
     CHUNKS_FIELD_NUMBER: _builtins.int
+    SHARED_STATE_SHA256_FIELD_NUMBER: _builtins.int
     format_version: _builtins.int
     """REQUIRED. Format of this message; 1, or 2 when it has chunks. A reader refuses a higher one."""
     operation_id: _builtins.str
@@ -239,6 +240,10 @@ class ParticipantManifest(_message.Message):
     """REQUIRED. Sessions whose state is in the files."""
     recorded_calls: _builtins.int
     """REQUIRED. Finished calls that are in the files."""
+    shared_state_sha256: _builtins.str
+    """OPTIONAL. SHA-256 hex that stands for state in the files that belongs to the server as a whole and to no rollout; empty
+    when there is none. Parts with different ones cannot be loaded into one server.
+    """
     @_builtins.property
     def capabilities(self) -> _capabilities_pb2.Capabilities:
         """REQUIRED. What wrote it."""
@@ -269,14 +274,81 @@ class ParticipantManifest(_message.Message):
         sessions: _builtins.int = ...,
         recorded_calls: _builtins.int = ...,
         chunks: _abc.Iterable[Global___ChunkEntry] | None = ...,
+        shared_state_sha256: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["capabilities", b"capabilities", "totals", b"totals"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["capabilities", b"capabilities", "chunks", b"chunks", "files", b"files", "format_version", b"format_version", "incarnation_id", b"incarnation_id", "ledger_file", b"ledger_file", "operation_id", b"operation_id", "recorded_calls", b"recorded_calls", "sessions", b"sessions", "snapshot_id", b"snapshot_id", "totals", b"totals"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["capabilities", b"capabilities", "chunks", b"chunks", "files", b"files", "format_version", b"format_version", "incarnation_id", b"incarnation_id", "ledger_file", b"ledger_file", "operation_id", b"operation_id", "recorded_calls", b"recorded_calls", "sessions", b"sessions", "shared_state_sha256", b"shared_state_sha256", "snapshot_id", b"snapshot_id", "totals", b"totals"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___ParticipantManifest: _TypeAlias = ParticipantManifest  # noqa: Y015
+
+@_typing.final
+class Placement(_message.Message):
+    """Placement says that a restore has brought some rollouts of one actor to another, or left them where they were."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    FROM_ACTOR_ID_FIELD_NUMBER: _builtins.int
+    TO_ACTOR_ID_FIELD_NUMBER: _builtins.int
+    ROLLOUTS_FROM_FIELD_NUMBER: _builtins.int
+    ROLLOUTS_UNTIL_FIELD_NUMBER: _builtins.int
+    from_actor_id: _builtins.str
+    """OPTIONAL. The actor that held them in the snapshot; empty for one without actors."""
+    to_actor_id: _builtins.str
+    """OPTIONAL. The one that holds them now; empty when there are no actors now."""
+    rollouts_from: _builtins.str
+    """OPTIONAL. The first rollout_id of them, in the order of bytes; empty: from the first."""
+    rollouts_until: _builtins.str
+    """OPTIONAL. The first one after them; empty: to the last."""
+    def __init__(
+        self,
+        *,
+        from_actor_id: _builtins.str = ...,
+        to_actor_id: _builtins.str = ...,
+        rollouts_from: _builtins.str = ...,
+        rollouts_until: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["from_actor_id", b"from_actor_id", "rollouts_from", b"rollouts_from", "rollouts_until", b"rollouts_until", "to_actor_id", b"to_actor_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Placement: _TypeAlias = Placement  # noqa: Y015
+
+@_typing.final
+class RestoredFrom(_message.Message):
+    """RestoredFrom says what a run had been restored from when it was saved."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SNAPSHOT_ID_FIELD_NUMBER: _builtins.int
+    OPERATION_ID_FIELD_NUMBER: _builtins.int
+    PLACEMENTS_FIELD_NUMBER: _builtins.int
+    snapshot_id: _builtins.str
+    """REQUIRED. The snapshot that was loaded."""
+    operation_id: _builtins.str
+    """REQUIRED. The restore."""
+    @_builtins.property
+    def placements(self) -> _containers.RepeatedCompositeFieldContainer[Global___Placement]:
+        """REQUIRED. Where the rollouts of each actor went."""
+
+    def __init__(
+        self,
+        *,
+        snapshot_id: _builtins.str = ...,
+        operation_id: _builtins.str = ...,
+        placements: _abc.Iterable[Global___Placement] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["operation_id", b"operation_id", "placements", b"placements", "snapshot_id", b"snapshot_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RestoredFrom: _TypeAlias = RestoredFrom  # noqa: Y015
 
 @_typing.final
 class ParticipantRef(_message.Message):
@@ -352,6 +424,7 @@ class SnapshotManifest(_message.Message):
     LEDGER_SIZE_BYTES_FIELD_NUMBER: _builtins.int
     TOTALS_FIELD_NUMBER: _builtins.int
     METADATA_FIELD_NUMBER: _builtins.int
+    RESTORED_FROM_FIELD_NUMBER: _builtins.int
     format_version: _builtins.int
     """REQUIRED. Format of this message; 1. A reader refuses a higher one."""
     snapshot_id: _builtins.str
@@ -384,6 +457,10 @@ class SnapshotManifest(_message.Message):
     def metadata(self) -> _containers.ScalarMap[_builtins.str, _builtins.str]:
         """OPTIONAL. What the trainer put beside it, e.g. its own step and weights path. At most 64 entries of 1 KiB."""
 
+    @_builtins.property
+    def restored_from(self) -> Global___RestoredFrom:
+        """OPTIONAL. The last restore before it, when that was of a snapshot of actors; surely in the first snapshot after it."""
+
     def __init__(
         self,
         *,
@@ -399,10 +476,11 @@ class SnapshotManifest(_message.Message):
         ledger_size_bytes: _builtins.int = ...,
         totals: Global___LedgerTotals | None = ...,
         metadata: _abc.Mapping[_builtins.str, _builtins.str] | None = ...,
+        restored_from: Global___RestoredFrom | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["create_time", b"create_time", "totals", b"totals"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["create_time", b"create_time", "restored_from", b"restored_from", "totals", b"totals"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["coordinator_epoch", b"coordinator_epoch", "create_time", b"create_time", "format_version", b"format_version", "job_id", b"job_id", "ledger_sha256", b"ledger_sha256", "ledger_size_bytes", b"ledger_size_bytes", "metadata", b"metadata", "operation_id", b"operation_id", "participants", b"participants", "snapshot_id", b"snapshot_id", "topology_fingerprint", b"topology_fingerprint", "totals", b"totals"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["coordinator_epoch", b"coordinator_epoch", "create_time", b"create_time", "format_version", b"format_version", "job_id", b"job_id", "ledger_sha256", b"ledger_sha256", "ledger_size_bytes", b"ledger_size_bytes", "metadata", b"metadata", "operation_id", b"operation_id", "participants", b"participants", "restored_from", b"restored_from", "snapshot_id", b"snapshot_id", "topology_fingerprint", b"topology_fingerprint", "totals", b"totals"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

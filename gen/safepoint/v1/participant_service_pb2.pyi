@@ -578,6 +578,8 @@ class RestoreRequest(_message.Message):
     MANIFEST_SHA256_FIELD_NUMBER: _builtins.int
     LEASE_TTL_FIELD_NUMBER: _builtins.int
     SOURCE_PARTICIPANT_ID_FIELD_NUMBER: _builtins.int
+    SOURCES_FIELD_NUMBER: _builtins.int
+    PLACEMENTS_FIELD_NUMBER: _builtins.int
     snapshot_id: _builtins.str
     """REQUIRED. The snapshot to load."""
     manifest_sha256: _builtins.str
@@ -592,6 +594,18 @@ class RestoreRequest(_message.Message):
     def lease_ttl(self) -> _duration_pb2.Duration:
         """REQUIRED. As in PrepareRequest."""
 
+    @_builtins.property
+    def sources(self) -> _containers.RepeatedCompositeFieldContainer[Global___RestoreSource]:
+        """OPTIONAL. What to load of which parts, where a restore spreads the rollouts of actors anew; at most 1,000. Then
+        manifest_sha256 and source_participant_id are empty. Sent to participants with `foreign_state` in their features.
+        """
+
+    @_builtins.property
+    def placements(self) -> _containers.RepeatedCompositeFieldContainer[_manifest_pb2.Placement]:
+        """OPTIONAL. Where all rollouts go, for a snapshot of actors. An agent refuses, after the restore, to begin one that another
+        actor holds.
+        """
+
     def __init__(
         self,
         *,
@@ -600,14 +614,50 @@ class RestoreRequest(_message.Message):
         manifest_sha256: _builtins.str = ...,
         lease_ttl: _duration_pb2.Duration | None = ...,
         source_participant_id: _builtins.str = ...,
+        sources: _abc.Iterable[Global___RestoreSource] | None = ...,
+        placements: _abc.Iterable[_manifest_pb2.Placement] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["context", b"context", "lease_ttl", b"lease_ttl"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["context", b"context", "lease_ttl", b"lease_ttl", "manifest_sha256", b"manifest_sha256", "snapshot_id", b"snapshot_id", "source_participant_id", b"source_participant_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["context", b"context", "lease_ttl", b"lease_ttl", "manifest_sha256", b"manifest_sha256", "placements", b"placements", "snapshot_id", b"snapshot_id", "source_participant_id", b"source_participant_id", "sources", b"sources"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___RestoreRequest: _TypeAlias = RestoreRequest  # noqa: Y015
+
+@_typing.final
+class RestoreSource(_message.Message):
+    """RestoreSource is a part of a snapshot, or some rollouts of it."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    PARTICIPANT_ID_FIELD_NUMBER: _builtins.int
+    MANIFEST_SHA256_FIELD_NUMBER: _builtins.int
+    ROLLOUTS_FROM_FIELD_NUMBER: _builtins.int
+    ROLLOUTS_UNTIL_FIELD_NUMBER: _builtins.int
+    participant_id: _builtins.str
+    """REQUIRED. Name of the part's directory."""
+    manifest_sha256: _builtins.str
+    """REQUIRED. SHA-256 hex of its stored manifest.json."""
+    rollouts_from: _builtins.str
+    """OPTIONAL. The first rollout_id of those to load, in the order of bytes; empty: from the first."""
+    rollouts_until: _builtins.str
+    """OPTIONAL. The first one after them; empty: to the last."""
+    def __init__(
+        self,
+        *,
+        participant_id: _builtins.str = ...,
+        manifest_sha256: _builtins.str = ...,
+        rollouts_from: _builtins.str = ...,
+        rollouts_until: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["manifest_sha256", b"manifest_sha256", "participant_id", b"participant_id", "rollouts_from", b"rollouts_from", "rollouts_until", b"rollouts_until"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RestoreSource: _TypeAlias = RestoreSource  # noqa: Y015
 
 @_typing.final
 class RestoreEvent(_message.Message):

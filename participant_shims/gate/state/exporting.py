@@ -8,6 +8,8 @@ with another session excludes it.
 
 from __future__ import annotations
 
+import hashlib
+import json
 import operator
 import types
 from collections import deque
@@ -47,6 +49,7 @@ class Export:
     baseline: Mapping[str, tuple[object, ...]]
     ids: Set[str]  # every session id that is known, also of those that are not exported
     known: Set[str]  # names of places that are session-keyed whatever they hold
+    shared_sha256: str = ""  # stands for what belongs to the server as a whole; empty when that is nothing
     _outer: dict[int, int] = field(default_factory=dict[int, int])
     _kept: list[Any] = field(default_factory=list[Any])  # keeps every object whose id is in `_outer` alive
     _keyed: list[Place] = field(default_factory=list[Place])
@@ -65,6 +68,9 @@ class Export:
         values = codec.encode_with_numbers(changed, self.scope, name="server", outer=self._outer, named=True)
         self._kept = [*anchors.values(), *values.kept]
         self._outer |= {key: number + len(names) for key, number in values.numbers.items()}
+        if changed:
+            text = json.dumps([names, values.document], sort_keys=True)
+            self.shared_sha256 = hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()
         for place in self._keyed:
             if set(map(type, place.value)) - {str}:  # else its keys are the ids
                 self._by_session[place.name] = layout.session_keys(place.value, self.ids)

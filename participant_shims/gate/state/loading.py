@@ -24,9 +24,19 @@ def unsafe(what: str, error: Exception) -> Refused:
     return refuse(Reason.SNAPSHOT_UNSAFE, f"The saved state of {what} can't be read: {str(error)[:300]}.")
 
 
+@dataclass(frozen=True, slots=True)
+class Whole:
+    """What a file holds that belongs to the server as a whole, and the objects that its sessions refer to."""
+
+    anchors: Any
+    values: Any
+    outer: list[Any]
+    has_values: bool
+
+
 @dataclass(slots=True)
 class Load:
-    """A load in the making; nothing of the server is changed before `activate`."""
+    """A load in the making; nothing of the server is changed before `activate`. `whole` is there after `shared`."""
 
     server: object
     scope: Scope
@@ -36,10 +46,14 @@ class Load:
     _values: dict[str, Any] = field(default_factory=dict[str, Any])
     _empties: dict[str, Any] = field(default_factory=dict[str, Any])
     _random: dict[str, Any] = field(default_factory=dict[str, Any])
+    whole: Whole | None = None
     _ready: dict[str, dict[str, Any]] = field(default_factory=dict[str, dict[str, Any]])
 
-    def shared(self, saved: Mapping[str, Any]) -> None:
-        """Decode what belongs to the server as a whole; to be called first. Raises SNAPSHOT_UNSAFE."""
+    def shared(self, saved: Mapping[str, Any], before: Whole | None = None) -> None:
+        """Decode what belongs to the server as a whole; to be called first. Raises SNAPSHOT_UNSAFE.
+
+        `before`: what another file has brought. Then this one brings the same, and STATE_UNSUPPORTED is raised when it is not.
+        """
         self._found = {place.name: place for place in layout.places(self.server, self.scope)}
         anchors, containers = saved.get("anchors"), saved.get("containers")
         if set(saved) != {"anchors", "values", "containers", "random"} or not a_list(anchors) or not a_dict(containers):
@@ -57,6 +71,24 @@ class Load:
         except codec.Malformed as e:
             raise unsafe("the whole server", e) from e
         self._outer += values.objects
+        self.whole = Whole(anchors, saved["values"], self._outer, bool(self._values))
+        if before is not None:
+            self._join(before)
+
+    def _join(self, before: Whole) -> None:
+        mine = self.whole
+        assert mine is not None
+        if mine.has_values or before.has_values:
+            if (mine.anchors, mine.values) != (before.anchors, before.values):
+                names = ", ".join(sorted(self._values)[:5]) or "what is kept outside of sessions"
+                raise refuse(
+                    Reason.STATE_UNSUPPORTED,
+                    f"Two servers were saved with different state that belongs to the server as a whole: {names}.",
+                    next_step="Restore as many actors as were saved; or keep such state per session.",
+                )
+            self._outer = before.outer  # sessions of both refer to the same objects
+            self.whole = before
+        self._values, self._random = {}, {}
 
     def session(self, saved: SavedSession) -> str:
         """Decode one session; empty, or why this server can't take it. Raises SNAPSHOT_UNSAFE."""
@@ -87,7 +119,8 @@ class Load:
         for state in self._ready.values():
             for name, part in state.items():
                 _merge(self._live(name), part)
-        layout.restore_randomness(self._random)
+        if self._random:
+            layout.restore_randomness(self._random)
         return len(self._ready)
 
     def _anchor(self, name: Any) -> Any:

@@ -80,7 +80,7 @@ class Saving:
         except BaseException:
             writer.discard()
             raise
-        return _done(writer.sessions, writer.size, path.name, writer.size, digest)
+        return self._done(writer.sessions, writer.size, path.name, writer.size, digest)
 
     async def _write_file(self, writer: Writer) -> None:
         batch: list[SavedSession] = []
@@ -119,7 +119,7 @@ class Saving:
         except BaseException:
             writer.discard()
             raise
-        return _done(writer.sessions, writer.size, path.name, writer.file_size, digest)
+        return self._done(writer.sessions, writer.size, path.name, writer.file_size, digest)
 
     async def ahead(self, shelf: Shelf, within_s: float) -> int:
         """Write what has changed, while the server works; how many sessions. Raises STORAGE_*."""
@@ -275,13 +275,14 @@ class Saving:
             self._exclude([session_id], f"its session can't be saved: {e}")
             return False, None
 
+    def _done(self, sessions: int, size: int, name: str, file_size: int, digest: str) -> dict[str, Any]:
+        shared = self._encoding.whole.shared_sha256 if self._encoding.whole is not None else ""
+        file = {"path": name, "size": file_size, "sha256": digest}
+        return {"sessions": sessions, "bytes": size, "file": file, **({"shared": shared} if shared else {})}
+
     def _tell(self, size: int, done: int) -> None:
         if self._told is not None:
             self._told(size, done, len(self._chosen))
-
-
-def _done(sessions: int, size: int, name: str, file_size: int, digest: str) -> dict[str, Any]:
-    return {"sessions": sessions, "bytes": size, "file": {"path": name, "size": file_size, "sha256": digest}}
 
 
 def _excluded(who: tuple[str, int], reason: str) -> dict[str, Any]:

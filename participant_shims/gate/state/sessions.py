@@ -16,6 +16,7 @@ import platform
 import sys
 import time
 from collections.abc import Callable, Set
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final, cast
 
@@ -24,7 +25,7 @@ from coordinator.wire.errors import Reason, refuse
 from participant_shims.gate.state import codec, layout, modes
 from participant_shims.gate.state.exporting import Export, Made
 from participant_shims.gate.state.file import SavedFile, SavedSession, read
-from participant_shims.gate.state.loading import Load, unsafe
+from participant_shims.gate.state.loading import Load, Whole, unsafe
 from participant_shims.gate.state.reexecute import Exchange, RequestLog, Send, reexecute
 from participant_shims.gate.state.saving import SLICE_S, Encoding, Saving, Sessions, Told
 from participant_shims.gate.state.scope import Scope
@@ -90,6 +91,7 @@ class SessionState:
         self._requests = RequestLog()
         self._served = False
         self._loaded: set[str] = set()
+        self._whole: Whole | None = None  # of the file that was loaded last
         self._shelf: Shelf | None = None
         self._precopying: tuple[Saving, asyncio.Task[int]] | None = None
         # Whether a session changes by requests of its own alone, as far as the source can tell.
@@ -273,10 +275,21 @@ class SessionState:
 
     # -- load ----------------------------------------------------------------------------------------------------------
 
-    async def load(self, path: str | Path, *, send: Send | None = None, told: Told | None = None) -> dict[str, Any]:
+    async def load(
+        self,
+        path: str | Path,
+        *,
+        send: Send | None = None,
+        told: Told | None = None,
+        only: Set[str] | None = None,
+        beside: bool = False,
+    ) -> dict[str, Any]:
         """Load a file that `export` wrote, into a server that holds nothing yet. `told`: as for `export`.
 
-        Returns `sessions` loaded, the `rollouts` they belong to, and `diverged` ones (`session_id`, `rollout_id`, `attempt`,
+        `only`: of these sessions, what others the file has is `left`; without, of all. `beside`: after another file of the same
+        restore, that another server has written; what belongs to the server as a whole must then be the same in both.
+
+        Returns `sessions` loaded, the number `left`, the `rollouts` they belong to, and `diverged` ones (`session_id`, `rollout_id`, `attempt`,
         `reason`), which restart.
         Everything is decoded before anything is put in place. Raises Refused: NOT_FRESH, SNAPSHOT_FOREIGN,
         SNAPSHOT_UNSAFE, SNAPSHOT_CORRUPT, SNAPSHOT_TOO_NEW, STATE_UNSUPPORTED; the server is unchanged then.
@@ -284,6 +297,10 @@ class SessionState:
         if not self.freshness():
             raise refuse(Reason.NOT_FRESH, "The server already holds sessions.", next_step=RELOAD_TIP)
         saved = await asyncio.to_thread(read, Path(path))
+        left: dict[str, int] = {}
+        if only is not None:
+            wanted = [session for session in saved.sessions if session.session_id in only]
+            left, saved = {"left": len(saved.sessions) - len(wanted)}, replace(saved, sessions=wanted)
         size = (await asyncio.to_thread(os.stat, path)).st_size
 
         def done(sessions: int) -> None:
@@ -299,7 +316,7 @@ class SessionState:
         loaded: dict[str, Any]
         match saved.header.get("method"):
             case "codec":
-                loaded = await self._load_codec(saved, done)
+                loaded = await self._load_codec(saved, done, beside)
             case "hook":
                 loaded = await self._load_hook(saved)
             case "reexecute":
@@ -309,13 +326,13 @@ class SessionState:
             case _:
                 raise refuse(Reason.SNAPSHOT_UNSAFE, f"Session file {Path(path).name} was made in an unknown way.")
         lost: set[str] = {one["session_id"] for one in loaded["diverged"]}
-        return loaded | {"rollouts": sorted({s.rollout_id for s in saved.sessions if s.session_id not in lost})}
+        return loaded | left | {"rollouts": sorted({s.rollout_id for s in saved.sessions if s.session_id not in lost})}
 
-    async def _load_codec(self, saved: SavedFile, done: Callable[[int], None]) -> dict[str, Any]:
+    async def _load_codec(self, saved: SavedFile, done: Callable[[int], None], beside: bool) -> dict[str, Any]:
         if not saved.shared:
             return {"sessions": 0, "diverged": []}
         made = Load(self._server, self._scope, self._log)
-        made.shared(saved.shared)
+        made.shared(saved.shared, self._whole if beside else None)
         diverged: list[dict[str, Any]] = []
         begun = time.monotonic()
         for number, session in enumerate(saved.sessions, 1):
@@ -329,6 +346,7 @@ class SessionState:
         if not self.freshness():
             raise refuse(Reason.NOT_FRESH, "The server took up a session while it was restored.", next_step=RELOAD_TIP)
         loaded = made.activate()
+        self._whole = made.whole
         self._loaded |= {s.session_id for s in saved.sessions}
         return {"sessions": loaded, "diverged": diverged}
 

@@ -184,18 +184,8 @@ class FsspecObjects:
         with self._told(f"writing {self.url}/{key}"):
             if not self._conditional and self._fs.exists(path):
                 raise FileExistsError(key)
-            try:
+            with self._refusal(path, key):
                 self._fs.put_file(f"/proc/self/fd/{file}", path, **self._how(file))
-            except OSError as error:
-                if isinstance(error, FileNotFoundError):  # not the file, which is open: there is no such bucket
-                    raise refuse(
-                        Reason.STORAGE_FAILED, f"There is no place {self.url} to write to: {error}."[:900],
-                        next_step="Make the bucket, or correct the URL; then repeat.",
-                    ) from error  # fmt: skip
-                # A store that refuses the second writer without saying which condition failed.
-                if error.errno == errno.EINVAL and self._fs.exists(path):
-                    raise FileExistsError(key) from error
-                raise
 
     def size(self, key: str) -> int | None:
         with self._told(f"looking at {self.url}/{key}"):
@@ -228,6 +218,22 @@ class FsspecObjects:
     @property
     def _conditional(self) -> bool:
         return "s3" in self._fs.protocol or self._fs.protocol == "s3"
+
+    @contextmanager
+    def _refusal(self, path: str, key: str) -> Generator[None]:
+        """What a store says to a writer: that there is no place, or that he is the second."""
+        try:
+            yield
+        except OSError as error:
+            if isinstance(error, FileNotFoundError):  # not what is written: there is no such bucket
+                raise refuse(
+                    Reason.STORAGE_FAILED, f"There is no place {self.url} to write to: {error}."[:900],
+                    next_step="Make the bucket, or correct the URL; then repeat.",
+                ) from error  # fmt: skip
+            # A store that refuses the second writer without saying which condition failed.
+            if error.errno == errno.EINVAL and self._fs.exists(path):
+                raise FileExistsError(key) from error
+            raise
 
     @contextmanager
     def _told(self, doing: str) -> Generator[None]:

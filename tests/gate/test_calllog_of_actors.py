@@ -1,0 +1,92 @@
+"""The call logs of several actors' servers in one, range by range, and what an agent knows of rollouts that are elsewhere."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from coordinator.wire.terms import CheckpointMode, Role, RolloutState
+from participant_shims.adapter import Description
+from participant_shims.adapters.gym_files import GymFiles
+from participant_shims.gate import calllog_files
+from participant_shims.gate.calllog import CallLog, Verdict
+from tests.gate.test_calllog import TEXT, dispatched, written
+
+AGENT = Description("agent", Role.AGENT, "gym.agent", CheckpointMode.EXPORT_RESTORE, "gym-calls-v1")
+SOME = [f"r-{n}" for n in range(6)]
+
+
+def agent(path: Path, *rollouts: str) -> CallLog:
+    log = CallLog(path)
+    for rollout_id in rollouts:
+        dispatched(log, rollout_id)
+    return log
+
+
+def below(bound: str) -> Callable[[str], bool]:
+    return lambda rollout_id: rollout_id < bound
+
+
+def test_only_the_rollouts_of_a_range_are_installed_with_all_that_is_theirs(tmp_path: Path) -> None:
+    source = agent(tmp_path / "a.db", *SOME)
+    source.bind("s-1", "r-1", 0)
+    source.bind("s-4", "r-4", 0)
+    file = written(source, tmp_path / "out")
+    halves: tuple[Callable[[str], bool], ...] = (below("r-3"), lambda rollout_id: rollout_id >= "r-3")
+    for number, half in enumerate(halves):
+        log = CallLog(tmp_path / f"{number}.db")
+        loaded = calllog_files.load(log, [file], takes=[half])
+        assert loaded.totals == {RolloutState.PENDING: 3}
+        assert loaded.sessions == 1
+        mine = [rollout_id for rollout_id in SOME if half(rollout_id)]
+        for rollout_id in SOME:
+            claim = log.claim(rollout_id, "sha", b'{"a": 1}', "c=1")
+            assert claim.verdict is (Verdict.REPLAY if rollout_id in mine else Verdict.RUN)
+            assert bool(log.records(rollout_id, "0")) is (rollout_id in mine)
+
+
+def test_logs_of_two_agents_become_one_and_what_both_say_is_taken_from_the_first(tmp_path: Path) -> None:
+    one = written(agent(tmp_path / "a.db", "r-0", "r-1"), tmp_path / "one")
+    second = agent(tmp_path / "b.db", "r-1", "r-2")
+    two = written(second, tmp_path / "two")
+    log = CallLog(tmp_path / "new.db")
+    loaded = calllog_files.load(log, [one, two], takes=[lambda _: True, lambda _: True])
+    assert loaded.totals == {RolloutState.PENDING: 3}
+    assert len(log.records("r-1", "0")) == 2
+
+
+def noted(tmp_path: Path) -> CallLog:
+    log = agent(tmp_path / "a.db")
+    log.hold_elsewhere([("r-0", "sha", "a1"), ("r-1", "sha", "a2")])
+    return log
+
+
+def test_a_rollout_that_another_actor_has_is_told_by_its_input(tmp_path: Path) -> None:
+    log = noted(tmp_path)
+    assert log.held_elsewhere("r-0", "sha") == "a1"
+    assert log.held_elsewhere("r-0", "of the next epoch") == ""
+    assert log.held_elsewhere("r-9", "sha") == ""
+    assert log.is_fresh(), "a note is no work: the restore may be repeated"
+
+
+@pytest.mark.parametrize(
+    "end", ["retired", "the next cut", "the restore is given up", "another restore", "it runs here"]
+)
+def test_the_note_ends(tmp_path: Path, end: str) -> None:
+    log = noted(tmp_path)
+    if end == "retired":
+        log.retire([("r-0", 1_000_000_000)])
+        assert log.held_elsewhere("r-1", "sha") == "a2"
+    elif end == "the next cut":
+        (tmp_path / "out").mkdir()
+        GymFiles(tmp_path / "a.db", "agent").export(tmp_path / "out", AGENT)
+    elif end == "the restore is given up":
+        calllog_files.unload(log)
+    elif end == "another restore":
+        calllog_files.load(log, [written(agent(tmp_path / "b.db"), tmp_path / "out")])
+    else:
+        log.claim("r-0", "sha", b"", "")
+        log.finish("r-0", 0, TEXT)
+    assert log.held_elsewhere("r-0", "sha") == ""
