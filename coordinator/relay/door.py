@@ -36,7 +36,14 @@ class RelayedRegistration(Registration):
         registry.follow(self._lost, lambda who: None)
 
     async def _admit(self, session: Session, hello: pb.Hello) -> asyncio.Future[None]:
-        return await self._standing.admit(hello)
+        asked = asyncio.ensure_future(self._standing.admit(hello))
+        try:
+            while not asked.done():
+                await asyncio.wait({asked}, timeout=self.heartbeat_s)
+                self._registry.beat(session)  # a shim that was not welcomed yet has nothing to say
+        finally:
+            asked.cancel()
+        return asked.result()
 
     def _begun(self, interval_s: float) -> None:
         self.heartbeat_s = interval_s

@@ -8,7 +8,7 @@ import signal
 import pytest
 from safepoint.v1 import coordinator_service_pb2 as pb
 
-from coordinator.relay import standing
+from coordinator.relay import host, standing
 from coordinator.relay.host import address_record
 from coordinator.wire import staying
 from coordinator.wire.errors import Reason, SafepointError
@@ -239,6 +239,27 @@ async def test_a_coordinator_that_is_started_again_gets_everybody_back_through_i
     assert {node.via(name) for name in node.servers} == {"n1"}
     assert {s.registration.coordinator_epoch for s in node.shims.values() if s.registration} == {second.epoch}
     assert (await node.save())[-1].HasField("saved")
+
+
+async def test_a_shim_that_waits_for_its_relays_coordinator_is_not_taken_for_silent(
+    node: Node, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It has no welcome yet, and nothing to beat: whoever was let in after a wait was lost in the same moment."""
+    monkeypatch.setattr(standing, "COORDINATOR_WITHIN_S", 10.0)
+    monkeypatch.setattr(staying, "WELCOME_WITHIN_S", 20.0)
+    monkeypatch.setattr(staying, "BEYOND_AFTER_S", 60.0)
+    monkeypatch.setattr(host, "FIRST_BEAT_S", 0.1)
+    relay = await node.relay()
+    lost: list[str] = []
+    relay.registry.follow(lambda who, problem: lost.append(problem.message), lambda who: None)
+    await node.shim("agent-0")
+    await until(lambda: relay.registry.get("agent-0") is not None)
+    silent_at = asyncio.get_running_loop().time() + 4 * relay.registry.silence_s
+    await until(lambda: asyncio.get_running_loop().time() > silent_at)
+    await node.coordinate()
+    await node.here("agent-0")
+    assert lost == []
+    assert node.via("agent-0") == "n1"
 
 
 async def test_a_relay_without_a_coordinator_welcomes_nobody(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -22,7 +22,10 @@ from tests.simulation.story import play
 from tests.simulation.world import CLOCKS, _with_clocks, made
 
 SEEDS = range(10_001, 10_025)  # `make sim` runs 2,000
-BEHIND_RELAYS = range(10_101, 10_113)
+BEHIND_RELAYS = (
+    *range(10_101, 10_112),
+    1_027,
+)  # the last: a shim that waited for its relay was lost once it was let in
 GROUPS = 4
 ASKING = ("behaviour", "checks", "cut", "run", "servers", "story", "trainer")
 pytestmark = pytest.mark.filterwarnings("ignore")
