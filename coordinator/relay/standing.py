@@ -83,7 +83,12 @@ class Standing(Staying):
 
     def leave(self, participant_id: str, incarnation_id: str, why: str, goodbye: str) -> None:
         """A shim's stream has ended."""
-        self._behind.pop((participant_id, incarnation_id), None)
+        key = (participant_id, incarnation_id)
+        self._behind.pop(key, None)
+        # Goings are told before comings: one that was not told yet would come after its own going, and stay for ever.
+        self._joined = [
+            hello for hello in self._joined if (hello.capabilities.participant_id, hello.incarnation_id) != key
+        ]
         self._left.append(
             pb.ShimLeft(participant_id=participant_id, incarnation_id=incarnation_id, why=why, goodbye=goodbye)
         )
