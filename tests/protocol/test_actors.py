@@ -123,13 +123,13 @@ def test_shards_go_to_their_own_replicas() -> None:
     assert found.groups == ((("code0",), ("code1",)), (("math0",), ("math1", "math2")))
     missing = match(shards("code0", "math0"), shards("math1"))
     assert missing.groups == ()
-    assert "No actor here is a replica of actor code0 of the snapshot: agent: config digest was of-code and is empty." in missing.unfit[0]  # fmt: skip
+    assert "No actor here is a replica of actor code0 of the snapshot: agent: the configuration of this server has changed (digest of-code, now empty)" in missing.unfit[0]  # fmt: skip
 
 
 def test_a_server_that_differs_is_named_with_what_it_differs_in() -> None:
     other = [replace(p, configured_workers=2) if p.server_name == "resources" else p for p in fleet("b0", "b1")]
     text = " ".join(match(fleet("a0"), other).unfit)
-    assert "resources: workers was 1 and is 2." in text
+    assert "resources: it had 1 worker process and has 2 now." in text
     assert "agent:" not in text
 
 
