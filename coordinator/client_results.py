@@ -349,7 +349,7 @@ class Outcome:
 
         Where no answer came, with how far the operation had come.
         """
-        error = self._heard.added_to(error)
+        error = self._heard.added_to(error, self.elapsed_s)
         for detail in self.failed.secondary if self.failed else ():
             error.add_note(f"Also: {problem_from_detail(detail)}")
         return error
