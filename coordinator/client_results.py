@@ -502,7 +502,7 @@ def _phase(number: int) -> str:
 
 
 def describe(event: pb.OperationEvent) -> str:
-    """One line for people; empty for an event that this version does not know."""
+    """One line for people; empty for an event that tells them nothing: that a participant is called, or one not known here."""
     kind = event.WhichOneof("event")
     at = f"{seconds(event.elapsed):7.2f} s  "
     if kind == "phase_started":
