@@ -31,7 +31,7 @@ from safepoint.v1 import manifest_pb2
 
 from coordinator.snapshot_reading import Listing, SnapshotReader, Verification, age
 from coordinator.snapshots import SnapshotStore
-from coordinator.wire.beneath import FileDigest
+from coordinator.wire.beneath import FileDigest, digest_of
 from coordinator.wire.chunks import Chunk, Chunks
 from coordinator.wire.errors import Reason, SafepointError, refuse
 from coordinator.wire.folder import Folder
@@ -341,7 +341,7 @@ def _part_manifest(
 
 def _is(objects: Objects, key: str, expected: FileDigest) -> bool:
     """Whether an object has those bytes. Of a larger one only as much is read as shows it. Raises SNAPSHOT_CORRUPT for none."""
-    return _digest(_first(_at_most(objects.chunks(key), expected.size_bytes), objects, key)) == expected
+    return digest_of(_first(_at_most(objects.chunks(key), expected.size_bytes), objects, key)) == expected
 
 
 def _damaged(objects: Objects, key: str) -> SafepointError:
@@ -512,11 +512,3 @@ def _instead(objects: Objects) -> str:
     there = [name for name in names[-_NAMED:] if objects.size(f"{name}/{MANIFEST_NAME}") is not None]
     more = " and others" if len(names) > _NAMED else ""
     return f"Pull one that is there: {', '.join(there)}{more}." if there else NO_COPY
-
-
-def _digest(chunks: Iterator[bytes]) -> FileDigest:
-    hasher, size = hashlib.sha256(), 0
-    for chunk in chunks:
-        hasher.update(chunk)
-        size += len(chunk)
-    return FileDigest(size, hasher.hexdigest())

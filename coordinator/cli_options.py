@@ -103,10 +103,11 @@ def place_of(root: str) -> str:
 
 def is_stored_root(root: str) -> bool:
     """Whether there is a root at this URL, and not copies of snapshots. Asks the store: raises STORAGE_FAILED, NotInstalled."""
+    from coordinator.snapshot_reading import OWNER
     from coordinator.wire.folder import names_below
     from coordinator.wire.stored_folder import Where
 
-    return is_store(root) and names_below(Where(place_of(root))).info("owner.json") is not None
+    return is_store(root) and names_below(Where(place_of(root))).info(OWNER) is not None
 
 
 def folder(root: str) -> str:

@@ -197,18 +197,17 @@ def verify(
 
 def open_store(root: str, as_json: bool) -> SnapshotStore:
     """The store below `root`, for the job that owns it. Makes nothing: a mistyped path stays what it is."""
+    from coordinator.snapshot_reading import OWNER
     from coordinator.wire.folder import open_root, place
 
     path = place(place_of(root))
-    owner_file = path / "owner.json"
+    owner_file = path / OWNER
     try:
         with open_root(path) as top:
-            owner: Any = json.loads(top.read("owner.json", 65536))
+            owner: Any = json.loads(top.read(OWNER, 65536))
         job_id = owner["job_id"]
     except FileNotFoundError:
-        missing(
-            f"{path} is no snapshot root: it has no owner.json.", "Give the root that the coordinator uses.", as_json
-        )
+        missing(f"{path} is no snapshot root: it has no {OWNER}.", "Give the root that the coordinator uses.", as_json)
     except (OSError, ValueError, TypeError, KeyError) as error:
         raise refuse(
             Reason.SNAPSHOT_CORRUPT, f"{owner_file} cannot be read: {type(error).__name__}.",

@@ -22,11 +22,9 @@ class Heard:
     def __init__(self) -> None:
         self._phase = Phase.UNSPECIFIED
         self._pending: dict[str, None] = {}
-        self._elapsed_s = 0.0
 
     def take(self, event: pb.OperationEvent) -> None:
         kind = event.WhichOneof("event")
-        self._elapsed_s = event.elapsed.ToMicroseconds() / 1e6
         if kind == "phase_started":
             try:
                 self._phase = Phase(event.phase_started.phase)
@@ -39,12 +37,12 @@ class Heard:
         elif kind == "phase_finished":
             self._pending = {}
 
-    def added_to(self, error: SafepointError) -> SafepointError:
-        """`error`; where no answer came, with phase, time and participants."""
+    def added_to(self, error: SafepointError, elapsed_s: float) -> SafepointError:
+        """`error`; where no answer came, with phase, time and participants. `elapsed_s`: of the operation, as last told."""
         if not isinstance(error, Unanswered) or not self._phase:
             return error
         who = ", ".join(list(self._pending)[:_NAMED])
         more = len(self._pending) - _NAMED
         waited = f", and waited for {who}" + (f" and {more} more" if more > 0 else "") if who else ""
-        heard = f"{error.problem.message} It was last heard of after {self._elapsed_s:.1f} s in {self._phase.name.lower()}{waited}."
+        heard = f"{error.problem.message} It was last heard of after {elapsed_s:.1f} s in {self._phase.name.lower()}{waited}."
         return Unanswered(replace(error.problem, message=heard, phase=error.problem.phase or self._phase))

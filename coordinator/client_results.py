@@ -349,7 +349,7 @@ class Outcome:
 
         Where no answer came, with how far the operation had come.
         """
-        error = self._heard.added_to(error)
+        error = self._heard.added_to(error, self.elapsed_s)
         for detail in self.failed.secondary if self.failed else ():
             error.add_note(f"Also: {problem_from_detail(detail)}")
         return error
@@ -502,7 +502,7 @@ def _phase(number: int) -> str:
 
 
 def describe(event: pb.OperationEvent) -> str:
-    """One line for people; empty for an event that this version does not know."""
+    """One line for people; empty for an event that tells them nothing: that a participant is called, or one not known here."""
     kind = event.WhichOneof("event")
     at = f"{seconds(event.elapsed):7.2f} s  "
     if kind == "phase_started":

@@ -347,7 +347,7 @@ class StoredJournal:
         """Why what lies in the root is not ours to change any more, if so. Raises STORAGE_* when the store does not say."""
         if self._replaced:
             return self._stale()
-        newest = max(_epochs(self._names.near(_EPOCHS)[0]), default=0)
+        newest = newest_epoch(self._names)
         if newest > self.epoch:
             self._replaced = newest
             return self._stale()

@@ -13,11 +13,10 @@ from typing import Final
 from coordinator.participants import Participants
 from coordinator.protocol.topology import Participant
 from coordinator.wire.errors import SafepointError
-from coordinator.wire.terms import Role
+from coordinator.wire.terms import PRECOPY, Role
 
 log = logging.getLogger(__name__)
 
-FEATURE: Final = "precopy"
 LONGEST_S: Final = 300.0
 SHARE: Final = 0.4  # of the time that is left: the save itself needs some too
 LEAST_S: Final = 0.5
@@ -26,7 +25,7 @@ LEAST_S: Final = 0.5
 async def precopy(participants: Participants, everybody: Iterable[Participant], left_s: float) -> None:
     """Ask all of them at once, and wait until they are done; `left_s`: seconds until the save must have ended."""
     within_s = min(LONGEST_S, left_s * SHARE)
-    whom = [p for p in everybody if FEATURE in p.features and p.role is not Role.AUXILIARY_MODEL]
+    whom = [p for p in everybody if PRECOPY in p.features and p.role is not Role.AUXILIARY_MODEL]
     if whom and within_s > LEAST_S:
         await asyncio.gather(*(_ask(participants, who, within_s) for who in whom))
 

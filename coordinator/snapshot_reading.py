@@ -44,6 +44,7 @@ from coordinator.wire.terms import Phase, RolloutState
 
 MAX_LEDGER_LINE: Final = 64 << 10
 SNAPSHOTS: Final = "snapshots"
+OWNER: Final = "owner.json"  # whose root it is; there is none without it
 MOVED: Final = (
     "Use the snapshot root as it was written: files of this snapshot were moved or renamed. Restore another one."
 )

@@ -21,7 +21,7 @@ from typing import Final, cast
 
 from safepoint.v1 import manifest_pb2
 
-from coordinator.snapshot_reading import SNAPSHOTS, SnapshotReader
+from coordinator.snapshot_reading import OWNER, SNAPSHOTS, SnapshotReader
 from coordinator.wire import failpoints
 from coordinator.wire.beneath import Directory, FileDigest, not_of_a_snapshot, storage_error
 from coordinator.wire.errors import Reason, SafepointError, refuse
@@ -29,7 +29,6 @@ from coordinator.wire.folder import Folder, open_root
 from coordinator.wire.ids import SnapshotId, is_wire_id
 from coordinator.wire.manifest_file import MANIFEST_NAME, VOID, is_void, write_snapshot_manifest
 
-_OWNER: Final = "owner.json"
 _PROBE: Final = ".probe-"
 
 
@@ -264,13 +263,13 @@ def _probe_store(top: Folder) -> None:
 
 def _claim(top: Folder, job_id: str) -> None:
     try:
-        if not top.has(_OWNER):  # a full disk could not even try
-            top.write_new(_OWNER, json.dumps({"job_id": job_id}).encode() + b"\n")
+        if not top.has(OWNER):  # a full disk could not even try
+            top.write_new(OWNER, json.dumps({"job_id": job_id}).encode() + b"\n")
             return
     except FileExistsError:
         pass
     try:
-        owner: object = json.loads(top.read(_OWNER, 4096))
+        owner: object = json.loads(top.read(OWNER, 4096))
     except (ValueError, RecursionError, FileNotFoundError):
         owner = None
     named = cast("dict[str, object]", owner).get("job_id") if isinstance(owner, dict) else None

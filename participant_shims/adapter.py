@@ -25,13 +25,11 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Final, Protocol, runtime_checkable
+from typing import Protocol, runtime_checkable
 
 from coordinator.wire.errors import Reason
+from coordinator.wire.places import within
 from coordinator.wire.terms import Activity, CheckpointMode, QuiesceMode, Role, RolloutState
-
-PRECOPIES: Final = "precopy"  # the feature of a participant that serves Precopy
-FOREIGN_STATE: Final = "foreign_state"  # the feature of one that takes `sources` in Restore
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,9 +181,7 @@ class Part:
 
     def has(self, rollout_id: str) -> bool:
         """Whether the rollout is to be loaded."""
-        return (
-            self.first <= rollout_id and (not self.until or rollout_id < self.until) and rollout_id not in self.without
-        )
+        return within(rollout_id, self.first, self.until) and rollout_id not in self.without
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,7 +23,8 @@ from safepoint.v1 import capabilities_pb2, manifest_pb2
 from coordinator.wire import failpoints
 from coordinator.wire.beneath import Directory, segments, storage_error
 from coordinator.wire.chunks import Chunk, Chunks
-from coordinator.wire.errors import Reason, SafepointError, refuse
+from coordinator.wire.errors import Reason, Refused, SafepointError, refuse
+from coordinator.wire.folder import Place
 from coordinator.wire.manifest_file import (
     MANIFEST_NAME,
     read_participant_manifest,
@@ -65,6 +66,32 @@ async def until_seen(look: Callable[[], Awaitable[ResultT]]) -> ResultT:
         waited_s += LOOK_EVERY_S
 
 
+# What a participant is refused below a root, of either kind.
+
+
+def published_already(snapshot_id: str) -> Refused:
+    return refuse(Reason.SNAPSHOT_EXISTS, f"Snapshot {snapshot_id} is published already.")
+
+
+def never_published(snapshot_id: str) -> Refused:
+    return refuse(Reason.SNAPSHOT_NOT_FOUND, f"Snapshot {snapshot_id} was never published.")
+
+
+def anothers(part: Place, operation_id: str) -> Refused:
+    return refuse(Reason.SNAPSHOT_EXISTS, f"{part} exists and is not of operation {operation_id}.")
+
+
+def no_part(participant_id: str, snapshot_id: str) -> Refused:
+    return refuse(Reason.SNAPSHOT_CORRUPT, f"The part of {participant_id} in snapshot {snapshot_id} is not there.")
+
+
+def no_place(snapshot: Place) -> Refused:
+    return refuse(
+        Reason.SNAPSHOT_NOT_FOUND, f"There is no {snapshot}.",
+        next_step="Give the coordinator and every shim the same snapshot root.",
+    )  # fmt: skip
+
+
 class Exports:
     """The snapshot root as one participant uses it. Not for two threads at once."""
 
@@ -81,16 +108,13 @@ class Exports:
         """
         with self._snapshot(snapshot_id) as snapshot:
             if snapshot.has(MANIFEST_NAME):
-                raise refuse(Reason.SNAPSHOT_EXISTS, f"Snapshot {snapshot_id} is published already.")
+                raise published_already(snapshot_id)
             if self._begun.get(snapshot_id) == operation_id and snapshot.is_directory(self._participant_id):
                 snapshot.remove_child(self._participant_id)
             try:
                 made = snapshot.make_child(self._participant_id)
             except FileExistsError:
-                raise refuse(
-                    Reason.SNAPSHOT_EXISTS,
-                    f"{snapshot.path / self._participant_id} exists and is not of operation {operation_id}.",
-                ) from None
+                raise anothers(snapshot.path / self._participant_id, operation_id) from None
             made.close()
             self._begun = {snapshot_id: operation_id}  # one operation at a time: older ones need no more clearing
             return snapshot.path / self._participant_id
@@ -157,11 +181,11 @@ class Exports:
         where = f"The part of {source_id} in snapshot {snapshot_id}"
         with self._snapshot(snapshot_id) as snapshot:
             if not snapshot.has(MANIFEST_NAME):
-                raise refuse(Reason.SNAPSHOT_NOT_FOUND, f"Snapshot {snapshot_id} was never published.")
+                raise never_published(snapshot_id)
             try:
                 part = snapshot.child(source_id)
             except FileNotFoundError:
-                raise refuse(Reason.SNAPSHOT_CORRUPT, f"{where} is not there.") from None
+                raise no_part(source_id, snapshot_id) from None
             with part:
                 try:
                     manifest, _ = read_participant_manifest(part, manifest_sha256)
@@ -186,7 +210,7 @@ class Exports:
         """The directory of a snapshot. Raises as `verify`."""
         with self._snapshot(snapshot_id) as snapshot:
             if not snapshot.has(MANIFEST_NAME):
-                raise refuse(Reason.SNAPSHOT_NOT_FOUND, f"Snapshot {snapshot_id} was never published.")
+                raise never_published(snapshot_id)
             return snapshot.path
 
     def _snapshot(self, snapshot_id: str) -> Directory:
@@ -199,10 +223,7 @@ class Exports:
             with Directory.open(self.root) as root, root.child(SNAPSHOTS) as snapshots:
                 return snapshots.child(snapshot_id)
         except FileNotFoundError:
-            raise refuse(
-                Reason.SNAPSHOT_NOT_FOUND, f"There is no {self.root / SNAPSHOTS / snapshot_id}.",
-                next_step="Give the coordinator and every shim the same snapshot root.",
-            ) from None  # fmt: skip
+            raise no_place(self.root / SNAPSHOTS / snapshot_id) from None
 
     @staticmethod
     def _sync_file(ours: Directory, file: WrittenFile) -> None:

@@ -39,10 +39,19 @@ from coordinator.wire.manifest_file import (
 )
 from coordinator.wire.names import Names
 from coordinator.wire.stored_chunks import StoredChunks
-from coordinator.wire.stored_folder import StoredFolder
+from coordinator.wire.stored_folder import StoredFolder, Where
 from participant_shims.adapter import WrittenFile
 from participant_shims.adapters.ledger_file import LEDGER
-from participant_shims.export import SNAPSHOTS, Exports, VerifiedPart
+from participant_shims.export import (
+    SNAPSHOTS,
+    Exports,
+    VerifiedPart,
+    anothers,
+    never_published,
+    no_part,
+    no_place,
+    published_already,
+)
 
 _AT_ONCE: Final = 4
 
@@ -71,17 +80,14 @@ class StoredExports:
         """As `Exports.begin`; the directory is on this machine."""
         snapshot = self._snapshot(snapshot_id)
         if snapshot.has(MANIFEST_NAME):
-            raise refuse(Reason.SNAPSHOT_EXISTS, f"Snapshot {snapshot_id} is published already.")
+            raise published_already(snapshot_id)
         if self._begun.get(snapshot_id, ("",))[0] == operation_id:
             with suppress(FileNotFoundError):
                 snapshot.remove_child(self._participant_id)
         try:
             ours = snapshot.make_child(self._participant_id)
         except FileExistsError:
-            raise refuse(
-                Reason.SNAPSHOT_EXISTS,
-                f"{snapshot.path / self._participant_id} exists and is not of operation {operation_id}.",
-            ) from None
+            raise anothers(snapshot.path / self._participant_id, operation_id) from None
         self._begun = {snapshot_id: (operation_id, ours)}
         self._clear(snapshot_id)
         return self._local.begin(snapshot_id, operation_id)
@@ -136,9 +142,7 @@ class StoredExports:
             part = snapshot.child(source_id)
             raw = part.read(MANIFEST_NAME, MAX_MANIFEST_BYTES)
         except FileNotFoundError:
-            raise refuse(
-                Reason.SNAPSHOT_CORRUPT, f"The part of {source_id} in snapshot {snapshot_id} is not there."
-            ) from None
+            raise no_part(source_id, snapshot_id) from None
         with self._spooled(snapshot_id, published) as into:
             with suppress(FileNotFoundError):
                 into.remove_child(source_id)
@@ -150,13 +154,9 @@ class StoredExports:
         """As `Exports.published`: its ledger is brought into the spool, beside the parts that are there."""
         snapshot = self._snapshot(snapshot_id)
         with self._spooled(snapshot_id, self._manifest(snapshot_id, snapshot)) as into:
-            with (
-                suppress(FileNotFoundError),
-                snapshot.opened(LEDGER) as file,
-                open(file, "rb", closefd=False) as stream,
-            ):
-                if not into.has(LEDGER):
-                    into.write_new(LEDGER, iter(partial(stream.read, 1 << 20), b""))
+            if not into.has(LEDGER):
+                with suppress(FileNotFoundError):
+                    _copy(snapshot, LEDGER, into, LEDGER)
             return into.path
 
     def ahead(self, until: Callable[[], bool]) -> None:
@@ -172,7 +172,7 @@ class StoredExports:
         except FileNotFoundError:
             published = VOID
         if published == VOID:
-            raise refuse(Reason.SNAPSHOT_NOT_FOUND, f"Snapshot {snapshot_id} was never published.")
+            raise never_published(snapshot_id)
         return published
 
     def _spooled(self, snapshot_id: str, published: bytes) -> Directory:
@@ -199,8 +199,7 @@ class StoredExports:
             for folder in above:
                 at = at.ensure_child(folder)
             try:
-                with part.opened(entry.path) as file, open(file, "rb", closefd=False) as stream:
-                    at.write_new(name, iter(partial(stream.read, 1 << 20), b""))
+                _copy(part, entry.path, at, name)
             except FileNotFoundError:
                 raise refuse(Reason.SNAPSHOT_CORRUPT, f"{part.path / entry.path} is listed and not there.") from None
         for chunk in manifest.chunks:
@@ -230,10 +229,13 @@ class StoredExports:
         try:
             return StoredFolder(self._names).child(SNAPSHOTS).seen(snapshot_id)
         except FileNotFoundError:
-            raise refuse(
-                Reason.SNAPSHOT_NOT_FOUND, f"There is no {self._names.url}/{SNAPSHOTS}/{snapshot_id}.",
-                next_step="Give the coordinator and every shim the same snapshot root.",
-            ) from None  # fmt: skip
+            raise no_place(Where(self._names.url) / SNAPSHOTS / snapshot_id) from None
+
+
+def _copy(source: StoredFolder, path: str, into: Directory, name: str) -> None:
+    """Bring a file to this machine. Raises FileNotFoundError when it is not in the store, STORAGE_*."""
+    with source.opened(path) as file, open(file, "rb", closefd=False) as stream:
+        into.write_new(name, iter(partial(stream.read, 1 << 20), b""))
 
 
 def _send_file(local: Directory, folders: dict[str, StoredFolder], file: WrittenFile) -> None:

@@ -17,6 +17,7 @@ from typing import Final
 from coordinator.client_results import size_text
 from coordinator.doctor.finding import Finding, Severity
 from coordinator.journal import RESERVE_BYTES
+from coordinator.snapshot_reading import OWNER, SNAPSHOTS
 from coordinator.wire.beneath import STORAGE_HELP, storage_error
 from coordinator.wire.errors import Reason, SafepointError
 from coordinator.wire.folder import names_below
@@ -67,9 +68,9 @@ def _store(url: str, clock: Callable[[], float]) -> Finding:
     """Read only: what a store must do is tried by the coordinator's start."""
     try:
         names = names_below(Where(url))
-        owned = names.info("owner.json") is not None  # the first answer takes a connection as well
+        owned = names.info(OWNER) is not None  # the first answer takes a connection as well
         before = clock()
-        names.near("snapshots/")
+        names.near(f"{SNAPSHOTS}/")
         took = clock() - before
     except SafepointError as error:
         return Finding("root", Severity.ERROR, url, error.problem.message, error.problem.next_step, error.reason)

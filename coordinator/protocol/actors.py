@@ -13,7 +13,7 @@ from typing import Final
 
 from coordinator.protocol.participant import Finding, Participant, finding_of
 from coordinator.wire.errors import Reason
-from coordinator.wire.places import actor_of
+from coordinator.wire.places import actor_of, in_actor
 from coordinator.wire.terms import Role
 
 ACTOR_ID: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,62}")  # without a dot: it ends where the server's name begins
@@ -29,8 +29,7 @@ def by_actor(participants: Iterable[Participant]) -> dict[str, list[Participant]
 
 def callee(caller: Participant, name: str, known: Mapping[str, Participant]) -> Participant | None:
     """Whom a participant reaches when it calls the server `name`: one of its own actor, else one of none. `known`: by id."""
-    own = known.get(f"{caller.actor_id}.{name}") if caller.actor_id else None
-    found = own or known.get(name)
+    found = known.get(in_actor(caller.actor_id, name)) or known.get(name)
     return found if found is not None and found.actor_id in ("", caller.actor_id) else None
 
 

@@ -13,16 +13,14 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Final
 
 from coordinator.protocol.actors import by_actor
 from coordinator.protocol.participant import Participant
 from coordinator.protocol.topology import difference, facts
 from coordinator.wire.ids import ParticipantId
 from coordinator.wire.places import Placement
-from coordinator.wire.terms import CheckpointMode, Role
+from coordinator.wire.terms import FOREIGN_STATE, CheckpointMode, Role
 
-FOREIGN_STATE: Final = "foreign_state"  # the feature of who loads what others have saved, and parts of it
 Kind = frozenset[tuple[str, ...]]  # what all replicas have alike
 
 

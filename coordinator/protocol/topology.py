@@ -18,6 +18,7 @@ from coordinator.protocol import actors
 from coordinator.protocol.participant import Finding, Participant, ShimProcess, finding_of
 from coordinator.wire.errors import Problem, Reason
 from coordinator.wire.ids import is_wire_id
+from coordinator.wire.places import in_actor
 from coordinator.wire.terms import CheckpointMode, Phase, QuiesceMode, Role
 
 __all__ = ["Finding", "Participant", "ShimProcess"]
@@ -324,7 +325,7 @@ def _dependencies(topology: Topology) -> Iterator[Finding]:
     for p in topology.participants:
         for name in sorted(set(p.depends_on) - missed):
             target = actors.callee(p, name, known)
-            if target is None and f"{p.actor_id}.{name}" in missed:
+            if target is None and in_actor(p.actor_id, name) in missed:
                 continue
             if target is None:
                 yield finding_of(

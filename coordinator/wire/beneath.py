@@ -17,9 +17,10 @@ import re
 import secrets
 import shutil
 import stat
-from collections.abc import Generator, Iterator
+from collections.abc import Generator, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import IO, Final
@@ -54,6 +55,15 @@ class FileDigest:
 
     size_bytes: int
     sha256: str
+
+
+def digest_of(parts: Iterable[bytes]) -> FileDigest:
+    """That of the bytes of all parts."""
+    hasher, size = hashlib.sha256(), 0
+    for part in parts:
+        hasher.update(part)
+        size += len(part)
+    return FileDigest(size, hasher.hexdigest())
 
 
 def storage_error(error: OSError, doing: str) -> SafepointError:
@@ -349,12 +359,7 @@ class Directory:
         """Size and SHA-256 of every byte. Raises FileNotFoundError when it is not there."""
         fd = self._open_file(path)
         try:
-            hasher = hashlib.sha256()
-            size = 0
-            while chunk := os.read(fd, _CHUNK):
-                hasher.update(chunk)
-                size += len(chunk)
-            return FileDigest(size, hasher.hexdigest())
+            return digest_of(iter(partial(os.read, fd, _CHUNK), b""))
         except OSError as error:
             raise storage_error(error, f"reading {self.path / path}") from error
         finally:

@@ -15,14 +15,15 @@ Everything here blocks: callers on an event loop use a thread. Safe for several 
 from __future__ import annotations
 
 import errno
-import hashlib
 import os
 import secrets
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Final, Protocol
 
+from coordinator.wire.beneath import FileDigest, digest_of
 from coordinator.wire.errors import Reason, SafepointError, refuse
 from coordinator.wire.objects import FsspecObjects, check_url
 
@@ -153,10 +154,7 @@ class Names:
             self._requests.delete(key)
 
     def _has(self, key: str, data: bytes | int) -> bool:
-        theirs = hashlib.sha256()
-        for part in self._requests.chunks(key):
-            theirs.update(part)
-        return theirs.digest() == _digest(data)
+        return digest_of(self._requests.chunks(key)) == _digest(data)
 
 
 def token() -> bytes:
@@ -244,11 +242,8 @@ def names_at(url: str) -> Names:
     return Names(S3Requests(url))
 
 
-def _digest(data: bytes | int) -> bytes:
+def _digest(data: bytes | int) -> FileDigest:
     if isinstance(data, bytes):
-        return hashlib.sha256(data).digest()
+        return digest_of((data,))
     os.lseek(data, 0, os.SEEK_SET)
-    hasher = hashlib.sha256()
-    while part := os.read(data, _READ):
-        hasher.update(part)
-    return hasher.digest()
+    return digest_of(iter(partial(os.read, data, _READ), b""))

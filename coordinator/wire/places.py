@@ -37,9 +37,10 @@ class Placement:
         """Whether it is everything that the old actor had."""
         return not self.first and not self.until
 
-    def has(self, rollout_id: str) -> bool:
-        """Whether the rollout, which `from_actor` had, is among them."""
-        return self.first <= rollout_id and (not self.until or rollout_id < self.until)
+
+def within(rollout_id: str, first: str, until: str) -> bool:
+    """Whether a rollout is in a range of ids, from `first` to before `until`; empty: no bound."""
+    return first <= rollout_id and (not until or rollout_id < until)
 
 
 class Locator:

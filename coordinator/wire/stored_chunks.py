@@ -13,7 +13,6 @@ Everything here blocks. Safe for several threads.
 
 from __future__ import annotations
 
-import hashlib
 import re
 import tempfile
 import threading
@@ -23,7 +22,7 @@ from contextlib import contextmanager
 from typing import ClassVar, Final
 
 from coordinator.wire import failpoints
-from coordinator.wire.beneath import FileDigest, storage_error
+from coordinator.wire.beneath import FileDigest, digest_of, storage_error
 from coordinator.wire.chunks import CHUNKS, Chunk, Chunks, Found
 from coordinator.wire.errors import Reason, refuse
 from coordinator.wire.names import Names
@@ -72,11 +71,7 @@ class StoredChunks:
 
     def check(self, chunk: Chunk) -> None:
         """Read every byte. Raises SNAPSHOT_CORRUPT for a chunk that is missing or another."""
-        hasher, size = hashlib.sha256(), 0
-        for part in self.read(chunk.sha256):
-            hasher.update(part)
-            size += len(part)
-        if FileDigest(size, hasher.hexdigest()) != FileDigest(chunk.size_bytes, chunk.sha256):
+        if digest_of(self.read(chunk.sha256)) != FileDigest(chunk.size_bytes, chunk.sha256):
             raise refuse(
                 Reason.SNAPSHOT_CORRUPT,
                 f"The chunk {self._where(chunk.sha256)} is damaged: its bytes are not those that were saved.",

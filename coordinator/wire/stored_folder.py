@@ -26,7 +26,7 @@ from pathlib import PurePosixPath
 from types import TracebackType
 from typing import IO, Final
 
-from coordinator.wire.beneath import GONE, FileDigest, blocks_of, lines_of, segments
+from coordinator.wire.beneath import GONE, FileDigest, blocks_of, digest_of, lines_of, segments
 from coordinator.wire.names import Names, Stored, token
 
 MADE: Final = "made"
@@ -198,11 +198,7 @@ class StoredFolder:
     def digest(self, path: str) -> FileDigest:
         """Size and SHA-256 of every byte. Raises FileNotFoundError."""
         folder, name = self._file(path)
-        hasher, size = hashlib.sha256(), 0
-        for part in self._names.chunks(folder._key + name):
-            hasher.update(part)
-            size += len(part)
-        return FileDigest(size, hasher.hexdigest())
+        return digest_of(self._names.chunks(folder._key + name))
 
     def write_new(self, name: str, data: bytes | Iterator[bytes], digest: FileDigest | None = None) -> FileDigest:
         """Make a file that is there whole or not at all. Raises FileExistsError when the name has other bytes.

@@ -6,6 +6,11 @@ Numbers equal those of the proto; `tests/wire/test_terms.py` compares them one b
 from __future__ import annotations
 
 from enum import IntEnum
+from typing import Final
+
+# Features that a participant may name in its Capabilities, and others act upon.
+PRECOPY: Final = "precopy"  # it serves Precopy
+FOREIGN_STATE: Final = "foreign_state"  # it takes `sources` in Restore: what others have saved, and parts of it
 
 
 class Named(IntEnum):

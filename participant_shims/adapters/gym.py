@@ -20,10 +20,8 @@ from pathlib import Path
 from typing import Any, Final, cast
 
 from coordinator.wire.errors import Reason, SafepointError, refuse
-from coordinator.wire.terms import CheckpointMode, QuiesceMode, Role
+from coordinator.wire.terms import FOREIGN_STATE, PRECOPY, CheckpointMode, QuiesceMode, Role
 from participant_shims.adapter import (
-    FOREIGN_STATE,
-    PRECOPIES,
     Closed,
     Counts,
     Description,
@@ -126,7 +124,7 @@ class GymAdapter:
             upstream_endpoints=tuple(str(n) for n in first.get("upstream_endpoints") or ()),
             config_digest=str(first.get("config_digest") or ""),
             features=(
-                PRECOPIES,
+                PRECOPY,
                 FOREIGN_STATE,
                 *(f"{k}={v}" for k, v in sorted(dict(first.get("versions") or {}).items())),
             ),

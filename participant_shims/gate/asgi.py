@@ -10,7 +10,6 @@ untouched. A server's call to itself is never parked: the rollout that makes it 
 from __future__ import annotations
 
 import asyncio
-import json
 from collections.abc import Mapping, Sequence
 from typing import Final
 from urllib.parse import unquote
@@ -21,7 +20,17 @@ from participant_shims.gate.calllog import Answer, Claim, Stale, Verdict
 from participant_shims.gate.core import Gate
 from participant_shims.gate.digest import body_sha256, canonical, cookies_of_header, request_digest
 from participant_shims.gate.dispatch import rollout_of, wait_for_other_worker
-from participant_shims.gate.execution import App, Execution, Message, Receive, Scope, Send, read_body, send_answer
+from participant_shims.gate.execution import (
+    App,
+    Execution,
+    Message,
+    Receive,
+    Scope,
+    Send,
+    conflict,
+    read_body,
+    send_answer,
+)
 from participant_shims.gate.outbound import CURRENT, NOBODY, REFUSED_HEADER, TRACE, TRACE_HEADER
 from participant_shims.gate.replay import Scope as CallScope
 from participant_shims.identity import (
@@ -338,6 +347,4 @@ def _refusal(stale: Stale, identity: CallIdentity, name: str, lowest: int = 0) -
 
 
 def _conflict(reason: str, error: Mapping[str, object], headers: Mapping[str, str]) -> Answer:
-    body = json.dumps({"error": {"reason": reason, **error}}).encode()
-    common = {"content-type": "application/json", "content-length": str(len(body)), REFUSED_HEADER: reason}
-    return Answer(409, tuple({**common, **headers}.items()), body, "Conflict")
+    return conflict({"reason": reason, **error}, {REFUSED_HEADER: reason, **headers})

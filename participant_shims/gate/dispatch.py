@@ -16,7 +16,7 @@ from coordinator.wire import failpoints
 from coordinator.wire.errors import Refused
 from coordinator.wire.ids import is_rollout_id
 from participant_shims.gate.calllog import Answer, CallLog, Claim, Verdict
-from participant_shims.gate.execution import App, Execution, Run
+from participant_shims.gate.execution import App, Execution, Run, conflict
 from participant_shims.gate.execution import Scope as AsgiScope
 from participant_shims.gate.outbound import CURRENT, NOBODY, Outbound
 from participant_shims.gate.replay import Dispatch, Scope
@@ -200,13 +200,10 @@ class Dispatches:
 
 def _conflict(dispatch: Dispatch, refusal: Refused) -> Answer:
     problem = refusal.problem
-    error = {
+    return conflict({
         "reason": problem.reason.name, "message": problem.message, "next_step": problem.advice,
         "rollout_id": dispatch.rollout_id, "attempt": dispatch.attempt,
-    }  # fmt: skip
-    body = json.dumps({"error": error}).encode()
-    headers = (("content-type", "application/json"), ("content-length", str(len(body))))
-    return Answer(409, headers, body, "Conflict")
+    })  # fmt: skip
 
 
 async def _settled(task: asyncio.Task[None], dispatch: Dispatch) -> None:

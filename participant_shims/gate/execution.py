@@ -9,7 +9,9 @@ come.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, MutableMapping
+import json
+from collections.abc import Awaitable, Callable, Mapping, MutableMapping
+from types import MappingProxyType
 from typing import Any, Final
 
 from participant_shims.gate.calllog import Answer
@@ -133,6 +135,13 @@ class Execution:
             return False
         await send_answer(send, self.answer)
         return True
+
+
+def conflict(error: Mapping[str, object], headers: Mapping[str, str] = MappingProxyType({})) -> Answer:
+    """A 409 of ours: why a request is not run, in JSON."""
+    body = json.dumps({"error": error}).encode()
+    common = {"content-type": "application/json", "content-length": str(len(body))}
+    return Answer(409, tuple({**common, **headers}.items()), body, "Conflict")
 
 
 async def send_answer(send: Send, answer: Answer) -> None:

@@ -10,11 +10,10 @@ import pytest
 from safepoint.v1 import coordinator_service_pb2 as pb
 from safepoint.v1 import manifest_pb2
 
-from coordinator.protocol.placing import FOREIGN_STATE
 from coordinator.wire.beneath import Directory
 from coordinator.wire.errors import Problem, Reason, SafepointError
 from coordinator.wire.manifest_file import read_snapshot_manifest
-from coordinator.wire.terms import Role
+from coordinator.wire.terms import FOREIGN_STATE, Role
 from tests.coordinator.conftest import Bench
 from tests.fakes import Knobs
 

@@ -213,16 +213,21 @@ async def test_a_restore_that_was_loaded_stays_paused_over_a_restart(bench: Benc
     assert bench.all_open()
 
 
-async def test_a_restore_whose_coordinator_was_gone_for_longer_than_the_lease_can_still_be_resumed(
-    bench: Bench,
-) -> None:
-    """Everybody works with what was restored by then. To abort would run again what the snapshot holds."""
+async def _restored_and_left_alone(bench: Bench) -> None:
+    """The coordinator has died before Resume, and the leases of all are over."""
     bench.settings["lease_ttl_s"] = 1
     await bench.start(agent_0=Knobs(rollouts=2))
     await bench.save()
     await bench.restore()
     await bench.crash()
     await until(bench.all_open)
+
+
+async def test_a_restore_whose_coordinator_was_gone_for_longer_than_the_lease_can_still_be_resumed(
+    bench: Bench,
+) -> None:
+    """Everybody works with what was restored by then. To abort would run again what the snapshot holds."""
+    await _restored_and_left_alone(bench)
     await bench.restart()
     await bench.phase("Resume", operation_id="restore-1")
     assert all(("Resume", "restore-1") in shim.heard for shim in bench.shims.values())
@@ -231,12 +236,7 @@ async def test_a_restore_whose_coordinator_was_gone_for_longer_than_the_lease_ca
 
 
 async def test_a_restore_that_somebody_has_given_up_meanwhile_cannot_be_resumed(bench: Bench) -> None:
-    bench.settings["lease_ttl_s"] = 1
-    await bench.start(agent_0=Knobs(rollouts=2))
-    await bench.save()
-    await bench.restore()
-    await bench.crash()
-    await until(bench.all_open)
+    await _restored_and_left_alone(bench)
     bench.shims["agent-0"].in_question = ""  # the coordinator before had begun to abort
     await bench.restart()
     with pytest.raises(SafepointError) as caught:

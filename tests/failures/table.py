@@ -152,8 +152,11 @@ CRASH_ROWS: Final = (
         (f"{RECOVERY}a_crash_after_publishing_resumes", f"{SCENARIO}crash_after_publish.txt", NODE_LOSS)),
     Row("37", "in the middle of resume", "Everybody is told again until it has answered or its lease has freed it.",
         (f"{SCENARIO}resume_hangs.txt", f"{SAVE}a_participant_that_hangs_in_resume_is_listed_and_the_save_stands", NODE_LOSS)),
-    Row("38", "in the middle of a restore", "Everybody stays paused; repeat it or abort it, never half open.",
-        (f"{SCENARIO}crash_in_restore.txt", f"{RECOVERY}a_restore_that_was_loaded_stays_paused_over_a_restart", RESTORE_LOSS)),
+    Row("38", "in the middle of a restore", "Who has closed stays paused; repeat it or abort it, never half open. "
+        "One that was loaded everywhere can be resumed, also after leases have opened everybody.",
+        (f"{SCENARIO}crash_in_restore.txt", f"{SCENARIO}restore_outlives_its_coordinator_and_the_lease.txt",
+         f"{RECOVERY}a_restore_that_was_loaded_stays_paused_over_a_restart",
+         f"{RECOVERY}a_restore_whose_coordinator_was_gone_for_longer_than_the_lease_can_still_be_resumed", RESTORE_LOSS)),
     Row("39", "again and again",
         "Each start raises the epoch before it calls anybody, and is usable at once however many participants hang.",
         (f"{TWO}a_coordinator_that_crashes_again_and_again_raises_its_epoch_each_time_and_serves_in_the_end",

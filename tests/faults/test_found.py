@@ -124,7 +124,7 @@ async def test_the_repeat_of_a_restore_whose_coordinator_died_is_told_at_once_th
             with pytest.raises(SafepointError) as raised:
                 await bench.restore(timeout=60)
             assert raised.value.reason is Reason.COORDINATOR_RESTARTED
-            assert "Abort opens them" in raised.value.problem.advice
+            assert "Abort opens everybody" in raised.value.problem.advice
     assert not bench.all_open(), "half of it may be loaded"
     await bench.abort()
     await until(bench.all_open)

@@ -68,7 +68,7 @@ async def actors(directory: Path, endpoint: ScriptedEndpoint, names: Sequence[st
 
 async def here(client: AsyncClient, names: set[str]) -> None:
     """Wait until all of them are registered. Actors that were killed are missed until a restore does without them."""
-    async with asyncio.timeout(REGISTER_S):
+    async with asyncio.timeout(4 * REGISTER_S):
         while not names <= {p.capabilities.participant_id for p in (await client.topology(timeout=5)).participants}:
             await asyncio.sleep(0.1)
 

@@ -11,12 +11,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from coordinator.protocol.placing import FOREIGN_STATE, match, place, untakeable
+from coordinator.protocol.placing import match, place, untakeable
 from coordinator.protocol.topology import Participant, Topology, difference, fingerprint, validate
 from coordinator.wire.errors import Reason
 from coordinator.wire.ids import IncarnationId, ParticipantId
-from coordinator.wire.places import Locator, Placement, actor_of, in_actor
-from coordinator.wire.terms import CheckpointMode, Role
+from coordinator.wire.places import Locator, Placement, actor_of, in_actor, within
+from coordinator.wire.terms import FOREIGN_STATE, CheckpointMode, Role
 
 KINDS = {
     "agent": ("gym.agent", Role.AGENT, CheckpointMode.EXPORT_RESTORE, ("model", "resources")),
@@ -123,13 +123,13 @@ def test_shards_go_to_their_own_replicas() -> None:
     assert found.groups == ((("code0",), ("code1",)), (("math0",), ("math1", "math2")))
     missing = match(shards("code0", "math0"), shards("math1"))
     assert missing.groups == ()
-    assert "No actor here is a replica of actor code0 of the snapshot: agent: config digest was of-code and is empty." in missing.unfit[0]  # fmt: skip
+    assert "No actor here is a replica of actor code0 of the snapshot: agent: the configuration of this server has changed (digest of-code, now empty)" in missing.unfit[0]  # fmt: skip
 
 
 def test_a_server_that_differs_is_named_with_what_it_differs_in() -> None:
     other = [replace(p, configured_workers=2) if p.server_name == "resources" else p for p in fleet("b0", "b1")]
     text = " ".join(match(fleet("a0"), other).unfit)
-    assert "resources: workers was 1 and is 2." in text
+    assert "resources: it had 1 worker process and has 2 now." in text
     assert "agent:" not in text
 
 
@@ -169,7 +169,7 @@ def test_every_rollout_is_in_exactly_one_place_and_none_has_two_more_than_anothe
     where = Locator(placements)
     for actor in old:
         for rollout_id in (*live[actor], unknown):  # what nobody listed has a place as well
-            holders = [p.to_actor for p in placements if p.from_actor == actor and p.has(rollout_id)]
+            holders = [p.to_actor for p in placements if p.from_actor == actor and within(rollout_id, p.first, p.until)]
             assert holders == [where.now_at(rollout_id, f"{actor}.agent")]
             assert holders[0] in new
     held = Counter(where.now_at(i, f"{actor}.agent") for actor in old for i in live[actor])

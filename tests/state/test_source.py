@@ -8,6 +8,7 @@ from textwrap import dedent
 import pytest
 
 from coordinator.cli_views import report_text
+from coordinator.wire.errors import Reason, Refused
 from participant_shims.gate.state.inspect import inspect_server, make_report
 from participant_shims.gate.state.modes import decide
 from participant_shims.gate.state.source import SourceFacts, read_source
@@ -272,3 +273,27 @@ def test_an_inspection_that_finds_no_server_class_says_unknown(tmp_path: Path, t
     assert (report.verdict, report.server_class) == ("unknown", "")
     assert "no server class" in report.reason
     assert "codec can" in report.cost
+
+
+@pytest.mark.parametrize(
+    ("module", "base", "kind"),
+    [
+        ("nemo_gym.base_responses_api_agent", "SimpleResponsesAPIAgent", "gym.agent"),
+        ("nemo_gym.base_responses_api_model", "SimpleResponsesAPIModel", "gym.model"),
+    ],
+)
+@pytest.mark.parametrize("between", [False, True])
+def test_an_agent_or_a_model_is_not_inspected_as_if_it_were_a_resources_server(
+    tmp_path: Path, module: str, base: str, kind: str, between: bool
+) -> None:
+    app = tmp_path / "app.py"
+    parent = f"class Own({base}):\n    pass\n" if between else f"Own = {base}\n"
+    inherits = "Own" if between else base
+    run = "if __name__ == '__main__':\n    S.run_webserver()\n"
+    app.write_text(f"from {module} import {base}\n{parent}class S({inherits}):\n    pass\n{run}")
+    for probe in (False, True):
+        with pytest.raises(Refused) as raised:
+            inspect_server(str(app), probe=probe)
+        assert raised.value.reason is Reason.INVALID_ARGUMENT
+        assert kind in str(raised.value)
+        assert "saved by their calls" in str(raised.value)

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from coordinator.wire.errors import Reason, refuse
+from participant_shims.gate.describe import KINDS
 from participant_shims.gate.state import codec, modes
 from participant_shims.gate.state.shapes import a_dict, a_list
 from participant_shims.gate.state.source import SourceFacts, read_source
@@ -45,6 +46,7 @@ _COST: Final = {
     UNKNOWN: "Nothing can be said before it runs: its gate saves what the codec can, and rollouts that hold anything else "
     "restart from their input.",
 }
+_BY_CALLS: Final = "Agents and models need no inspection: they are saved by their calls."
 _NO_CLASS: Final = (
     "its source shows no server class: none is run under `__main__`, or it is not in the files that were read"
 )
@@ -122,8 +124,7 @@ def find_app(name_or_path: str) -> Path:
     raise refuse(
         Reason.INVALID_ARGUMENT,
         f"There is no Gym resources server {name_or_path!r} here.",
-        next_step="Give its folder, the path of its app.py, or its name in an environment that has nemo-gym."
-        " Agents and models need no inspection: they are saved by their calls.",
+        next_step=f"Give its folder, the path of its app.py, or its name in an environment that has nemo-gym. {_BY_CALLS}",
     )
 
 
@@ -132,13 +133,20 @@ def inspect_server(
 ) -> Report:
     """What of a server can be saved, and how. `python`: the interpreter of the probe, which needs nemo-gym.
 
-    Raises INVALID_ARGUMENT when there is no such server, or its app.py is not Python.
+    Raises INVALID_ARGUMENT when there is no such server, its app.py is not Python, or it is an agent or a model.
     """
     app = find_app(name_or_path)
     try:
         facts = read_source(app)
     except (OSError, SyntaxError) as e:
         raise refuse(Reason.INVALID_ARGUMENT, f"{app} can't be read: {e}.") from None
+    kinds = {KINDS[last] for base in facts.base_classes if (last := base.rpartition(".")[2]) in KINDS}
+    if kinds and kinds != {"gym.resources"}:
+        raise refuse(
+            Reason.INVALID_ARGUMENT,
+            f"{app} is no resources server: `{facts.server_class}` is a {' and '.join(sorted(kinds))}.",
+            next_step=_BY_CALLS,
+        )
     seen = run_probe(app, facts, python, timeout_s) if probe else None
     return make_report(app, facts, seen)
 
