@@ -41,9 +41,10 @@ class Opening:
         self._arguments = AbortArguments(cause) if phase == Phase.ABORT else ResumeArguments()
         self._operation_id = operation.operation_id
         self._waves = [list(wave) for wave in waves]
-        self._wave: set[ParticipantId] = set()
+        self._wave: frozenset[ParticipantId] = frozenset()  # who was told last
         self._wave_until = now
-        self._settled: set[ParticipantId] = set()
+        self._unsettled = set(self.told)  # shrinks, so that nobody is looked at for each answer of others
+        self._wave_unsettled: set[ParticipantId] = set()
         # Who is fenced may hold what a restore had loaded, and must still hear whether it stays.
         self._not_ours = NOT_OURS - {Reason.FENCED} if operation.kind is OperationKind.RESTORE else NOT_OURS
         self._calls = calls
@@ -55,20 +56,21 @@ class Opening:
     @property
     def unconfirmed(self) -> tuple[ParticipantId, ...]:
         """Who has not said yet that it is open."""
-        return tuple(sorted(p for p in self.told if p not in self._settled))
+        return tuple(sorted(self._unsettled))
 
     def finished(self, now: float) -> bool:
         """Whether everybody was told, and nobody is waited for any more."""
-        return not self._waves and (now >= self._until or not self._awaited(self.told))
+        return not self._waves and (now >= self._until or not self._awaited(self._unsettled))
 
     def advance(self, now: float) -> list[Effect]:
         """Tell the waves whose turn has come, and repeat what is due."""
         out: list[Effect] = []
         if now < self._linger_until:
             out += [self._call(retry.participant_id, now, retry.attempt) for retry in self._calls.due(now)]
-        while self._waves and (now >= self._wave_until or not self._awaited(self._wave)):
+        while self._waves and (now >= self._wave_until or not self._awaited(self._wave_unsettled)):
             wave = self._waves.pop(0)
-            self._wave, self._wave_until = set(wave), now + self._limits.open_wave_s
+            self._wave, self._wave_until = frozenset(wave), now + self._limits.open_wave_s
+            self._wave_unsettled = self._unsettled.intersection(wave)
             out += [self._call(participant_id, now) for participant_id in wave]
         return out
 
@@ -78,13 +80,16 @@ class Opening:
         if opened:
             self.acknowledged.add(participant_id)
         if opened or reason in self._not_ours:
-            self._settled.add(participant_id)
+            self._unsettled.discard(participant_id)
+            self._wave_unsettled.discard(participant_id)
         elif now < self._linger_until:
             self._calls.retry_later(running, now)
 
     def again(self, participant_id: ParticipantId, now: float) -> list[Effect]:
         """Its late answer says that it is closed: tell it again."""
-        self._settled.discard(participant_id)
+        self._unsettled.add(participant_id)
+        if participant_id in self._wave:
+            self._wave_unsettled.add(participant_id)
         self.acknowledged.discard(participant_id)
         if any(participant_id in wave for wave in self._waves):
             return []  # its turn is still to come
@@ -96,12 +101,12 @@ class Opening:
         times = [retry] if retry is not None and now < self._linger_until else []
         if self._waves:
             times.append(self._wave_until)
-        elif now < self._until and self._awaited(self.told):
+        elif now < self._until and self._awaited(self._unsettled):
             times.append(self._until)
         return min(times, default=None)
 
     def _awaited(self, whom: Collection[ParticipantId]) -> bool:
-        return any(p not in self._settled and p not in self._gone for p in whom)
+        return any(p not in self._gone for p in whom)
 
     def _call(self, participant_id: ParticipantId, now: float, attempt: int = 1) -> Effect:
         return self._calls.make(
