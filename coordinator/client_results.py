@@ -542,4 +542,5 @@ def _progress_text(step: pb.ParticipantProgress) -> str:
         )
         more = max(step.waiting_for_count, len(step.waiting_for)) - min(3, len(step.waiting_for))
         parts.append(f"waiting for {shown}" + (f" and {more} more" if more > 0 else ""))
-    return f"{_phase(step.phase)} {step.participant_id}: {', '.join(p for p in parts if p) or 'working'}"
+    also = f" and {len(step.also_done)} more" if step.also_done else ""
+    return f"{_phase(step.phase)} {step.participant_id}{also}: {', '.join(p for p in parts if p) or 'working'}"

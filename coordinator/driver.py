@@ -13,8 +13,9 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import deque
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Final, Protocol
 
 from safepoint.v1 import coordinator_service_pb2, manifest_pb2
@@ -40,6 +41,7 @@ RENEW_SOON_S: Final = 0.5
 RECORD_TIMEOUT_S: Final = 10.0  # a journal that takes longer has failed, as far as an operation is concerned
 DISK_RETRY_S: Final = 1.0
 CALLS_AT_ONCE: Final = 32  # begun before the loop looks at anything else
+TOLD_WITHIN_S: Final = 0.01  # of a large phase: who is done, with others
 _PLACES: Final = {  # before and after each call of a wave
     Phase.PREPARE: ("driver.before_prepare", "driver.after_prepare"),
     Phase.COMMIT: ("driver.before_commit", "driver.after_commit"),
@@ -129,6 +131,7 @@ class Drive:
         self._calls: dict[int, asyncio.Task[None]] = {}
         self._others: set[asyncio.Task[None]] = set()
         self._timer: asyncio.TimerHandle | None = None
+        self._telling: asyncio.TimerHandle | None = None
         self._closing = False
         self.task: asyncio.Task[None] | None = None
         self.checking: asyncio.Task[None] | None = None  # what runs before Begin
@@ -180,8 +183,9 @@ class Drive:
         running = [*self._calls.values(), *self._others, *(t for t in (self.task, self.checking) if t is not None)]
         for task in running:
             task.cancel()
-        if self._timer is not None:
-            self._timer.cancel()
+        for timer in (self._timer, self._telling):
+            if timer is not None:
+                timer.cancel()
         await asyncio.gather(*running, return_exceptions=True)
 
     # ---- the loop ---------------------------------------------------------------------------------------------------
@@ -208,19 +212,24 @@ class Drive:
 
     async def _step(self, event: core.Event) -> None:
         effects = deque(self.transaction.step(event))
-        calls = 0
         while effects:
             effect = effects.popleft()
             if isinstance(effect, core.Record):
                 problem = await self._record(effect)
                 if problem is not None:
                     effects = deque(self.transaction.step(core.RecordFailed(self._around.clock(), problem)))
-            else:
-                await self._perform(effect, event)
-                calls += isinstance(effect, core.Call)
-                if calls == CALLS_AT_ONCE:  # of thousands: heartbeats are answered in between
-                    calls = 0
+            elif isinstance(effect, core.Call):
+                calls = [effect]
+                while effects and isinstance(following := effects[0], core.Call) and len(calls) < CALLS_AT_ONCE:
+                    calls.append(following)
+                    effects.popleft()
+                self._make(calls)
+                if len(calls) == CALLS_AT_ONCE:  # of thousands: heartbeats are answered in between
                     await asyncio.sleep(0)
+            else:
+                self._perform(effect, event)
+        if self.reporter.holds_back and self._telling is None:
+            self._telling = asyncio.get_running_loop().call_later(TOLD_WITHIN_S, self._tell)
 
     async def _record(self, record: core.Record) -> Problem | None:
         """None when it is durable, or need not be."""
@@ -242,13 +251,20 @@ class Drive:
             self.recorded = True
         return None
 
-    async def _perform(self, effect: core.Effect, cause: core.Event) -> None:
+    def _tell(self) -> None:
+        self._telling = None
+        self.reporter.flush()
+
+    def _make(self, calls: Sequence[core.Call]) -> None:
+        """Begin calls of one phase."""
+        self.reporter.called(calls[0].phase, [call.participant_id for call in calls])
+        for call in calls:
+            task = asyncio.create_task(self._call(call), name=f"{call.phase.name} {call.participant_id}")
+            self._calls[call.call_no] = task
+            task.add_done_callback(partial(self._call_over, call.call_no))
+
+    def _perform(self, effect: core.Effect, cause: core.Event) -> None:
         match effect:
-            case core.Call():
-                self.reporter.called(effect.phase, effect.participant_id)
-                task = asyncio.create_task(self._call(effect), name=f"{effect.phase.name} {effect.participant_id}")
-                self._calls[effect.call_no] = task
-                task.add_done_callback(lambda _: self._call_over(effect.call_no))
             case core.Cancel(call_no=call_no):
                 running = self._calls.get(call_no)
                 if running is not None:
@@ -267,8 +283,8 @@ class Drive:
                 self.answers.reject(cause, Refused(problem))
             case core.Finish():
                 self._finish(effect)
-            case core.Record():
-                raise AssertionError("records are written by _step")
+            case core.Record() | core.Call():
+                raise AssertionError("records and calls are _step's")
 
     # ---- calls ------------------------------------------------------------------------------------------------------
 
@@ -307,7 +323,7 @@ class Drive:
                 self.replies[call.participant_id] = reply
             self.post(core.Replied(now(), call.call_no, proof))
 
-    def _call_over(self, call_no: int) -> None:
+    def _call_over(self, call_no: int, _: asyncio.Task[None]) -> None:
         self._calls.pop(call_no, None)
         if self.done.is_set() and not self._closing:
             self.post(core.Tick(self._around.clock()))  # so that the loop looks whether anything is left

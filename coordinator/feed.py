@@ -3,8 +3,7 @@
 The rule: a slow follower never slows the operation and never costs unbounded memory. Each has a bounded queue; when it
 is full the oldest event goes, and the follower is told that it has missed some (`resync`) before it gets the next one.
 Of a large fleet a follower sees how it stands, not each step: beyond the first FEW steps of a phase it is woken ten times
-a second, is not told who was called, and not who was done once the phase has finished; who is done in one such moment is
-told together. Single event loop.
+a second, is not told who was called, and not who was done once the phase has finished. Single event loop.
 """
 
 from __future__ import annotations
@@ -61,38 +60,19 @@ class Follower:
             self._steps = 0
         elif kind == "phase_finished" and self._steps > FEW:
             self._events = deque(each for each in self._events if not _is_over(each))
-        elif kind == "participant_called" and self._steps >= FEW:
+        elif kind == "participant_called" and (self._steps >= FEW or event.participant_called.also_called):
             return  # the phase has said who takes part in it; who is done is told
-        elif self._steps >= FEW and kind == "participant_progress" and self._joined(event):
-            return
         if len(self._events) >= self._limit:
             self._events.popleft()
             self._missed = True
         self._events.append(event)
         if kind in ("participant_called", "participant_progress"):
-            self._steps += 1
+            self._steps += 1 + len(event.participant_progress.also_done)
             if self._steps > FEW:
                 if self._waking is None:
                     self._waking = asyncio.get_running_loop().call_later(GATHER_S, self._woken)
                 return
         self._wake.set()
-
-    def _joined(self, event: coordinator_service_pb2.OperationEvent) -> bool:
-        """Whether it was added to the newest event, which waits and says the same of somebody else."""
-        if not self._events or not _is_over(event):
-            return False
-        last, step = self._events[-1], event.participant_progress
-        before = last.participant_progress
-        if not before.done or before.phase != step.phase or last.operation_id != event.operation_id:
-            return False
-        if not before.also_done:  # others have it as well
-            self._events[-1] = coordinator_service_pb2.OperationEvent()
-            self._events[-1].CopyFrom(last)
-            last, before = self._events[-1], self._events[-1].participant_progress
-        before.also_done.append(step.participant_id)
-        last.sequence = event.sequence
-        last.elapsed.CopyFrom(event.elapsed)
-        return True
 
     def _woken(self) -> None:
         self._waking = None

@@ -18,7 +18,6 @@ from dataclasses import dataclass, field
 from typing import Any, Final
 
 from google.protobuf import json_format
-from safepoint.v1 import capabilities_pb2
 from safepoint.v1 import coordinator_service_pb2 as pb
 
 from coordinator import history
@@ -114,7 +113,8 @@ class HistoryWriter:
         is_progress = kind == "participant_progress"
         if is_progress and not event.participant_progress.done and not self._wanted(file, event):
             return
-        self._put_line(file, _line_of(event, kind or ""))
+        line = json_format.MessageToDict(event, preserving_proto_field_name=True)
+        self._put(file, {"kind": "progress" if is_progress else "event", "event": line})
 
     def ended(self, drive: Drive, ended: Ended) -> None:
         """An operation has ended; nothing more of it is written."""
@@ -154,9 +154,7 @@ class HistoryWriter:
         return True
 
     def _put(self, file: _File, line: dict[str, Any], *, always: bool = False) -> None:
-        self._put_line(file, _encoded(line), always=always)
-
-    def _put_line(self, file: _File, data: bytes, *, always: bool = False) -> None:
+        data = json.dumps(line, separators=(",", ":"), ensure_ascii=False).encode() + b"\n"
         full = file.size + len(data) > history.MAX_FILE_BYTES
         if self._closing.is_set():
             return  # the thread takes nothing any more
@@ -243,26 +241,6 @@ def _after_others(directory: Directory, name: str, unwritten: Iterable[str] = ()
     there = [other for other, _ in history.names(directory)]
     newest = max(map(history.place, (*there, *unwritten)), default=-1)
     return name if history.place(name) > newest else history.file_name((newest + 1) / 1000, name[14:-6])
-
-
-def _line_of(event: pb.OperationEvent, kind: str) -> bytes:
-    """The line of an event, as protobuf's JSON has it. Of large fleets nearly all are of two small kinds, which have ids and
-    numbers alone and are written here in a twentieth of the time."""
-    step = event.participant_called if kind == "participant_called" else event.participant_progress
-    done = kind == "participant_progress" and event.participant_progress.done
-    line = "progress" if kind == "participant_progress" else "event"
-    if not done and kind != "participant_called":
-        return _encoded({"kind": line, "event": json_format.MessageToDict(event, preserving_proto_field_name=True)})
-    at, over = event.elapsed, ',"done":true' if done else ""
-    phase = capabilities_pb2.Phase.Name(step.phase)
-    return (
-        f'{{"kind":"{line}","event":{{"operation_id":"{event.operation_id}","sequence":"{event.sequence}",'
-        f'"elapsed":"{at.seconds}.{at.nanos:09d}s","{kind}":{{"phase":"{phase}","participant_id":"{step.participant_id}"{over}}}}}}}\n'
-    ).encode()
-
-
-def _encoded(line: dict[str, Any]) -> bytes:
-    return json.dumps(line, separators=(",", ":"), ensure_ascii=False).encode() + b"\n"
 
 
 def _participant(who: Participant) -> dict[str, Any]:

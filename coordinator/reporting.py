@@ -1,7 +1,8 @@
 """What an operation tells: the core's values as messages for those who follow it.
 
 The rule: every event carries the operation, a sequence that counts up within it, and the time since it began, so that a
-follower can order, resume and drop what it has seen. Nothing here decides or waits.
+follower can order, resume and drop what it has seen. Nothing here decides or waits. Of a large phase who is called and who
+is done in one moment is told together: an event for each would cost more than the rest of a participant's part.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from typing import Any
 from safepoint.v1 import coordinator_service_pb2, manifest_pb2
 
 from coordinator import convert
-from coordinator.feed import HISTORY_LENGTH
+from coordinator.feed import FEW, HISTORY_LENGTH
 from coordinator.protocol import events as core
 from coordinator.protocol.operation import Operation
 from coordinator.protocol.proofs import Progress
@@ -42,12 +43,33 @@ class Reporter:
     _sequence: int = 0
     _budget: tuple[float, float | None] = (0.0, None)  # of the phase that runs: since when, and how many seconds
     _marks: Marks = field(default_factory=Marks)
+    _large: bool = False  # the phase that runs
+    _done: list[ParticipantId] = field(default_factory=list[ParticipantId])  # of it, and not told yet
+    _phase: Phase = Phase.UNSPECIFIED  # whose they are
+
+    @property
+    def holds_back(self) -> bool:
+        """Whether something waits to be told together with what comes next: call `flush` within a moment."""
+        return bool(self._done)
+
+    def flush(self) -> None:
+        """Tell who is done. Whatever else is told does so first."""
+        if not self._done:
+            return
+        (first, *others), self._done = self._done, []
+        self._tell(
+            keep=False,
+            participant_progress=coordinator_service_pb2.ParticipantProgress(
+                phase=convert.wire(self._phase), participant_id=first, done=True, also_done=others
+            ),
+        )
 
     def announce(self, what: core.PhaseStarted | core.ParticipantDone | core.PhaseFinished | core.Warned) -> None:
         """Tell what the core announces."""
         match what:
             case core.PhaseStarted():
                 self._budget, self._marks = (self.clock(), what.budget_s), Marks()
+                self._large = len(what.participant_ids) > FEW
                 self._tell(
                     phase_started=coordinator_service_pb2.PhaseStarted(
                         phase=convert.wire(what.phase),
@@ -57,12 +79,10 @@ class Reporter:
                     )
                 )
             case core.ParticipantDone():
-                self._tell(
-                    keep=False,
-                    participant_progress=coordinator_service_pb2.ParticipantProgress(
-                        phase=convert.wire(what.phase), participant_id=what.participant_id, done=True
-                    ),
-                )
+                self._phase = what.phase
+                self._done.append(what.participant_id)
+                if not self._large:
+                    self.flush()
             case core.PhaseFinished():
                 self._tell(
                     phase_finished=coordinator_service_pb2.PhaseFinished(
@@ -76,14 +96,16 @@ class Reporter:
         """Something a person should know."""
         self._tell(warning=coordinator_service_pb2.Warning(message=message, participant_id=participant_id))
 
-    def called(self, phase: Phase, participant_id: ParticipantId) -> None:
-        """One participant's part of a phase begins."""
-        self._tell(
-            keep=False,
-            participant_called=coordinator_service_pb2.ParticipantCalled(
-                phase=convert.wire(phase), participant_id=participant_id
-            ),
-        )
+    def called(self, phase: Phase, participant_ids: Sequence[ParticipantId]) -> None:
+        """The parts of these participants of a phase begin."""
+        together = [participant_ids] if self._large else [[each] for each in participant_ids]
+        for first, *others in together:
+            self._tell(
+                keep=False,
+                participant_called=coordinator_service_pb2.ParticipantCalled(
+                    phase=convert.wire(phase), participant_id=first, also_called=others
+                ),
+            )
 
     def progress(self, phase: Phase, participant_id: ParticipantId, how_far: Progress) -> None:
         """One participant moved. Not kept: the next one replaces it."""
@@ -142,6 +164,7 @@ class Reporter:
         return self._tell(failed=failure(primary, secondary))
 
     def _tell(self, *, keep: bool = True, **event: Any) -> coordinator_service_pb2.OperationEvent:
+        self.flush()
         self._sequence += 1
         message = coordinator_service_pb2.OperationEvent(
             operation_id=self.operation.operation_id,

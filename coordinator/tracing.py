@@ -76,11 +76,14 @@ class Traces:
                 name, number = f"safepoint.{_name(event.phase_started.phase)}", event.phase_started.phase
                 found.phase, found.phase_no = self._tracer.start(name, found.span), number
             case "participant_called":
-                self._called(found, event.participant_called.phase, event.participant_called.participant_id)
+                called = event.participant_called
+                for name in (called.participant_id, *called.also_called):
+                    self._called(found, called.phase, name)
             case "participant_progress":
                 step = event.participant_progress
-                if step.done and (part := found.parts.pop(step.participant_id, None)) is not None:
-                    part.end()
+                for name in (step.participant_id, *step.also_done) if step.done else ():
+                    if (part := found.parts.pop(name, None)) is not None:
+                        part.end()
             case "phase_finished":
                 if event.phase_finished.phase == found.phase_no and found.phase is not None:
                     found.phase.end()

@@ -122,7 +122,9 @@ class _Drawing:
             case "phase_finished":
                 self._close(at, done=True)
             case "participant_called":
-                self._bar(event.participant_called.participant_id, _name(event.participant_called.phase), at)
+                called = event.participant_called
+                for name in (called.participant_id, *called.also_called):
+                    self._bar(name, _name(called.phase), at)
             case "participant_progress":
                 self._progress(at, event.participant_progress)
             case "warning":
@@ -170,14 +172,14 @@ class _Drawing:
 
     def _progress(self, at: float, step: pb.ParticipantProgress) -> None:
         phase = _name(step.phase)
-        lane = self.lane(step.participant_id)
         if not step.done:
             self._bar(step.participant_id, phase, at)
-            lane["points"].append(_point(at, phase, step))
+            self.lane(step.participant_id)["points"].append(_point(at, phase, step))
             return
-        bar = next((b for b in reversed(lane["bars"]) if b["phase"] == phase), None)
-        if bar is not None and bar["to_s"] is None:
-            bar.update(to_s=at, done=True)
+        for name in (step.participant_id, *step.also_done):
+            bar = next((b for b in reversed(self.lane(name)["bars"]) if b["phase"] == phase), None)
+            if bar is not None and bar["to_s"] is None:
+                bar.update(to_s=at, done=True)
 
     def _close(self, at: float, *, done: bool) -> None:
         """The phase is over: so is every bar of it that is still open."""

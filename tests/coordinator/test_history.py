@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from google.protobuf import json_format
 from safepoint.v1 import coordinator_service_pb2 as pb
 
 from coordinator import history as history_files
@@ -325,16 +324,3 @@ def test_a_file_that_names_no_operation_is_none(tmp_path: Path) -> None:
     assert [r.operation_id for r in History(tmp_path).list()] == ["op-4"]
     assert History(tmp_path).find("op-2") is None
     assert History(tmp_path / "elsewhere").list() == []
-
-
-@pytest.mark.parametrize("kind", ["participant_called", "participant_progress"])
-def test_the_steps_that_are_made_by_hand_are_what_protobuf_makes_of_them(kind: str) -> None:
-    event = pb.OperationEvent(operation_id="save-1", sequence=7)
-    event.elapsed.FromMicroseconds(1_250_000)
-    getattr(event, kind).phase = 3
-    getattr(event, kind).participant_id = "agent"
-    if kind == "participant_progress":
-        event.participant_progress.done = True
-    line = json.loads(history_writing._line_of(event, kind))
-    assert json_format.ParseDict(line["event"], pb.OperationEvent()) == event
-    assert line["kind"] == ("progress" if kind == "participant_progress" else "event")

@@ -16,12 +16,15 @@ from coordinator import convert, ledger_lines
 from coordinator.client_heard import Heard
 from coordinator.feed import FEW, Feed
 from coordinator.pause import PauseMeter
+from coordinator.protocol import events as core
 from coordinator.protocol.ledger import Line
+from coordinator.protocol.operation import Operation
 from coordinator.protocol.topology import Participant
 from coordinator.registry import Registry
+from coordinator.reporting import Reporter
 from coordinator.wire.errors import Problem, Reason, SafepointError, Unanswered
-from coordinator.wire.ids import IncarnationId, ParticipantId
-from coordinator.wire.terms import CheckpointMode, QuiesceMode, Role, RolloutState
+from coordinator.wire.ids import IncarnationId, OperationId, ParticipantId, SnapshotId
+from coordinator.wire.terms import CheckpointMode, OperationKind, Phase, QuiesceMode, Role, RolloutState
 
 texts = st.text(max_size=30).filter(lambda text: text.isprintable())
 lines = st.builds(
@@ -228,24 +231,40 @@ async def test_of_a_large_fleet_a_follower_is_not_told_who_was_done_when_the_pha
         assert not follower.resync(), "nothing was missed"
 
 
-async def test_who_is_done_in_one_moment_of_a_large_fleet_is_told_together() -> None:
-    feed = Feed()
-    with feed.follow() as follower, feed.follow() as another:
-        for number in range(FEW, 100):
-            feed.publish(step("participant_called", number))
-        told = [step("participant_progress", number) for number in range(100, 200)]
-        for event in told:
-            feed.publish(event)
-        async with asyncio.timeout(10):
-            await follower.wait()
-        done = [event for event in iter(follower.take, None) if event.HasField("participant_progress")]
-        assert len(done) == 1
-        names = [done[0].participant_progress.participant_id, *done[0].participant_progress.also_done]
-        assert names == [f"p-{number}" for number in range(100, 200)]
-        assert done[0].sequence == 199
-        assert not told[0].participant_progress.also_done, "what others are told is as it was"
-        other = [event for event in iter(another.take, None) if event.HasField("participant_progress")]
-        assert other == done
+def reporter(count: int) -> tuple[Reporter, list[pb.OperationEvent]]:
+    """In a phase of so many, and what it tells from then on."""
+    told: list[pb.OperationEvent] = []
+    operation = Operation(OperationKind.SAVE, OperationId("save-1"), SnapshotId("s-1"))
+    made = Reporter(operation, lambda: 0.0, 0.0, told.append)
+    made.announce(core.PhaseStarted(Phase.PREPARE, tuple(ParticipantId(f"p-{number}") for number in range(count))))
+    told.clear()
+    return made, told
+
+
+def test_of_a_large_phase_who_is_called_and_who_is_done_in_one_moment_is_told_together() -> None:
+    made, told = reporter(FEW + 1)
+    names = [ParticipantId(f"p-{number}") for number in range(3)]
+    made.called(Phase.PREPARE, names)
+    for name in names:
+        made.announce(core.ParticipantDone(Phase.PREPARE, name))
+    assert made.holds_back
+    assert len(told) == 1
+    made.announce(core.PhaseFinished(Phase.PREPARE, 1.0))
+    called, done, finished = told
+    assert [called.participant_called.participant_id, *called.participant_called.also_called] == names
+    assert [done.participant_progress.participant_id, *done.participant_progress.also_done] == names
+    assert done.participant_progress.done
+    assert finished.HasField("phase_finished"), "who was done before it is told before it"
+    assert [event.sequence for event in told] == [2, 3, 4]
+    assert not made.holds_back
+
+
+def test_of_a_small_phase_each_step_is_an_event() -> None:
+    made, told = reporter(FEW)
+    made.called(Phase.PREPARE, [ParticipantId("p-0"), ParticipantId("p-1")])
+    made.announce(core.ParticipantDone(Phase.PREPARE, ParticipantId("p-0")))
+    assert [event.WhichOneof("event") for event in told] == ["participant_called"] * 2 + ["participant_progress"]
+    assert not made.holds_back
 
 
 async def test_of_a_small_fleet_each_step_is_told_at_once() -> None:
@@ -277,7 +296,7 @@ async def test_steps_that_are_gathered_come_without_another_event() -> None:
         async with asyncio.timeout(10):
             await follower.wait()
             got = list(iter(follower.take, None))
-            assert len(got) + sum(len(event.participant_progress.also_done) for event in got) == 100
+            assert len(got) == 100
             feed.publish(step("participant_progress", 100))
             await follower.wait()
             assert follower.take() is not None
@@ -294,5 +313,5 @@ def test_who_is_told_to_be_done_together_is_waited_for_no_more() -> None:
     done.participant_progress.participant_id, done.participant_progress.done = "a", True
     done.participant_progress.also_done.append("b")
     heard.take(done)
-    error = heard.added_to(Unanswered(Problem(Reason.UNREACHABLE, "No answer.")))
+    error = heard.added_to(Unanswered(Problem(Reason.UNREACHABLE, "No answer.")), 1.0)
     assert "waited for c." in error.problem.message

@@ -40,8 +40,9 @@ def finished(at_s: float, phase: Phase) -> Told:
     return told(at_s, phase_finished=pb.PhaseFinished(phase=int(phase), duration=lasting(0.1)))
 
 
-def called(at_s: float, phase: Phase, name: str) -> Told:
-    return told(at_s, participant_called=pb.ParticipantCalled(phase=int(phase), participant_id=name))
+def called(at_s: float, phase: Phase, name: str, *others: str) -> Told:
+    message = pb.ParticipantCalled(phase=int(phase), participant_id=name, also_called=others)
+    return told(at_s, participant_called=message)
 
 
 def moved(at_s: float, phase: Phase, name: str, **counts: Any) -> Told:
@@ -49,8 +50,8 @@ def moved(at_s: float, phase: Phase, name: str, **counts: Any) -> Told:
     return told(at_s, participant_progress=step)
 
 
-def done(at_s: float, phase: Phase, name: str) -> Told:
-    return moved(at_s, phase, name, done=True)
+def done(at_s: float, phase: Phase, name: str, *others: str) -> Told:
+    return moved(at_s, phase, name, done=True, also_done=others)
 
 
 def warned(at_s: float, text: str, name: str = "") -> Told:

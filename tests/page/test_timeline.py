@@ -34,6 +34,16 @@ def test_phases_and_lanes_are_bars_from_begin_to_proof() -> None:
     assert spans(lane(drawn, "box")["bars"]) == [("prepare", 0.44, 0.46, True), ("commit", 0.5, 0.7, True)]
 
 
+def test_of_a_large_fleet_who_is_called_and_who_is_done_together_has_each_a_bar() -> None:
+    drawn = document(
+        record(
+            started(0.0, Phase.PREPARE, "a", "b"), called(0.1, Phase.PREPARE, "a", "b"), done(0.3, Phase.PREPARE, "a", "b")
+        )
+    )  # fmt: skip
+    for name in ("a", "b"):
+        assert spans(lane(drawn, name)["bars"]) == [("prepare", 0.1, 0.3, True)]
+
+
 def test_lanes_stand_in_the_order_in_which_admission_closes() -> None:
     assert [each["participant_id"] for each in document(a_save())["lanes"]] == ["model", "agent", "box"]
 

@@ -1292,19 +1292,25 @@ class ParticipantCalled(_message.Message):
 
     PHASE_FIELD_NUMBER: _builtins.int
     PARTICIPANT_ID_FIELD_NUMBER: _builtins.int
+    ALSO_CALLED_FIELD_NUMBER: _builtins.int
     phase: _capabilities_pb2.Phase.ValueType
     """REQUIRED."""
     participant_id: _builtins.str
     """REQUIRED."""
+    @_builtins.property
+    def also_called(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """OPTIONAL. Of large fleets: others that are called in the same moment. They are not told of again."""
+
     def __init__(
         self,
         *,
         phase: _capabilities_pb2.Phase.ValueType = ...,
         participant_id: _builtins.str = ...,
+        also_called: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["participant_id", b"participant_id", "phase", b"phase"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["also_called", b"also_called", "participant_id", b"participant_id", "phase", b"phase"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
