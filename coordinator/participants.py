@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable, Collection, Generator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, Final, TypeVar, cast
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import grpc
 from grpc import aio
@@ -23,6 +23,7 @@ from safepoint.v1 import (
 )
 
 from coordinator import convert
+from coordinator.phase_requests import request_of
 from coordinator.protocol import events as core
 from coordinator.protocol.proofs import Progress, Proof
 from coordinator.protocol.topology import Participant
@@ -46,8 +47,6 @@ if TYPE_CHECKING:  # these classes are generic, and the stub's is there, for che
     PrepareCall = aio.UnaryStreamCall[participant_service_pb2.PrepareRequest, participant_service_pb2.PrepareEvent]
     CommitCall = aio.UnaryStreamCall[participant_service_pb2.CommitRequest, participant_service_pb2.CommitEvent]
     RestoreCall = aio.UnaryStreamCall[participant_service_pb2.RestoreRequest, participant_service_pb2.RestoreEvent]
-
-MAX_CAUSE_BYTES: Final = 1000  # limit of AbortRequest
 
 
 class Participants:
@@ -100,38 +99,27 @@ class Participants:
         """
         stub = self._reach(whom)
         metadata = (*self._metadata, *self.carried(call.operation_id, whom.participant_id))
-        context = participant_service_pb2.OperationContext(
-            operation_id=call.operation_id, coordinator_epoch=self._epoch
-        )
+        request = request_of(call, self._epoch)
         proof: tuple[Proof, Any] | None = None
         with _errors(whom.participant_id, call.phase, call.operation_id):
             match call.arguments:
-                case core.PrepareArguments() as arguments:
-                    with _left(self._prepare(stub, context, arguments, call.timeout_s, metadata)) as prepare:
+                case core.PrepareArguments():
+                    with _left(stub.Prepare(request, timeout=call.timeout_s, metadata=metadata)) as prepare:
                         proof = await _until_prepared(prepare, on_progress, on_closed)
-                case core.CommitArguments() as arguments:
-                    commit = participant_service_pb2.CommitRequest(context=context, snapshot_id=arguments.snapshot_id)
-                    with _left(stub.Commit(commit, timeout=call.timeout_s, metadata=metadata)) as export:
+                case core.CommitArguments():
+                    with _left(stub.Commit(request, timeout=call.timeout_s, metadata=metadata)) as export:
                         proof = await _until_committed(export, on_progress)
-                case core.ConfirmArguments() as arguments:
-                    confirm = participant_service_pb2.ConfirmRequest(
-                        context=context,
-                        incarnation_id=arguments.incarnation_id,
-                        admission_generation=arguments.generation,
-                    )
-                    confirmed = await stub.Confirm(confirm, timeout=call.timeout_s, metadata=metadata)
+                case core.ConfirmArguments():
+                    confirmed = await stub.Confirm(request, timeout=call.timeout_s, metadata=metadata)
                     proof = convert.confirmed(confirmed), confirmed
-                case core.RestoreArguments() as arguments:
-                    with _left(self._restore(stub, context, arguments, call.timeout_s, metadata)) as load:
+                case core.RestoreArguments():
+                    with _left(stub.Restore(request, timeout=call.timeout_s, metadata=metadata)) as load:
                         proof = await _until_restored(load, on_progress, on_closed)
                 case core.ResumeArguments():
-                    resume = participant_service_pb2.ResumeRequest(context=context)
-                    resumed = await stub.Resume(resume, timeout=call.timeout_s, metadata=metadata)
+                    resumed = await stub.Resume(request, timeout=call.timeout_s, metadata=metadata)
                     proof = convert.opened(resumed), resumed
-                case core.AbortArguments() as arguments:
-                    cause = arguments.cause.encode()[:MAX_CAUSE_BYTES].decode(errors="ignore")
-                    abort = participant_service_pb2.AbortRequest(context=context, cause=cause)
-                    aborted = await stub.Abort(abort, timeout=call.timeout_s, metadata=metadata)
+                case core.AbortArguments():
+                    aborted = await stub.Abort(request, timeout=call.timeout_s, metadata=metadata)
                     proof = convert.opened(aborted), aborted
         if proof is None:
             raise Misanswered(
@@ -193,42 +181,6 @@ class Participants:
         with _errors(whom.participant_id, Phase.UNSPECIFIED, ""):
             reply = await self._reach(whom).RetireAttempts(request, timeout=timeout_s, metadata=self._metadata)
         return reply.retired
-
-    def _prepare(
-        self,
-        stub: participant_service_pb2_grpc.ParticipantAsyncStub,
-        context: participant_service_pb2.OperationContext,
-        arguments: core.PrepareArguments,
-        timeout_s: float,
-        metadata: Metadata,
-    ) -> PrepareCall:
-        request = participant_service_pb2.PrepareRequest(
-            context=context,
-            quiesce_mode=convert.wire(arguments.quiesce_mode),
-            straggler_policy=convert.wire(arguments.straggler_policy),
-            lease_ttl=convert.duration(arguments.lease_ttl_s),
-            straggler_grace=convert.duration(arguments.straggler_grace_s),
-        )
-        return stub.Prepare(request, timeout=timeout_s, metadata=metadata)
-
-    def _restore(
-        self,
-        stub: participant_service_pb2_grpc.ParticipantAsyncStub,
-        context: participant_service_pb2.OperationContext,
-        arguments: core.RestoreArguments,
-        timeout_s: float,
-        metadata: Metadata,
-    ) -> RestoreCall:
-        request = participant_service_pb2.RestoreRequest(
-            context=context,
-            snapshot_id=arguments.snapshot_id,
-            manifest_sha256=arguments.manifest_sha256,
-            lease_ttl=convert.duration(arguments.lease_ttl_s),
-            source_participant_id=arguments.source_participant_id,
-            sources=map(convert.restore_source, arguments.sources),
-            placements=map(convert.placement, arguments.placements),
-        )
-        return stub.Restore(request, timeout=timeout_s, metadata=metadata)
 
     @property
     def _metadata(self) -> Metadata:
