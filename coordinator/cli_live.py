@@ -25,6 +25,7 @@ ASKED: Final = 50  # rollouts of each participant that are looked at, to say who
 SILENT_S: Final = 1.0  # then it is said that nobody answers
 BAR_WIDTH: Final = 30
 MAX_BLOCKING: Final = 5
+MAX_BEHIND: Final = 5
 _CALLING: Final = capabilities_pb2.ACTIVITY_CALLING
 
 
@@ -105,6 +106,7 @@ def _status(status: pb.GetCoordinatorStatusResponse, since_s: float, rollouts: i
     yield from (_line(text, bars, "bold") for text in blocking(status))
     people = _people(status)
     yield people if people.row_count else _line("nobody is registered", bars)
+    yield from (_line(text, bars) for text in relay_lines(status))
     yield from (_line(text, bars, "bold") for text in missing_lines(status) + kept_out_lines(status))
     for edge in edges(status):
         calls = f"{edge.calls} call{'s' if edge.calls != 1 else ''}"
@@ -281,6 +283,21 @@ def _before(status: pb.GetCoordinatorStatusResponse) -> Iterator[str]:
         if health.status.last_failure and not health.status.waiting_for:
             found.setdefault(health.status.last_failure, []).append(health.info.capabilities.participant_id)
     yield from (f"before, at {', '.join(names)}: {what}" for what, names in found.items())
+
+
+def relay_lines(status: pb.GetCoordinatorStatusResponse) -> list[str]:
+    """Who is behind which relay: a line for each."""
+    behind: dict[tuple[str, str], tuple[str, list[str]]] = {}
+    for health in status.participants:
+        if health.info.HasField("relay"):
+            relay, name = health.info.relay, health.info.capabilities.participant_id
+            where = f"pid {relay.process.pid} on {relay.process.host}" if relay.HasField("process") else relay.address
+            behind.setdefault((relay.relay_id, relay.address), (where, []))[1].append(name)
+    lines: list[str] = []
+    for (relay_id, _), (where, names) in sorted(behind.items()):
+        more = f" and {len(names) - MAX_BEHIND} more" if len(names) > MAX_BEHIND else ""
+        lines.append(f"relay {relay_id} ({where}): {', '.join(names[:MAX_BEHIND])}{more}")
+    return lines
 
 
 def missing_lines(status: pb.GetCoordinatorStatusResponse) -> list[str]:

@@ -52,7 +52,7 @@ class Relay:
 class Session:
     """One registration: what a shim said in Hello, when it was last heard, how long it may be silent, when it began (seconds).
 
-    `relay`: the one it came through, which is heard for it.
+    `relay`: the one it came through, which is heard for it. `why`: of one that has ended, as a part of a sentence.
     """
 
     participant: Participant
@@ -61,6 +61,7 @@ class Session:
     began_at: float
     relay: Relay | None = None
     alive: bool = True
+    why: str = ""
 
     @property
     def pulse(self) -> Relay | Session:
@@ -129,7 +130,8 @@ class Registry:
                     " another name.",
                     participant_id=name,
                 )
-            self._lose(old, f"{name} fell silent and was replaced by another process.", Reason.INCARNATION_CHANGED)
+            why = "fell silent and was replaced by another process"
+            self._lose(old, f"it {why}", f"{name} {why}.", Reason.INCARNATION_CHANGED)
         elif old is not None:
             old.alive = False
         now = self.clock()
@@ -157,7 +159,7 @@ class Registry:
         if goodbye:
             self._end(session.participant.incarnation_id, goodbye)
         through = f" behind {session.relay}" if session.relay is not None else ""
-        self._lose(session, f"{session.participant.participant_id} is gone{through}: {why}.", Reason.UNREACHABLE)
+        self._lose(session, why, f"{session.participant.participant_id} is gone{through}: {why}.", Reason.UNREACHABLE)
 
     def explain(self, name: ParticipantId, incarnation_id: IncarnationId, how: str) -> None:
         """Somebody has seen how a shim's process ended. `how`: a sentence. Whether it is here, its stream alone decides.
@@ -189,8 +191,8 @@ class Registry:
         for session in [s for s in self._sessions.values() if now - s.pulse.heard_at > s.pulse.silence_s]:
             name = session.participant.participant_id
             who = f"{name} is gone: its {session.relay}" if session.relay is not None else name
-            silent_s = now - session.pulse.heard_at
-            self._lose(session, f"{who} has been silent for {silent_s:.1f} s.", Reason.UNREACHABLE)
+            why = f"has been silent for {now - session.pulse.heard_at:.1f} s"
+            self._lose(session, f"it {why}", f"{who} {why}.", Reason.UNREACHABLE)
 
     def forgive(self) -> None:
         """Count everybody's silence from now: it was we who did not listen."""
@@ -297,8 +299,8 @@ class Registry:
         """The incarnations of those of `names` that are here."""
         return {name: found.incarnation_id for name in names if (found := self.get(name)) is not None}
 
-    def _lose(self, session: Session, message: str, reason: Reason) -> None:
-        session.alive = False
+    def _lose(self, session: Session, why: str, message: str, reason: Reason) -> None:
+        session.alive, session.why = False, why
         name = session.participant.participant_id
         if self._sessions.get(name) is session:
             del self._sessions[name]

@@ -12,7 +12,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Collection, Generator
+from collections.abc import Callable, Collection, Generator
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Final
@@ -102,9 +102,14 @@ class RelayedCall:
             await self._news
         return self._answers.popleft()
 
-    async def __aiter__(self) -> AsyncIterator[Any]:
-        while (found := await self._next()) is not None:
-            yield found
+    def __aiter__(self) -> RelayedCall:
+        return self
+
+    async def __anext__(self) -> Any:
+        found = await self._next()
+        if found is None:
+            raise StopAsyncIteration
+        return found
 
     def __await__(self) -> Generator[Any, None, Any]:
         try:
@@ -137,6 +142,7 @@ class Fanout:
         self._stubs = stubs
         self._begun: dict[tuple[Any, ...], _Wave] = {}
         self._count = self._counted = 0
+        self._written: tuple[Any, bytes] = (None, b"")  # the newest request, and how it is told from others
         self._tasks: set[asyncio.Task[None]] = set()
 
     def calls_through(self, relay: Relay, participant_id: str, incarnation_id: str) -> Any:
@@ -160,8 +166,11 @@ class Fanout:
         """A call begins; it goes out with those that begin in the same turns of the loop."""
         shared = _without_own(target, CALLS[method], request)
         trace, others = _apart(metadata)
-        target.trace.update(trace)
-        key = (relay.incarnation_id, method, shared.SerializeToString(deterministic=True), timeout, others)
+        if trace:
+            target.trace.update(trace)
+        if shared is not self._written[0]:
+            self._written = shared, shared.SerializeToString(deterministic=True)
+        key = (relay.incarnation_id, method, self._written[1], timeout, others)
         wave = self._begun.get(key)
         if wave is None:
             wave = self._begun[key] = _Wave(relay, method, shared, timeout, others)
@@ -230,7 +239,7 @@ class Fanout:
             async for event in fan:
                 for reply in event.replies:
                     if reply.target < len(calls):
-                        _deliver(calls[reply.target], reply)
+                        _deliver(relay, calls[reply.target], reply)
         finally:
             fan.cancel()
 
@@ -273,14 +282,14 @@ def _apart(metadata: Metadata) -> tuple[dict[str, str], Metadata]:
     return trace, tuple(pair for pair in metadata if pair[0] not in HEADERS)
 
 
-def _deliver(call: RelayedCall, reply: pb.FanReply) -> None:
+def _deliver(relay: Relay, call: RelayedCall, reply: pb.FanReply) -> None:
     kind = reply.WhichOneof("reply")
     if kind == _REFUSED:
         trailers = aio.Metadata((ERROR_TRAILER, reply.refused.SerializeToString()))
         call.fail(_failure(grpc.StatusCode.UNKNOWN, reply.refused.message, trailers))
     elif kind == _UNANSWERED:
         code = getattr(grpc.StatusCode, reply.unanswered.code, grpc.StatusCode.UNKNOWN)
-        call.fail(_failure(code, reply.unanswered.message))
+        call.fail(_failure(code, f"behind {relay}: {reply.unanswered.message}"))
     else:
         call.answer(getattr(reply, kind) if kind is not None else None, last=reply.last)
 

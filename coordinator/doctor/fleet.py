@@ -103,10 +103,13 @@ def participants(status: pb.GetCoordinatorStatusResponse) -> Iterator[Finding]:
         who = health.info.capabilities
         name, seen = who.participant_id, health.status
         if not health.reachable:
+            at, caller = health.info.address, "the coordinator's machine"
+            if health.info.HasField("relay"):
+                at, caller = f"{at} behind relay {health.info.relay.relay_id}", "that relay's"
             yield Finding(
-                "participants", Severity.ERROR, name, f"It does not answer the coordinator at {health.info.address}: "
+                "participants", Severity.ERROR, name, f"It does not answer the coordinator at {at}: "
                 f"{health.problem or 'no reason is known'}.".replace("..", "."),
-                "Look into its shim's log; check that the coordinator's machine reaches that address.",
+                f"Look into its shim's log; check that {caller} reaches that address.",
                 Reason.UNREACHABLE,
             )  # fmt: skip
             continue

@@ -32,10 +32,12 @@ class RelayedRegistration(Registration):
     def __init__(self, registry: Registry, standing: Standing, job_id: str) -> None:
         super().__init__(registry, 0, job_id, registry.silence_s / MISSED_BEATS)
         self._standing = standing
+        self._behind: dict[str, Session] = {}  # by incarnation
         standing.when_begun = self._begun
         registry.follow(self._lost, lambda who: None)
 
     async def _admit(self, session: Session, hello: pb.Hello) -> asyncio.Future[None]:
+        self._behind[hello.incarnation_id] = session
         asked = asyncio.ensure_future(self._standing.admit(hello))
         try:
             while not asked.done():
@@ -58,12 +60,10 @@ class RelayedRegistration(Registration):
         )
 
     def _lost(self, who: Participant, problem: Problem) -> None:
-        # The coordinator says who it was and behind which relay; what is left is why.
-        goodbye = problem.metadata.get(ENDED, "")
-        why = problem.message.removeprefix(f"{who.participant_id} is gone: ").removeprefix(f"{who.participant_id} ")
-        for known in (f" (its shim was {who.process})", f". {goodbye.rstrip('.')}" if goodbye else ""):
-            why = why.replace(known, "") if known else why
-        self._standing.leave(who.participant_id, who.incarnation_id, why.rstrip("."), goodbye)
+        session = self._behind.pop(who.incarnation_id, None)
+        if session is not None:  # the coordinator says who it was and behind which relay; what is left is why
+            goodbye = problem.metadata.get(ENDED, "")
+            self._standing.leave(who.participant_id, who.incarnation_id, session.why, goodbye)
 
 
 if TYPE_CHECKING:  # which would have all of the methods written down

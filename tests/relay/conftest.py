@@ -119,10 +119,12 @@ class Node:
         return made
 
     async def shim(self, name: str, behind: str = "n1", role: Role | None = None) -> Server:
-        """A shim, behind a relay, or with an empty name none."""
-        server = Server(role=role or ROLES[name.partition("-")[0]], name=name)
+        """A shim, behind a relay, or with an empty name none. What is before a point in its name is its actor."""
+        actor, _, server_name = name.rpartition(".")
+        server = Server(role=role or ROLES[server_name.partition("-")[0]], name=name)
         target = address_record(self.path / f"relay-{behind}") if behind else self.record
-        options = ShimOptions(self.path / f"life-{name}", name, target, self.root, **self.shown("shim"))
+        life = self.path / f"life-{name}"
+        options = ShimOptions(life, name, target, self.root, actor_id=actor, **self.shown("shim"))
         options.life.mkdir(mode=0o700, exist_ok=True)
         self.servers[name] = server
         shim = self.shims[name] = Shim(options, server)

@@ -97,6 +97,7 @@ async def test_one_refusal_and_one_silence_are_those_of_their_own_calls() -> Non
     found = await failure(unheard)
     assert isinstance(found, Unanswered)
     assert "DEADLINE_EXCEEDED" in found.problem.message
+    assert "behind relay n1 (127.0.0.1:1): too late" in found.problem.message, "and the relay is named"
 
 
 @pytest.mark.parametrize(

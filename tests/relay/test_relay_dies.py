@@ -26,8 +26,12 @@ def _soon(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(staying, "WELCOME_WITHIN_S", 1.5)
 
 
+@pytest.mark.parametrize("fault", [signal.SIGKILL, signal.SIGSTOP])
 @pytest.mark.parametrize("phase", HELD)
-async def test_killed_in_a_phase_it_is_named_and_everybody_opens_and_comes_back_past_it(node: Node, phase: str) -> None:
+async def test_gone_in_a_phase_it_is_named_and_everybody_opens_and_comes_back_past_it(
+    node: Node, phase: str, fault: signal.Signals
+) -> None:
+    """A relay that hangs and one that is cut off are silent, as one that is stopped."""
     await node.coordinate()
     relay = await node.relay_process()
     await node.fleet()
@@ -36,7 +40,7 @@ async def test_killed_in_a_phase_it_is_named_and_everybody_opens_and_comes_back_
     tools.gate[HELD[phase]] = hold
     saving = asyncio.create_task(node.save())
     await until(lambda: HELD[phase] in tools.calls)
-    relay.end()
+    relay.send(fault)
     with pytest.raises(SafepointError) as failed:
         await saving
     assert failed.value.reason is Reason.UNREACHABLE
