@@ -152,7 +152,7 @@ class DispatchLog(LogFile):
             if changed:
                 self.db.execute("DELETE FROM calls WHERE rollout_id=?", (rollout_id,))
         if changed:
-            self.unread.discard(rollout_id)  # its calls matter no more, and are not brought in
+            self.unread.pop(rollout_id, None)  # its calls matter no more, and are not brought in
 
     @tolerated(None)
     def interrupt(self, rollout_id: str, attempt: int) -> None:
