@@ -15,7 +15,6 @@ import contextlib
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -25,6 +24,8 @@ from pathlib import Path
 from typing import Any
 
 import psutil
+
+from coordinator.demo.ports import free_ports
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 CALLERS = 8
@@ -39,12 +40,6 @@ ASKS: dict[str, dict[str, Any]] = {
 }
 
 
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
-
-
 @contextlib.contextmanager
 def shim(folder: Path, pace: float = 0.0, profile: str = "") -> Iterator[tuple[int, psutil.Process]]:
     """The proxy's port and the process."""
@@ -57,7 +52,7 @@ def shim(folder: Path, pace: float = 0.0, profile: str = "") -> Iterator[tuple[i
     }
     engine = subprocess.Popen([sys.executable, "-m", "tests.vllm.canned_engine", str(pace)], **run)
     assert engine.stdout is not None
-    upstream, port = int(engine.stdout.readline()), free_port()
+    upstream, port = int(engine.stdout.readline()), free_ports(1)[0]
     command = [sys.executable, *(["-m", "cProfile", "-o", profile] if profile else []), "-m", "participant_shims.cli"]
     command += ["shim", "--vllm", f"127.0.0.1:{port}=127.0.0.1:{upstream}", "--name", "engine", "--life", str(folder)]
     process = subprocess.Popen([*command, "--bind", "unix"], **run)
