@@ -83,8 +83,11 @@ types: setup ## mypy strict and pyright strict
 
 # One more than processors: tests wait for servers a quarter of their time. A file at a time, those that wait longest first.
 WORKERS ?= 3
+# Tests wait for real processes, and a machine that others use too can be late: RERUNS=1, as in `make check`, gives at most
+# three tests that failed one more try, and the summary says which and how they had failed.
+RERUNS ?= 0
 test: setup setup-gym ## all tests, with real NeMo Gym servers and a real Ray: WORKERS=3 of them at once
-	$(PY) -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
+	$(PY) -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder --reruns $(RERUNS) --max-suite-reruns 3 --rerun-show-tracebacks
 
 .PHONY: properties
 properties: setup ## the tests with made-up examples, with three times as many of them
@@ -183,7 +186,7 @@ check: ## what CI runs: check-proto, check-stubs, check-docs, lint, types, 500 s
 	$(MAKE) --no-print-directory -j2 -O types check-stubs check-proto check-docs lint
 	$(MAKE) --no-print-directory sim SIM_SEEDS=500
 	$(MAKE) --no-print-directory mutants
-	$(MAKE) --no-print-directory test
+	$(MAKE) --no-print-directory test RERUNS=1
 
 clean: ## remove what the targets made
 	rm -rf $(VENV) $(GYM) $(PROTOENV) $(VLLM) .gen.fresh build

@@ -140,7 +140,7 @@ def history(
 def cause_text(answer: pb.ExplainResponse, with_events: bool, now_s: float) -> str:
     """Why an operation did not finish: the one primary cause first, then what followed from it."""
     from coordinator.cli_views import operation_text
-    from coordinator.client_results import describe
+    from coordinator.client_words import describe
     from coordinator.wire.rpc import problem_from_detail
 
     if not answer.HasField("operation"):

@@ -34,6 +34,15 @@ def figure(name: str, value: Any) -> None:
 
 
 async def freeze(adapter: VllmAdapter, operation: str, mode: QuiesceMode = QuiesceMode.HOLD) -> list[Drain]:
+    """Again, as a save is, when the machine is so busy that the engine does not answer in time."""
+    for tried in range(5):
+        await adapter.close(f"{operation}.{tried}", mode, 60)
+        try:
+            return [drain async for drain in adapter.quiesce(mode, 30)]
+        except SafepointError as error:
+            if error.reason is not Reason.DECLINED:
+                raise
+            await adapter.open()
     await adapter.close(operation, mode, 60)
     return [drain async for drain in adapter.quiesce(mode, 30)]
 
