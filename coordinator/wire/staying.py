@@ -106,7 +106,8 @@ class Staying:
             except aio.AioRpcError as error:
                 if error.details() != _OVERTAKEN:
                     self._say(error_from_rpc(error))
-            except AnotherJob:
+            except AnotherJob as error:
+                self.trouble = error
                 raise
             except SafepointError as error:
                 self._say(error)

@@ -277,3 +277,19 @@ async def test_a_relay_without_a_coordinator_welcomes_nobody(node: Node, monkeyp
     assert "has no coordinator" in str(registration.trouble)
     await node.coordinate()
     await node.here("agent-0")
+
+
+async def test_a_relay_of_another_job_than_its_coordinators_says_so_to_the_shims_it_cannot_let_in(
+    node: Node, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(standing, "COORDINATOR_WITHIN_S", 0.2)
+    node.settings["job_id"] = "another"
+    await node.coordinate()
+    relay = await node.relay()
+    await asyncio.wait({relay.staying})
+    await node.shim("agent-0")
+    registration = node.shims["agent-0"].registration
+    assert registration is not None
+    await until(lambda: registration.trouble is not None)
+    assert "has no coordinator: The coordinator at " in str(registration.trouble)
+    assert "is of job 'another'" in str(registration.trouble)
