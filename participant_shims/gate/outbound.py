@@ -85,7 +85,7 @@ class Outbound:
             try:
                 record = await scope.match(digest, what, self._patience_s)
             except DivergedError as error:
-                raise self._diverge(scope, str(error)) from None
+                raise self._diverge(scope, str(error), strayed=True) from None
             self._check(scope)
             if record is not None:
                 identity = CallIdentity(scope.identity.rollout_id, scope.identity.attempt, record.call_id)
@@ -228,11 +228,11 @@ class Outbound:
         if scope.dispatch is not None and scope.dispatch.diverged:
             raise DivergedError(scope.dispatch.diverged)
 
-    def _diverge(self, scope: Scope, reason: str) -> DivergedError:
+    def _diverge(self, scope: Scope, reason: str, *, strayed: bool = False) -> DivergedError:
         dispatch = scope.dispatch
         if dispatch is not None:
             self._log.diverge(dispatch.rollout_id, dispatch.attempt, reason)
-            dispatch.diverge(reason)
+            dispatch.diverge(reason, strayed=strayed)
         return DivergedError(reason)
 
     def _outrun(self, scope: Scope, server: str, lowest: int) -> Exception:

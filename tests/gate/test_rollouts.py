@@ -316,6 +316,10 @@ async def test_an_agent_that_uses_chance_restarts_with_the_reason(world: World, 
     reason = new.agent.log.db.execute("SELECT reason FROM rollouts").fetchone()[0]
     assert "replay diverged" in reason
     assert reason.count("digest") == 2
+    assert "was sent with another content" in reason
+    (warning,) = new.agent.gate.remarks.texts()
+    assert "on the time, on chance or on something from outside" in warning, "the cause"
+    assert warning.endswith("whose answers are recorded."), "and what helps, whole"
     assert new.counter.served.count("/seed") == 1  # a session of its own, not the old one with its count
     new.close()
     await asyncio.gather(running, return_exceptions=True)
