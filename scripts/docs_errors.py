@@ -75,7 +75,8 @@ def render() -> str:
         entry, code = CATALOG[reason], BY_REASON[reason]
         parts.append(
             f"### `{reason.name}`\n\n**Cause.** {known[reason.name]}\n\n**Fix.** {entry.next_step}\n\n"
-            f"*Number {reason.value} · gRPC {entry.code} · may be paused: {'yes' if entry.paused else 'no'} · "
+            + (f"**Once it is aborted.** {entry.aborted}\n\n" if entry.aborted else "")
+            + f"*Number {reason.value} · gRPC {entry.code} · may be paused: {'yes' if entry.paused else 'no'} · "
             f"exit code {int(code)}: {MEANINGS[code][0]}*\n"
         )
     return "\n".join([*parts, _HTTP])
