@@ -36,6 +36,7 @@ from participant_shims.gate.replay import Scope as CallScope
 from participant_shims.identity import (
     LOWEST_HEADER,
     CallIdentity,
+    caller_from_headers,
     done_from_headers,
     finished_from_headers,
     from_headers,
@@ -166,6 +167,10 @@ class GateMiddleware:
                 gate.count("stale calls refused")
                 await send_answer(send, _refusal(stale, identity, gate.name, log.lowest(identity.rollout_id)))
                 return
+            if gate.knows_another_log(identity, caller_log := caller_from_headers(headers)):
+                gate.count("calls refused whose caller has lost its log")
+                await send_answer(send, _refusal(Stale.LOG_LOST, identity, gate.name))
+                return
             running, remembered = gate.executions.get(key), log.recall(identity, digest)
             if running is not None:
                 gate.count("calls joined")
@@ -187,7 +192,7 @@ class GateMiddleware:
             gate.served = True
             execution = gate.executions[key] = Execution(digest)
             execution.task = asyncio.create_task(
-                self._execute(execution, identity, scope, body, entry, recorded_from_headers(headers))
+                self._execute(execution, identity, scope, body, entry, recorded_from_headers(headers), caller_log)
             )
             await self._follow(execution, entry, exempt, send)
         finally:
@@ -196,7 +201,7 @@ class GateMiddleware:
 
     async def _execute(
         self, execution: Execution, identity: CallIdentity, scope: Scope, body: bytes, entry: Entry,
-        recorded: Sequence[str],
+        recorded: Sequence[str], caller: str,
     ) -> None:  # fmt: skip
         gate = self._gate
         run = execution.new_run(passes_on=True)
@@ -215,7 +220,7 @@ class GateMiddleware:
                 # It runs at another agent or worker, which has to learn that it must restart.
                 answer, execution.run = _refusal(Stale.STATE_LOST, identity, gate.name), None
             elif answer is not None:
-                gate.remember(identity, execution.digest, answer, scope, body, recorded)
+                gate.remember(identity, execution.digest, answer, scope, body, recorded, caller)
             gate.count_turn(identity.rollout_id)
         except BaseException as caught:
             error = caught
@@ -338,11 +343,11 @@ def _headers(scope: Scope) -> dict[str, str]:
 
 
 def _refusal(stale: Stale, identity: CallIdentity, name: str, lowest: int = 0) -> Answer:
-    what = (
-        "a later attempt of the rollout has been installed"
-        if stale is Stale.ATTEMPT
-        else "the state of the rollout is lost here: it has to restart from its input"
-    )
+    what = {
+        Stale.ATTEMPT: "a later attempt of the rollout has been installed",
+        Stale.STATE_LOST: "the state of the rollout is lost here: it has to restart from its input",
+        Stale.LOG_LOST: "calls of it that an earlier life of the caller made were executed here: it has to restart from its input",
+    }[stale]
     error = {
         "message": f"{unquote(name)} refused this call: {what}.",
         "rollout_id": identity.rollout_id, "attempt": identity.attempt, "call": identity.call_id,

@@ -19,7 +19,7 @@ from participant_shims.gate.calllog import Answer, CallLog, Claim, Verdict
 from participant_shims.gate.execution import App, Execution, Run, conflict
 from participant_shims.gate.execution import Scope as AsgiScope
 from participant_shims.gate.outbound import CURRENT, NOBODY, Outbound
-from participant_shims.gate.replay import Dispatch, Scope
+from participant_shims.gate.replay import STRAYED, Dispatch, Scope
 from participant_shims.identity import ROLLOUT_HEADER, root
 
 log = logging.getLogger(__name__)
@@ -117,7 +117,7 @@ class Dispatches:
                     answer = _conflict(dispatch, dispatch.overtaken)  # however the agent has failed over it
                 if not dispatch.diverged and answer is not None and answer.status < 400:
                     if left := dispatch.leftover():
-                        dispatch.diverge(left)
+                        dispatch.diverge(left, strayed=True)
                     elif self._log.diverged(rollout_id, attempt):
                         dispatch.diverge("an inner call of it diverged")
                 if not dispatch.diverged or self._log.attempt_of(rollout_id) != attempt:
@@ -125,9 +125,8 @@ class Dispatches:
                 why = dispatch.diverged
                 if dispatch.outrun_by < 0:  # else nothing is lost by it, and nobody has anything to mend
                     self.diverged_total += 1
-                    self._warn(
-                        "diverged", f"Rollout {rollout_id} began again from its input after attempt {attempt}: {why}"
-                    )
+                    text = f"Rollout {rollout_id} began again from its input after attempt {attempt}: {why}."
+                    self._warn("diverged", f"{text} {STRAYED}" if dispatch.strayed else text)
                     why = f"replay diverged: {why}"
                 self._outbound.restarted(rollout_id)
                 answer = error = None

@@ -21,7 +21,14 @@ from participant_shims.gate.calllog import Answer, CallLog, Stale
 from participant_shims.gate.digest import canonical, dump, request_digest
 from participant_shims.gate.recorded import RecordedResponse
 from participant_shims.gate.replay import PATIENCE_S, DivergedError, Scope
-from participant_shims.identity import DONE_HEADER, FINISHED_HEADER, MAX_RECORDED, CallIdentity, lowest_from_headers
+from participant_shims.identity import (
+    DONE_HEADER,
+    FINISHED_HEADER,
+    LOG_HEADER,
+    MAX_RECORDED,
+    CallIdentity,
+    lowest_from_headers,
+)
 
 CURRENT: ContextVar[Scope | None] = ContextVar("safepoint_scope", default=None)
 # The scope of work that carries no identity: parked like any other, neither logged nor answered from a log.
@@ -42,13 +49,15 @@ class Outbound:
     """The outbound side of one gate. `own_name`: the server's instance name; `parks`: agents only; `logs`: agents only."""
 
     def __init__(
-        self, doors: Doors, log: CallLog, own_name: str, *, is_agent: bool, patience_s: float = PATIENCE_S
-    ) -> None:
+        self, doors: Doors, log: CallLog, own_name: str, *, is_agent: bool, patience_s: float = PATIENCE_S,
+        participant_id: str = "",
+    ) -> None:  # fmt: skip
         self._doors = doors
         self._log = log
         self._own = own_name
         self._is_agent = is_agent
         self._patience_s = patience_s
+        self._log_name = log.name_for(participant_id or own_name) if is_agent else ""
         self._recorded: dict[tuple[str, str], dict[str, None]] = {}  # (server, rollout) -> call ids it may forget
         self._servers_of: dict[str, set[str]] = {}
         self._done: dict[str, dict[tuple[str, int], None]] = {}  # server -> ended rollouts
@@ -76,7 +85,7 @@ class Outbound:
             try:
                 record = await scope.match(digest, what, self._patience_s)
             except DivergedError as error:
-                raise self._diverge(scope, str(error)) from None
+                raise self._diverge(scope, str(error), strayed=True) from None
             self._check(scope)
             if record is not None:
                 identity = CallIdentity(scope.identity.rollout_id, scope.identity.attempt, record.call_id)
@@ -130,6 +139,7 @@ class Outbound:
         headers[FINISHED_HEADER] = str(
             self._log.finished_at(identity.rollout_id, server_name) if logs and not own else 0
         )
+        headers[LOG_HEADER] = (logs and self._log_name) or "none"
         if (trace := TRACE.get()) and not _has(kwargs.get("headers"), TRACE_HEADER):
             headers[TRACE_HEADER] = (
                 trace  # of the request that this call is made for; who traces by itself has sent its own
@@ -147,6 +157,11 @@ class Outbound:
             await response.read()
             if refused == Stale.STATE_LOST.value and scope.dispatch is not None:
                 raise self._diverge(scope, f"{server_name} has lost its state of this rollout")
+            if refused == Stale.LOG_LOST.value and scope.dispatch is not None:
+                scope.dispatch.outrun_by = identity.attempt
+                raise self._diverge(
+                    scope, f"{server_name} has executed calls of it that an earlier life of this server made"
+                )
             lowest = lowest_from_headers(lowered)
             if refused == Stale.ATTEMPT.value and lowest > identity.attempt and scope.dispatch is not None:
                 raise self._outrun(scope, server_name, lowest)
@@ -213,11 +228,11 @@ class Outbound:
         if scope.dispatch is not None and scope.dispatch.diverged:
             raise DivergedError(scope.dispatch.diverged)
 
-    def _diverge(self, scope: Scope, reason: str) -> DivergedError:
+    def _diverge(self, scope: Scope, reason: str, *, strayed: bool = False) -> DivergedError:
         dispatch = scope.dispatch
         if dispatch is not None:
             self._log.diverge(dispatch.rollout_id, dispatch.attempt, reason)
-            dispatch.diverge(reason)
+            dispatch.diverge(reason, strayed=strayed)
         return DivergedError(reason)
 
     def _outrun(self, scope: Scope, server: str, lowest: int) -> Exception:
