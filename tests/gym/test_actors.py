@@ -14,9 +14,12 @@ import pytest
 
 from coordinator.client import AsyncClient
 from coordinator.client_results import Totals
+from coordinator.relay import host
+from coordinator.relay.host import RelayOptions, address_record
 from coordinator.server import serve
 from coordinator.settings import Settings
 from coordinator.wire.errors import Reason, Refused
+from coordinator.wire.record import FILE
 from tests.gym.endpoint import ScriptedEndpoint
 from tests.gym.fleet import Fleet, counter_config, row
 from tests.gym.whole import REGISTER_S, Trainer, shim_environment, until
@@ -44,20 +47,31 @@ class Actors:
 
 
 @asynccontextmanager
-async def actors(directory: Path, endpoint: ScriptedEndpoint, names: Sequence[str]) -> AsyncIterator[Actors]:
-    """Real servers of each actor, on ports of their own; names of servers are the same in all of them."""
+async def actors(
+    directory: Path, endpoint: ScriptedEndpoint, names: Sequence[str], *, relays: bool = False
+) -> AsyncIterator[Actors]:
+    """Real servers of each actor, on ports of their own; names of servers are the same in all of them.
+
+    `relays`: each actor is on a node of its own, as far as it can tell, and behind the relay of that.
+    """
     root = directory / "root"
     root.mkdir(exist_ok=True)
     coordinator = await serve(Settings(root=str(root)))
     client = AsyncClient(coordinator.address)
     fleets: dict[str, Fleet] = {}
     for name in names:
-        (directory / name).mkdir()
+        (directory / name).mkdir(exist_ok=True)
         environment = shim_environment(root) | {"SAFEPOINT_ACTOR": name}
+        if relays:
+            environment["SAFEPOINT_COORDINATOR"] = address_record(directory / f"relay-{name}")
         fleets[name] = Fleet(counter_config(endpoint.url), directory / name, environment=environment)
     async with AsyncExitStack() as stack:
         stack.push_async_callback(coordinator.kill)
         stack.push_async_callback(client.close)
+        for name in names if relays else ():
+            target = f"{FILE}{root}/coordinator/address.json"
+            relay = await host.serve(RelayOptions(target, directory / f"relay-{name}", f"node-{name}"))
+            stack.push_async_callback(relay.stop)
         for fleet in fleets.values():
             stack.callback(fleet.close)
             await asyncio.to_thread(fleet.start)
@@ -160,3 +174,27 @@ async def test_an_actor_that_cannot_prepare_aborts_the_cut_of_all_and_they_go_on
             for run in runs:
                 run.cancel()
             await asyncio.gather(*runs, return_exceptions=True)
+
+
+async def test_actors_behind_relays_of_their_own_make_one_cut_and_a_new_coordinator_restores_it_through_them(
+    directory: Path,
+) -> None:
+    rows = [row(i, TURNS, _ng_rollout_id=f"r-{i}") for i in range(4)]
+    names = ("a0", "a1")
+    with ScriptedEndpoint() as endpoint:
+        async with actors(directory, endpoint, names, relays=True) as two:
+            endpoint.hold(after_turn=2)
+            runs = [asyncio.create_task(two.trainers[names[i % 2]].run(each)) for i, each in enumerate(rows)]
+            await until(lambda: endpoint.begun >= 12, 120)
+            topology = await two.client.topology(timeout=5)
+            assert {p.relay.relay_id for p in topology.participants} == {"node-a0", "node-a1"}
+            saved = await two.client.save("cut")
+            assert saved.totals == Totals(pending=4)
+            await two.kill(runs, endpoint)
+        async with actors(directory, endpoint, names, relays=True) as again:
+            assert (await again.client.topology(timeout=5)).fingerprint == topology.fingerprint
+            restored = await again.client.restore("cut", resume=True)
+            assert restored.totals == saved.totals
+            results = await asyncio.gather(*(again.trainers[names[i % 2]].run(each) for i, each in enumerate(rows)))
+            assert [r["reward"] for r in results] == [1.0] * 4
+        assert endpoint.total == 4 * (TURNS + 2), "nothing that had finished was generated again"
