@@ -8,11 +8,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Final
 
+from safepoint.v1 import capabilities_pb2
 from safepoint.v1 import coordinator_service_pb2 as pb
 
 from coordinator.doctor.finding import Finding, Severity
 from coordinator.preflight import RUNS
 from coordinator.wire.errors import Reason
+from coordinator.wire.places import in_actor
 from coordinator.wire.refusals import KEPT_OUT
 from coordinator.wire.rpc import problem_from_detail
 
@@ -83,6 +85,8 @@ def topology(answer: pb.GetTopologyResponse) -> Iterator[Finding]:
         if finding.reason == int(Reason.FENCED):
             continue  # the operation's own status has said it
         severity = Severity.ERROR if finding.blocking else Severity.NOTE
+        if severity is Severity.NOTE and _reason(finding.reason) is Reason.ROLE_INVALID:
+            severity = Severity.WARNING  # a role that is declared, and likely wrong
         if finding in refused:
             severity = Severity.ERROR if missed else Severity.WARNING
         elif refused and finding in missed:
@@ -119,6 +123,34 @@ def participants(status: pb.GetCoordinatorStatusResponse) -> Iterator[Finding]:
             )  # fmt: skip
         for warning in seen.warnings:
             yield Finding("participants", Severity.WARNING, name, warning, "See README, `Beside your own Gym servers`.")
+
+
+def judged(status: pb.GetCoordinatorStatusResponse) -> Iterator[Finding]:
+    """That no environment waits for a policy model now: closed with the policy, it could never answer that environment.
+
+    What a configuration says of such a call, the topology refuses; this sees those that no configuration names.
+    """
+    people = {health.info.capabilities.participant_id: health.info.capabilities for health in status.participants}
+    seen: set[tuple[str, str]] = set()
+    for health in status.participants:
+        who = health.info.capabilities
+        if who.role != capabilities_pb2.ROLE_RESOURCES:
+            continue
+        for live in health.status.rollouts:
+            name = live.waiting_on.split(" ", 1)[0] if live.activity == capabilities_pb2.ACTIVITY_CALLING else ""
+            callee = people.get(in_actor(who.actor_id, name)) or people.get(name)
+            if callee is None or callee.role != capabilities_pb2.ROLE_POLICY_MODEL or name in who.depends_on:
+                continue
+            if (who.participant_id, name) in seen:
+                continue
+            seen.add((who.participant_id, name))
+            yield Finding(
+                "participants", Severity.WARNING, callee.participant_id,
+                f"Environment `{who.participant_id}` waits for an answer of `{callee.participant_id}` (rollout "
+                f"{live.rollout_id}), which has role policy: in a save it would be paused before it answers, and that rollout be "
+                "excluded.",
+                f'If it is a judge, set "{name}=auxiliary" in SAFEPOINT_ROLES beside what is there, and restart its server.',
+            )  # fmt: skip
 
 
 def _reason(number: int) -> Reason:

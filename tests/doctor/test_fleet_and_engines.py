@@ -41,6 +41,36 @@ def test_blocking_findings_are_errors_with_the_reason_of_the_refusal_and_costs_a
     assert all(finding.fix for finding in findings)
 
 
+def test_a_role_that_is_likely_wrong_is_a_warning() -> None:
+    likely = pb.Finding(reason=errors_pb2.REASON_ROLE_INVALID, participant_id="judge", message="x", next_step="y")
+    findings = list(fleet.topology(pb.GetTopologyResponse(findings=[likely])))
+    assert bad(findings) == [(Severity.WARNING, "judge")]
+
+
+def test_an_environment_that_waits_for_a_policy_model_is_told_by_the_call() -> None:
+    calling = capabilities_pb2.RolloutActivity(
+        rollout_id="r-7", activity=capabilities_pb2.ACTIVITY_CALLING, waiting_on="judge POST /v1/responses"
+    )
+    model, cart = who("judge", capabilities_pb2.ROLE_POLICY_MODEL), who("cart", capabilities_pb2.ROLE_RESOURCES)
+    status = pb.GetCoordinatorStatusResponse(
+        participants=[
+            pb.ParticipantHealth(info=model, reachable=True),
+            pb.ParticipantHealth(
+                info=cart, reachable=True, status=capabilities_pb2.ParticipantStatus(rollouts=[calling] * 3)
+            ),
+        ]
+    )
+    (finding,) = fleet.judged(status)
+    assert (finding.severity, finding.subject) == (Severity.WARNING, "judge")
+    assert "`cart` waits for an answer of `judge` (rollout r-7)" in finding.message
+    assert '"judge=auxiliary"' in finding.fix
+    status.participants[0].info.capabilities.role = capabilities_pb2.ROLE_AUXILIARY_MODEL
+    assert list(fleet.judged(status)) == []
+    status.participants[0].info.capabilities.role = capabilities_pb2.ROLE_POLICY_MODEL
+    status.participants[1].info.capabilities.depends_on.append("judge")
+    assert list(fleet.judged(status)) == [], "the topology has refused it"
+
+
 def test_a_shim_that_is_kept_out_is_a_warning_and_blocks_nothing() -> None:
     refused = pb.Finding(reason=errors_pb2.REASON_UNAUTHENTICATED, message="A shim was refused", next_step="a token")
     (finding, well) = fleet.topology(pb.GetTopologyResponse(findings=[refused]))
