@@ -5,7 +5,7 @@ PURE: it reads what `Client.topology` and `Client.status` have answered.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Final
 
 from safepoint.v1 import capabilities_pb2
@@ -20,6 +20,8 @@ from coordinator.wire.rpc import problem_from_detail
 
 # An answer on one machine takes a millisecond. A second means that the coordinator's loop is blocked or the link is bad.
 SLOW_ANSWER_S: Final = 1.0
+SKEW_S: Final = 5.0  # more than an answer takes
+SHOWN: Final = 5
 
 
 def coordinator(status: pb.GetCoordinatorStatusResponse, took_s: float) -> Iterator[Finding]:
@@ -53,6 +55,46 @@ def coordinator(status: pb.GetCoordinatorStatusResponse, took_s: float) -> Itera
             "coordinator", Severity.NOTE, operation.operation_id, f"The last operation did not finish: {primary}",
             "`safepoint why` tells the rest.",
         )  # fmt: skip
+
+
+def clock(status: pb.GetCoordinatorStatusResponse, wall_s: float) -> Iterator[Finding]:
+    """How far the coordinator's clock is from ours, as far as its operation tells. `wall_s`: seconds since 1970, here.
+
+    An operation that runs says what time it is there; one that has ended only that it cannot have begun in the future.
+    """
+    operation = status.operation
+    if not operation.HasField("begin_time"):
+        return
+    runs = operation.outcome == pb.OPERATION_OUTCOME_RUNNING
+    there_s = operation.begin_time.ToMilliseconds() / 1e3 + (operation.elapsed.ToMilliseconds() / 1e3 if runs else 0.0)
+    ahead_s = there_s - wall_s
+    if ahead_s > SKEW_S or (runs and ahead_s < -SKEW_S):
+        yield Finding(
+            "coordinator", Severity.WARNING, "clock",
+            f"The coordinator's clock is {'at least ' if not runs else ''}{abs(ahead_s):.0f} s "
+            f"{'ahead of' if ahead_s > 0 else 'behind'} the one here. No decision rests on it; certificates, object stores and "
+            "the times in lists do.",
+            "Let NTP or chrony set the clocks of all machines.",
+        )  # fmt: skip
+
+
+def versions(answer: pb.GetTopologyResponse, ours: str) -> Iterator[Finding]:
+    """That all shims are of one version of Safepoint. `ours`: the version of who asks."""
+    found: dict[str, list[str]] = {}
+    for info in answer.participants:
+        if info.capabilities.shim_version:
+            found.setdefault(info.capabilities.shim_version, []).append(info.capabilities.participant_id)
+    if not ours or found.keys() <= {ours}:
+        return
+    each = "; ".join(f"{version}: {_few(names)}" for version, names in sorted(found.items()))
+    yield Finding(
+        "participants", Severity.NOTE, "versions", f"Not everybody is of version {ours}, which is here: {each}.",
+        "Works within one version of the contract; install one version everywhere when you can.",
+    )  # fmt: skip
+
+
+def _few(names: Sequence[str]) -> str:
+    return ", ".join(names[:SHOWN]) + (f" and {len(names) - SHOWN} more" if len(names) > SHOWN else "")
 
 
 def upload(status: pb.GetCoordinatorStatusResponse) -> Iterator[Finding]:
