@@ -31,7 +31,7 @@ from participant_shims.gate.execution import (
     read_body,
     send_answer,
 )
-from participant_shims.gate.outbound import CURRENT, NOBODY, REFUSED_HEADER, TRACE, TRACE_HEADER
+from participant_shims.gate.outbound import CURRENT, REFUSED_HEADER, TRACE, TRACE_HEADER, nobody
 from participant_shims.gate.replay import Scope as CallScope
 from participant_shims.identity import (
     LOWEST_HEADER,
@@ -40,6 +40,7 @@ from participant_shims.identity import (
     done_from_headers,
     finished_from_headers,
     from_headers,
+    home_from_headers,
     recorded_from_headers,
 )
 
@@ -70,7 +71,7 @@ class GateMiddleware:
         if kind == "http" and (not ungated or self._gate.neighbours is not None):
             headers = _headers(scope)
             identity = from_headers(headers)
-        if await self._passed_on(identity, scope, receive, send):
+        if await self._passed_on(identity, headers, scope, receive, send):
             return
         if ungated:
             try:
@@ -88,15 +89,20 @@ class GateMiddleware:
         elif self._gate.is_agent and scope["path"].rstrip("/") == "/run":
             await self._root(headers, scope, receive, send)
         elif self._gate.is_agent:
-            CURRENT.set(NOBODY)  # what it sends out is parked with the rest
+            CURRENT.set(nobody(home_from_headers(headers)))  # what it sends out is parked with the rest
             await self._app(scope, receive, send)
         else:
-            await self._anonymous(scope, receive, send)
+            await self._anonymous(scope, receive, send, home=home_from_headers(headers))
 
-    async def _passed_on(self, identity: CallIdentity | None, scope: Scope, receive: Receive, send: Send) -> bool:
+    async def _passed_on(
+        self, identity: CallIdentity | None, headers: Mapping[str, str], scope: Scope, receive: Receive, send: Send
+    ) -> bool:
         """Whether another worker had to serve this request, and has."""
         neighbours = self._gate.neighbours
-        if neighbours is None or identity is None or (home := neighbours.home(identity.rollout_id)) is None:
+        if neighbours is None:
+            return False
+        rollout_id = identity.rollout_id if identity is not None else home_from_headers(headers)
+        if not rollout_id or (home := neighbours.home(rollout_id)) is None:
             return False
         self._gate.count("calls passed on to the worker that has the session")
         await neighbours.pass_on(home, scope, receive, send)
@@ -104,7 +110,9 @@ class GateMiddleware:
 
     # -- work without identity: counted and gated, not remembered
 
-    async def _anonymous(self, scope: Scope, receive: Receive, send: Send, body: bytes | None = None) -> None:
+    async def _anonymous(
+        self, scope: Scope, receive: Receive, send: Send, body: bytes | None = None, home: str = ""
+    ) -> None:
         gate = self._gate
         doors = gate.doors
         entry = doors.enter(exempt=gate.never_closes, waiting_on=scope["path"])
@@ -125,7 +133,7 @@ class GateMiddleware:
                         await doors.hold(entry)
                     await send(message)
 
-                CURRENT.set(NOBODY)
+                CURRENT.set(nobody(home))
                 try:
                     await self._app(scope, caller.receive, held_send)
                 finally:
@@ -311,7 +319,7 @@ class GateMiddleware:
             await gate.doors.hold(entry)
             await send(message)
 
-        CURRENT.set(NOBODY)
+        CURRENT.set(nobody(rollout_id))
         with gate.unlogged(rollout_id):
             await self._app(scope, receive, held_send)
 

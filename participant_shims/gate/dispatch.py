@@ -18,7 +18,7 @@ from coordinator.wire.ids import is_rollout_id
 from participant_shims.gate.calllog import Answer, CallLog, Claim, Verdict
 from participant_shims.gate.execution import App, Execution, Run, conflict
 from participant_shims.gate.execution import Scope as AsgiScope
-from participant_shims.gate.outbound import CURRENT, NOBODY, Outbound
+from participant_shims.gate.outbound import CURRENT, Outbound, nobody
 from participant_shims.gate.replay import STRAYED, Dispatch, Scope
 from participant_shims.identity import ROLLOUT_HEADER, root
 
@@ -132,7 +132,7 @@ class Dispatches:
                 answer = error = None
                 begun = self._log.restart(rollout_id, attempt, why[:1000], dispatch.outrun_by)
                 if begun is None:  # what is recorded cannot be forgotten: the client gets its result all the same
-                    answer = await self._unlogged(app, dict(scope), body, execution)
+                    answer = await self._unlogged(app, dict(scope), body, execution, rollout_id)
                     break
                 attempt = base = begun
             if answer is not None:
@@ -153,10 +153,12 @@ class Dispatches:
             execution.end(answer, error if answer is None else None)
             on_end()
 
-    async def _unlogged(self, app: App, scope: AsgiScope, body: bytes, execution: Execution) -> Answer | None:
+    async def _unlogged(
+        self, app: App, scope: AsgiScope, body: bytes, execution: Execution, rollout_id: str
+    ) -> Answer | None:
         run: Run = execution.new_run(passes_on=False)
         execution.scope = scope
-        CURRENT.set(NOBODY)
+        CURRENT.set(nobody(rollout_id))
         await run.of(app, scope, body)
         return run.answer()
 

@@ -24,6 +24,7 @@ from participant_shims.gate.replay import PATIENCE_S, DivergedError, Scope
 from participant_shims.identity import (
     DONE_HEADER,
     FINISHED_HEADER,
+    HOME_HEADER,
     LOG_HEADER,
     MAX_RECORDED,
     CallIdentity,
@@ -31,8 +32,6 @@ from participant_shims.identity import (
 )
 
 CURRENT: ContextVar[Scope | None] = ContextVar("safepoint_scope", default=None)
-# The scope of work that carries no identity: parked like any other, neither logged nor answered from a log.
-NOBODY: Final = Scope(CallIdentity(ANONYMOUS, 0, "0"))
 # The trace (W3C) that the request which is handled belongs to; empty when it named none.
 TRACE: ContextVar[str] = ContextVar("safepoint_trace", default="")
 TRACE_HEADER: Final = "traceparent"
@@ -43,6 +42,16 @@ _DONE_AT_ONCE: Final = 16
 _MAX_DONE: Final = 4096  # ended rollouts that a callee has not been told of; older ones are left to its own limit
 
 Request = Callable[..., Awaitable[Any]]
+
+
+def nobody(home: str = "") -> Scope:
+    """The scope of work that is parked like any other, and neither logged nor answered from a log.
+
+    `home`: the rollout that it is part of, where that is known: its calls must reach the session that they began.
+    """
+    scope = Scope(CallIdentity(ANONYMOUS, 0, "0"))
+    scope.home = home
+    return scope
 
 
 class Outbound:
@@ -71,8 +80,8 @@ class Outbound:
         scope = CURRENT.get()
         if scope is None:
             return await original(client, server_name, url_path, method, **kwargs)
-        if scope is NOBODY:
-            return await self._unidentified(original, client, server_name, url_path, method, kwargs)
+        if scope.identity.rollout_id == ANONYMOUS:
+            return await self._unidentified(original, client, scope.home, server_name, url_path, method, kwargs)
         self._check(scope)
         if hasattr(kwargs.get("json"), "model_dump"):  # as ServerClient.request does it with pydantic models
             kwargs["json"] = kwargs["json"].model_dump(exclude_unset=True)
@@ -112,8 +121,11 @@ class Outbound:
             self._doors.leave(entry)
 
     async def _unidentified(
-        self, original: Request, client: Any, server_name: str, url_path: str, method: str, kwargs: dict[str, Any]
-    ) -> Any:
+        self, original: Request, client: Any, home: str, server_name: str, url_path: str, method: str,
+        kwargs: dict[str, Any],
+    ) -> Any:  # fmt: skip
+        if home:
+            kwargs["headers"] = _with_headers(kwargs.get("headers"), {HOME_HEADER: home})
         what = f"{server_name} {method.upper()} {url_path}"
         entry = self._doors.enter(inbound=False, exempt=not self._is_agent, waiting_on=what)
         try:

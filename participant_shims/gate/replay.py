@@ -69,6 +69,7 @@ class Scope:
         self.unused = sorted(records, key=lambda r: r.number)
         self._next = max((r.number for r in self.unused), default=0) + 1
         self._used = asyncio.Event()
+        self.home = ""  # of work that is not logged: the rollout that it is part of, where that is known
 
     async def match(self, digest: str, what: str, patience_s: float = PATIENCE_S) -> CallRecord | None:
         """The record of this call, which is used up by it; None when no records are left.

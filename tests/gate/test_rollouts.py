@@ -15,7 +15,7 @@ import pytest
 
 from coordinator.wire.terms import QuiesceMode, RolloutState
 from participant_shims.gate import calllog_files
-from participant_shims.identity import ATTEMPT_HEADER, CALL_HEADER, ROLLOUT_HEADER
+from participant_shims.identity import ATTEMPT_HEADER, CALL_HEADER, HOME_HEADER, ROLLOUT_HEADER
 from tests.gate.test_calllog import FullDisk
 from tests.gate.world import Client, World, until
 
@@ -107,6 +107,25 @@ async def test_a_running_id_with_another_input_runs_beside_and_leaves_the_first_
     assert b.json()["count"] == 5 + 4 + 5 + 6
     (warning,) = world.agent.gate.status()["warnings"]
     assert "Rollout r-1 was dispatched again with another input" in warning
+
+
+async def test_calls_that_are_not_logged_name_their_rollout_so_that_one_worker_has_its_session(world: World) -> None:
+    named: list[str | None] = []
+    seed = world.counter.routes["/seed"]
+
+    async def heard(scope: Any, body: Any, headers: dict[str, str]) -> Any:
+        named.append(headers.get(HOME_HEADER))
+        return await seed(scope, body, headers)
+
+    world.counter.routes["/seed"] = heard
+    world.hold_model_at = 0
+    first = asyncio.create_task(world.run(ROW))
+    await until(lambda: world.held_model)
+    second = asyncio.create_task(world.run(ROW | {"start": 6}))
+    await until(lambda: len(named) == 2)
+    world.let_model_go()
+    await asyncio.gather(first, second)
+    assert named == [None, "r-1"]
 
 
 async def test_a_save_leaves_out_an_id_that_runs_twice_with_different_inputs(world: World, tmp_path: Path) -> None:
