@@ -14,12 +14,10 @@ from safepoint.v1 import coordinator_service_pb2, manifest_pb2
 
 from coordinator import convert, ledger_lines
 from coordinator.driver import Drive
-from coordinator.protocol.operation import Operation
 from coordinator.reporting import snapshot_info
 from coordinator.snapshots import SnapshotStore
 from coordinator.wire.errors import SafepointError
 from coordinator.wire.ids import SnapshotId
-from coordinator.wire.places import Locator, actor_of
 from coordinator.wire.terms import RolloutState
 
 MAX_DIVERGED: Final = 20  # named; all are counted
@@ -41,30 +39,7 @@ async def restore_done(store: SnapshotStore, drive: Drive) -> coordinator_servic
             await asyncio.to_thread(_move_to_excluded, store, drive.operation.snapshot_id, diverged, done)
         except SafepointError as error:
             drive.reporter.warn(f"The totals are those of the snapshot, {len(diverged)} rollouts restart: {error}")
-    if any(placement.from_actor != placement.to_actor for placement in drive.operation.placements):
-        try:
-            count, first = await asyncio.to_thread(_known_by_old_actor, store, drive.operation)
-        except SafepointError:
-            count, first = 0, ""  # it was read before anybody was paused; what it would tell is a hint
-        if count:
-            drive.reporter.warn(
-                f"{count} rollouts that are in another actor now are known by Gym's indices, which name their old one (such as "
-                f"{first}): their rows have other ids where they are now, and begin again from their input. A _ng_rollout_id in "
-                "each row is the same in every actor."
-            )
     return done
-
-
-def _known_by_old_actor(store: SnapshotStore, operation: Operation) -> tuple[int, str]:
-    """Rollouts that have moved and whose ids name the agent that they had: how many, and the first."""
-    where, actors = Locator(operation.placements), {placement.from_actor for placement in operation.placements}
-    count, first = 0, ""
-    for raw in store.ledger(operation.snapshot_id):
-        line = ledger_lines.decode(raw, operation.snapshot_id)
-        moved = where.now_at(line.rollout_id, line.participant_id) != actor_of(line.participant_id, actors)
-        if moved and line.rollout_id.endswith(f"@{line.participant_id}"):
-            count, first = count + 1, first or line.rollout_id
-    return count, first
 
 
 def _move_to_excluded(

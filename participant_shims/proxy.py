@@ -53,6 +53,8 @@ class Link(asyncio.StreamReaderProtocol):
         self.reader = asyncio.StreamReader(READ_BYTES * 2)
         super().__init__(self.reader)
         self.gone = asyncio.Event()
+        self._slow = False
+        self._transport: asyncio.Transport | None = None
         self.writer: asyncio.StreamWriter | None = None
         # Looked up once: asyncio asks the system for the process's id each time that it says which loop runs.
         self.loop = asyncio.get_running_loop()
@@ -69,7 +71,7 @@ class Link(asyncio.StreamReaderProtocol):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         super().connection_made(transport)
         # Not asked whether it is an asyncio.Transport: uvloop's is of no class of asyncio's.
-        its = cast(asyncio.Transport, transport)
+        self._transport = its = cast(asyncio.Transport, transport)
         self.writer = asyncio.StreamWriter(its, self, self.reader, self.loop)
         if self._on_connected is not None:
             self._on_connected(self)
@@ -82,6 +84,14 @@ class Link(asyncio.StreamReaderProtocol):
         self._went()
         super().connection_lost(exc)
 
+    def pause_writing(self) -> None:
+        self._slow = True
+        super().pause_writing()
+
+    def resume_writing(self) -> None:
+        self._slow = False
+        super().resume_writing()
+
     def _went(self) -> None:
         self.gone.set()
         if self.on_gone is not None:
@@ -90,14 +100,16 @@ class Link(asyncio.StreamReaderProtocol):
     async def send(self, data: bytes) -> None:
         """Write, and wait while the peer is slow. Raises ConnectionError when it is gone."""
         if data:
-            assert self.writer is not None  # set when the connection was made
-            self.writer.write(data)
-            await self.writer.drain()
+            transport = self._transport
+            assert transport is not None  # set when the connection was made
+            transport.write(data)
+            if self._slow or transport.is_closing():  # else there is nothing to wait for
+                await self.drained()
 
     def write(self, data: bytes) -> None:
         """Write, whether the peer is slow or not: for what is bounded anyway."""
-        assert self.writer is not None
-        self.writer.write(data)
+        assert self._transport is not None
+        self._transport.write(data)
 
     async def drained(self) -> None:
         """Wait while the peer is slow. Raises ConnectionError when it is gone."""
@@ -208,7 +220,8 @@ class Proxy:
 
         What it dials and does not return it drops. Raises what is in LOST when either side is lost: both are dropped then.
         """
-        call = from_headers(head.lower())
+        ours = head.ours()
+        call = from_headers(ours) if ours else None
         if call is not None and self._is_stale(call):
             await self._refuse_stale(client, call)
             return None

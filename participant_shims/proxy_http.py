@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import importlib
+import re
 from collections import deque
 from dataclasses import dataclass, field
 from typing import Any, Final, NamedTuple, cast
@@ -18,6 +19,8 @@ from coordinator.wire.extras import install_extra
 
 READ_BYTES: Final = 64 << 10
 MAX_HEAD_BYTES: Final = 256 << 10
+_X: Final = frozenset({b"x-", b"X-"})
+_OURS: Final = re.compile(rb"x-safepoint-", re.IGNORECASE)
 _NO_BODY: Final = frozenset({204, 304})
 Header = tuple[bytes, bytes]
 
@@ -57,6 +60,12 @@ class Head:
     def lower(self) -> dict[str, str]:
         """The headers by lower-case name."""
         return {n.decode("latin-1").lower(): v.decode("latin-1") for n, v in self.headers}
+
+    def ours(self) -> dict[str, str]:
+        """Headers of this project by lower-case name: looked at for every request, and most have none."""
+        return {
+            n.decode("latin-1").lower(): v.decode("latin-1") for n, v in self.headers if n[:2] in _X and _OURS.match(n)
+        }
 
     @property
     def chunked(self) -> bool:
@@ -147,6 +156,18 @@ class Messages:
                 return None
             self.feed(data)
         return self._events.popleft()
+
+    def whole_body(self) -> bytes | None:
+        """The body of the message whose head was taken, when all of it is there already; else nothing is taken."""
+        events = self._events
+        if not events or not isinstance(events[-1], End):
+            return None
+        parts: list[bytes] = []
+        while True:
+            event = events.popleft()
+            if not isinstance(event, Body):
+                return parts[0] if len(parts) == 1 else b"".join(parts)
+            parts.append(event.data)
 
     def feed(self, data: bytes) -> deque[Event]:
         """Parse what has come; the events that nobody has taken yet. Raises BrokenMessage for what is not HTTP."""

@@ -14,8 +14,9 @@ import psutil
 from benchmarks.fleets.fleets import scratch
 from benchmarks.fleets.processes import REPOSITORY, Worker
 from benchmarks.gate.load import Next, request
+from coordinator.demo.ports import free_ports
 from participant_shims.identity import CallIdentity
-from tests.gym.fleet import TOOLS, Fleet, counter_config, free_ports
+from tests.gym.fleet import TOOLS, Fleet, counter_config
 
 CHEAPEST: Final = REPOSITORY / "benchmarks" / "gate" / "cheapest"
 

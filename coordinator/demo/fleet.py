@@ -16,7 +16,6 @@ import json
 import os
 import secrets
 import signal
-import socket
 import subprocess
 import time
 from collections.abc import Collection, Mapping, Sequence
@@ -29,6 +28,7 @@ import aiohttp
 import psutil
 
 from coordinator.demo.engines import MODEL_NAME, VLLM_PYTHON, Engine
+from coordinator.demo.ports import free_ports
 from coordinator.demo.rows import COUNTER_AGENT, SYNONYMS_AGENT
 from coordinator.wire.errors import Reason, refuse
 
@@ -102,18 +102,6 @@ def servers(policy_url: str, agent_settings: Mapping[str, Any]) -> list[Server]:
         _agent(COUNTER_AGENT, COUNTER, agent_settings),
         _agent(SYNONYMS_AGENT, SYNONYMS, agent_settings),
     ]
-
-
-def free_ports(count: int) -> list[int]:
-    """Ports that nobody listens on now. Somebody may take one before it is used: then the server says so and ends."""
-    sockets = [socket.socket() for _ in range(count)]
-    try:
-        for each in sockets:
-            each.bind(("127.0.0.1", 0))
-        return [int(each.getsockname()[1]) for each in sockets]
-    finally:
-        for each in sockets:
-            each.close()
 
 
 def marked(mark: str, sessions: Collection[int] = ()) -> list[psutil.Process]:

@@ -23,6 +23,11 @@ def actor_of(participant_id: str, actor_ids: Collection[str]) -> str:
     return head if dot and head in actor_ids else ""
 
 
+def is_called(participant_id: str, server_name: str) -> bool:
+    """Whether a participant of that id is a server of that name, in whatever actor, or in none."""
+    return server_name in (participant_id, participant_id.partition(".")[2])  # an actor's name has no dot
+
+
 @dataclass(frozen=True, slots=True)
 class Placement:
     """Rollouts of one actor of a snapshot, from `first` to before `until` (empty: no bound), and the actor they go to."""

@@ -12,13 +12,13 @@ while the doors are closed and go one at a time with ours.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import itertools
 import json
 import logging
 import secrets
 import time
-from collections.abc import Callable, Generator
+from collections.abc import Callable
+from types import TracebackType
 from typing import Final, TypeVar
 
 from coordinator.wire.terms import Activity
@@ -42,6 +42,41 @@ CONTROL: Final = frozenset(
      "/start_draft_weight_update", "/update_weights", "/finish_weight_update", "/update_weight_version",
      "/weight_checker", "/scale_elastic_ep", "/release_kv_cache_memory", "/fault_tolerance/apply"]
 )  # fmt: skip
+
+
+class _Staying:
+    """Until it is done, the client leaves, or it is cut by `working[request_id]`; the last two raise what is in LOST."""
+
+    def __init__(self, client: Link, working: dict[str, Callable[[], None]], request_id: str) -> None:
+        self._client, self._working, self._request_id = client, working, request_id
+        self._why: Exception | None = None
+        task = asyncio.current_task(client.loop)
+        assert task is not None
+        self._task = task
+
+    def __enter__(self) -> None:
+        if self._client.gone.is_set():
+            raise _left()
+        self._client.on_gone = lambda: self._end(_left())
+        self._working[self._request_id] = lambda: self._end(BrokenMessage("it was aborted, and nobody said so"))
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._client.on_gone = None
+        self._working.pop(self._request_id, None)
+        # Without a reason of ours the proxy ends.
+        if self._why is not None and isinstance(error, asyncio.CancelledError) and self._task.uncancel() == 0:
+            raise self._why from None
+
+    def _end(self, why: Exception) -> None:
+        if self._why is None:
+            self._why = why
+            self._task.cancel()
+
+
+def _left() -> ConnectionResetError:
+    return ConnectionResetError("the client left before its response")
 
 
 class EngineProxy(Proxy):
@@ -130,7 +165,8 @@ class EngineProxy(Proxy):
     async def _generate(
         self, client: Link, requests: Messages, head: Head, path: str, upstream: Upstream | None
     ) -> Upstream | None:
-        caller = from_headers(head.lower())
+        ours = head.ours()
+        caller = from_headers(ours) if ours else None
         if caller is not None and self._is_stale(caller):
             await self._refuse_stale(client, caller)
             return None
@@ -149,7 +185,9 @@ class EngineProxy(Proxy):
             parks = entry.activity is Activity.PARKED
             if parks and not await self._pass_doors(client, requests, entry, parked):
                 raise ConnectionResetError("the client left while its request was parked")
-            raw = b"".join([piece async for piece in pieces(requests, parked)])
+            raw = None if parked else requests.whole_body()
+            if raw is None:
+                raw = b"".join([piece async for piece in pieces(requests, parked)])
             if caller is not None:
                 self.on_call(caller)
             record = self._new_record(path, raw, caller)
@@ -157,7 +195,7 @@ class EngineProxy(Proxy):
                 upstream = await self._dial()
             self.in_flight[record.request_id] = record
             at = Exchange(client, head, raw, entry, record, upstream)
-            with self._while_it_stays(client, record.request_id):
+            with _Staying(client, self._working, record.request_id):
                 again = await self.serving.serve(at)
             return again
         except BaseException as error:
@@ -177,35 +215,6 @@ class EngineProxy(Proxy):
         for cut in list(self._working.values()):
             cut()
         return ended
-
-    @contextlib.contextmanager
-    def _while_it_stays(self, client: Link, request_id: str) -> Generator[None]:
-        """Until it is done, the client leaves, or it is cut by `end_all`; the last two raise what is in LOST."""
-        task = asyncio.current_task(client.loop)
-        assert task is not None
-        why: list[Exception] = []
-
-        def end(error: Exception) -> None:
-            if not why:
-                why.append(error)
-                task.cancel()
-
-        def left() -> None:
-            end(ConnectionResetError("the client left before its response"))
-
-        client.on_gone = left
-        self._working[request_id] = lambda: end(BrokenMessage("it was aborted, and nobody said so"))
-        try:
-            if client.gone.is_set():
-                raise ConnectionResetError("the client left before its response")
-            yield
-        except asyncio.CancelledError:
-            if not why or task.uncancel() > 0:
-                raise  # the proxy ends
-            raise why[0] from None
-        finally:
-            client.on_gone = None
-            self._working.pop(request_id, None)
 
     @staticmethod
     async def _while_there(client: Link, working: asyncio.Task[ResultT]) -> ResultT:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import deque
 from dataclasses import dataclass, field
-from typing import Any, Final, NamedTuple, cast
+from typing import Any, Final, NamedTuple
 
 from participant_shims.engine.request import Ask, Json, make_ask
 
@@ -29,8 +29,7 @@ class Piece(NamedTuple):  # made for each token: a frozen dataclass takes three 
     raw: bytes = b""  # the event as it came, with its end
 
 
-@dataclass(frozen=True, slots=True)
-class Segment:
+class Segment(NamedTuple):
     """From token `start` on, the weights were of this version (empty: not known)."""
 
     start: int
@@ -152,29 +151,38 @@ def record_from_json(raw: Json) -> Record:
     return record
 
 
-def read_piece(chunk: Json, *, chat: bool, raw: bytes = b"") -> Piece:
-    """What a chunk of a stream of that kind says. Raises KeyError, TypeError for what is no chunk."""
-    choices = cast("list[Json]", chunk["choices"])
+def read_piece(chunk: Json, raw: bytes = b"") -> Piece:
+    """What a chunk of a completion's stream says. Raises AttributeError, KeyError, TypeError for what is no chunk."""
+    choices: list[Json] = chunk["choices"]
     if not choices:
         return Piece(raw=raw)
     choice = choices[0]
-    ids = tuple(choice.get("token_ids") or ())
-    written = cast(Json, choice.get("logprobs") or {})
+    ids: tuple[int, ...] = tuple(choice.get("token_ids") or ())
+    written: Json = choice.get("logprobs") or {}
+    probabilities: list[Any] = written.get("token_logprobs") or []
+    tokens: list[Any] = written.get("tokens") or []
+    tops: list[Any] = written.get("top_logprobs") or []
+    entries: tuple[Any, ...] = tuple(map(list, zip(probabilities, tokens, tops, strict=False)))
+    if len(entries) != len(ids):
+        entries = (None,) * len(ids)
     finish, stop = choice.get("finish_reason") or "", choice.get("stop_reason")
-    if chat:
-        delta = cast(Json, choice.get("delta") or {})
-        entries = tuple(written.get("content") or ())
-        return Piece(
-            delta.get("content") or "",
-            ids,
-            entries if len(entries) == len(ids) else (None,) * len(ids),
-            finish,
-            stop,
-            delta.get("reasoning") or delta.get("reasoning_content") or "",
-            tuple(delta.get("tool_calls") or ()),
-            raw,
-        )
-    columns: list[list[Any]] = [written.get(name) or [] for name in ("token_logprobs", "tokens", "top_logprobs")]
-    rows: tuple[Any, ...] = tuple(list(row) for row in zip(*columns, strict=False))
-    entries = rows if len(rows) == len(ids) else (None,) * len(ids)
-    return Piece(choice.get("text") or "", ids, entries, finish, stop, raw=raw)
+    return Piece(choice.get("text") or "", ids, entries, finish, stop, "", (), raw)
+
+
+def read_chat_piece(chunk: Json, raw: bytes = b"") -> Piece:
+    """What a chunk of a chat's stream says. Raises as `read_piece`."""
+    choices: list[Json] = chunk["choices"]
+    if not choices:
+        return Piece(raw=raw)
+    choice = choices[0]
+    ids: tuple[int, ...] = tuple(choice.get("token_ids") or ())
+    written: Json = choice.get("logprobs") or {}
+    entries: tuple[Any, ...] = tuple(written.get("content") or ())
+    if len(entries) != len(ids):
+        entries = (None,) * len(ids)
+    finish, stop = choice.get("finish_reason") or "", choice.get("stop_reason")
+    delta: Json = choice.get("delta") or {}
+    reasoning = delta.get("reasoning") or delta.get("reasoning_content") or ""
+    return Piece(
+        delta.get("content") or "", ids, entries, finish, stop, reasoning, tuple(delta.get("tool_calls") or ()), raw
+    )

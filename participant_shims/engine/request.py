@@ -12,9 +12,10 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final, cast
 
-from participant_shims.engine.text import loads
+from participant_shims.engine.text import dumps, loads
 
 Json = dict[str, Any]
+_Added = tuple[str, Any, bytes]  # a member: name, value, and how it is added to a body
 
 COMPLETIONS: Final = "/v1/completions"
 CHAT: Final = "/v1/chat/completions"
@@ -42,6 +43,17 @@ _SHAPING: Final = frozenset(
      "continue_final_message", "documents", "chat_template", "chat_template_kwargs", "reasoning_effort",
      "include_reasoning", "tools", "tool_choice", "parallel_tool_calls", "metadata", "store", "service_tier"]
 )  # fmt: skip
+_PLAIN: Final = SAMPLING | _SHAPING | _NOT_THE_QUESTION
+# Members that we ask for besides.
+_STREAM: Final[_Added] = ("stream", True, b',"stream":true')
+_IDS: Final[_Added] = ("return_token_ids", True, b',"return_token_ids":true')
+_LOGPROBS: Final[_Added] = ("logprobs", 0, b',"logprobs":0')
+_CHAT_LOGPROBS: Final[_Added] = ("logprobs", True, b',"logprobs":true')
+_USAGE: Final[_Added] = ("stream_options", {"include_usage": True}, b',"stream_options":{"include_usage":true}')
+# Members for which nothing of the answer may be read.
+_UNREADABLE: Final = frozenset(
+    ["n", "best_of", "echo", "use_beam_search", "prompt_logprobs", "prompt_embeds", "suffix", "logprob_token_ids"]
+)  # fmt: skip
 # Members that change nothing when they have this value.
 _HARMLESS: Final[Mapping[str, tuple[Any, ...]]] = {
     "frequency_penalty": (0,), "presence_penalty": (0,), "stop": ("", []), "echo": (False,), "suffix": ("",),
@@ -60,48 +72,36 @@ _WHY: Final[Mapping[str, str]] = {
 }
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Ask:
-    """One request. `why_untouched`: why nothing of it is recorded; `why_anew`: why it can't go on from a prefix.
+    """One request, made by `make_ask`. `why_untouched`: why nothing of it is recorded; `why_anew`: why it can't go on
+    from a prefix.
 
     `parses`: its answer is not the text alone, since tools may be called in it.
     """
 
     path: str
     body: Json
-    why_untouched: str = ""
-    why_anew: str = ""
-    parses: bool = False
-    _digest: list[str] = field(default_factory=list[str], compare=False)
+    why_untouched: str
+    why_anew: str
+    parses: bool
+    chat: bool
+    stream: bool
+    wants_ids: bool
+    wants_logprobs: bool
+    _digest: str = field(default="", compare=False)
 
     @property
     def digest(self) -> str:
         """What was asked, made when it is wanted first: only who looks for a restored record wants it."""
         if not self._digest:
-            self._digest.append(digest(self.path, self.body))
-        return self._digest[0]
-
-    @property
-    def chat(self) -> bool:
-        return self.path == CHAT
-
-    @property
-    def stream(self) -> bool:
-        return bool(self.body.get("stream"))
+            self._digest = digest(self.path, self.body)
+        return self._digest
 
     @property
     def greedy(self) -> bool:
         """Whether chance has no part in it. A temperature that is not given is the server's."""
         return self.body.get("temperature") == 0
-
-    @property
-    def wants_ids(self) -> bool:
-        return bool(self.body.get("return_token_ids"))
-
-    @property
-    def wants_logprobs(self) -> bool:
-        asked = self.body.get("logprobs")
-        return bool(asked) if self.chat else asked is not None
 
     @property
     def wants_usage(self) -> bool:
@@ -139,9 +139,17 @@ def read_ask(path: str, raw: bytes) -> Ask | None:
 
 def make_ask(path: str, body: Json) -> Ask:
     """What `body` asks for at `path`."""
+    chat = path == CHAT
     untouched = _why_untouched(path, body)
-    parses = path == CHAT and bool(body.get("tools")) and body.get("tool_choice") != "none"
-    return Ask(path, body, untouched, untouched or _why_anew(body), parses)
+    asked = body.get("logprobs")
+    return Ask(
+        path, body, untouched, untouched or _why_anew(body),
+        parses=chat and bool(body.get("tools")) and body.get("tool_choice") != "none",
+        chat=chat,
+        stream=bool(body.get("stream")),
+        wants_ids=bool(body.get("return_token_ids")),
+        wants_logprobs=bool(asked) if chat else asked is not None,
+    )  # fmt: skip
 
 
 def digest(path: str, body: Json) -> str:
@@ -161,23 +169,45 @@ def upstream_body(ask: Ask) -> Json:
     return body
 
 
+def upstream_raw(ask: Ask, raw: bytes) -> bytes:
+    """The same as JSON. `raw`: the caller's body; a long prompt is not written anew when members need only be added."""
+    body = ask.body
+    wanted: list[_Added] = [_STREAM, _IDS]
+    if not ask.wants_logprobs:
+        wanted.append(_CHAT_LOGPROBS if ask.chat else _LOGPROBS)
+    if not ask.stream:
+        wanted.append(_USAGE)
+    lacking = [written for name, _, written in wanted if name not in body]
+    differs = len(lacking) < len(wanted) and any(name in body and body[name] != value for name, value, _ in wanted)
+    end = raw.rstrip()
+    # JSON in UTF-16 may end in that byte, too.
+    if differs or not body or not end.endswith(b"}") or b"\0" in end[-2:]:
+        return dumps(upstream_body(ask))
+    return b"".join([end[:-1], *lacking, b"}"])
+
+
 def _why_untouched(path: str, body: Json) -> str:
     if path in UNREAD:
         return f"what {path} generates is not read"
-    if body.get("n") not in (None, 1) or body.get("best_of") not in (None, 1):
+    odd = not _UNREADABLE.isdisjoint(body)
+    if odd and (body.get("n") not in (None, 1) or body.get("best_of") not in (None, 1)):
         return "it asks for several answers (n > 1)"
     if path == COMPLETIONS and not _one_prompt(body.get("prompt")):
         return "it has several prompts, or none"
-    if body.get("echo") and body.get("echo") is not None:
-        return _WHY["echo"]
-    for name in ("use_beam_search", "prompt_logprobs", "prompt_embeds", "suffix", "logprob_token_ids"):
-        if body.get(name) not in (None, False, ""):
-            return _WHY.get(name, f"it has {name}")
+    if odd:
+        if body.get("echo"):
+            return _WHY["echo"]
+        for name in ("use_beam_search", "prompt_logprobs", "prompt_embeds", "suffix", "logprob_token_ids"):
+            if body.get(name) not in (None, False, ""):
+                return _WHY.get(name, f"it has {name}")
     return ""
 
 
 def _one_prompt(prompt: Any) -> bool:
-    return bool(prompt) and (isinstance(prompt, str) or all(isinstance(token, int) for token in _list(prompt)))
+    if isinstance(prompt, str):
+        return bool(prompt)
+    # By the types that there are, since a prompt may have many thousand ids.
+    return bool(prompt) and all(issubclass(kind, int) for kind in set(map(type, _list(prompt))))
 
 
 def _list(value: Any) -> list[Any]:
@@ -186,8 +216,8 @@ def _list(value: Any) -> list[Any]:
 
 
 def _why_anew(body: Json) -> str:
-    for name, value in body.items():
-        if value is None or name in SAMPLING or name in _SHAPING or name in _NOT_THE_QUESTION:
+    for name, value in () if body.keys() <= _PLAIN else body.items():
+        if value is None or name in _PLAIN:
             continue
         if name in _HARMLESS and any(value == harmless for harmless in _HARMLESS[name]):
             continue
@@ -198,7 +228,8 @@ def _why_anew(body: Json) -> str:
             return "constrained decoding begins at the first token (tool_choice)"
         if choice != "none" and any(_strict(tool) for tool in _list(body["tools"])):
             return "constrained decoding begins at the first token (strict tools)"
-    if any(_has_media(message) for message in _list(body.get("messages") or [])):
+    messages = body.get("messages")
+    if messages and any(_has_media(message) for message in _list(messages)):
         return "its prompt has more than text"
     return ""
 

@@ -19,9 +19,9 @@ from participant_shims.engine.call import NotSent, Unknown, call
 from participant_shims.engine.continuation import EXACT, continuation_body, in_words_of, label_of
 from participant_shims.engine.discovery import Engine
 from participant_shims.engine.pool import Pool
-from participant_shims.engine.record import Piece, Record, read_piece
-from participant_shims.engine.request import COMPLETIONS, Ask, Json, upstream_body
-from participant_shims.engine.stream import REWRITTEN, Chunks, Failure, Refusal, Stream, nothing, rewritten
+from participant_shims.engine.record import Piece, Record, read_chat_piece, read_piece
+from participant_shims.engine.request import COMPLETIONS, Ask, Json, upstream_raw
+from participant_shims.engine.stream import REWRITTEN, Chunks, Failure, Refusal, Stream, nothing, request_to, rewritten
 from participant_shims.engine.text import dumps
 from participant_shims.identity import CallIdentity
 from participant_shims.proxy import Link, Upstream
@@ -31,7 +31,7 @@ log = logging.getLogger(__name__)
 
 DERENDER_S: Final = 30.0
 LABEL: Final = b"x-safepoint-continued"
-_JSON: Final[Header] = (b"content-type", b"application/json")
+_NOT_THEIRS: Final = REWRITTEN | {b"content-type"}
 _EVENTS: Final[Header] = (b"content-type", b"text/event-stream; charset=utf-8")
 
 
@@ -135,9 +135,9 @@ class Serving:
 
     async def _record(self, at: Exchange) -> Upstream | None:
         record, client, entry, doors = at.record, at.client, at.entry, self._doors
-        ask, chat = record.ask, record.ask.chat
+        ask = record.ask
         stream, response = await self._ask(
-            at, at.head.url, upstream_body(ask), record, lambda chunk, raw: read_piece(chunk, chat=chat, raw=raw)
+            at, at.head.url, upstream_raw(ask, at.raw), record, read_chat_piece if ask.chat else read_piece
         )
         try:
             if not ask.stream:
@@ -185,13 +185,15 @@ class Serving:
             status, phrase = (code if isinstance(code, int) and 400 <= code < 600 else 500), b"Error"
         await self._doors.hold(at.entry)
         body = dumps(shown)
-        theirs = response.headers if response and not label else []  # a continuation is of our making
-        kept = [h for h in theirs if h[0].lower() not in (*REWRITTEN, b"content-type")]
-        out = Head([*kept, _JSON], status=status, phrase=phrase)
+        lines = [b"HTTP/1.1 %d %s\r\n" % (status, phrase)]
+        if response is not None and not label:  # a continuation is of our making
+            lines += [b"%s: %s\r\n" % h for h in response.headers if h[0].lower() not in _NOT_THEIRS]
+        lines.append(b"content-type: application/json\r\n")
         if label:
-            out.headers.append((LABEL, label.encode()))
-        out.headers.append((b"content-length", b"%d" % len(body)))
-        await at.client.send(out.encode() + body)
+            lines.append(b"%s: %s\r\n" % (LABEL, label.encode()))
+        lines.append(b"content-length: %d\r\n\r\n" % len(body))
+        lines.append(body)
+        await at.client.send(b"".join(lines))
         return self._again(at, response)
 
     async def _complete(self, record: Record) -> Json:
@@ -249,10 +251,10 @@ class Serving:
             restored.weights_are(self.weight_version)
             restored.continued = label_of(restored)
             restored.usage = None
-            body = continuation_body(restored, self.engine.max_model_len if self.engine else 0)
+            body = dumps(continuation_body(restored, self.engine.max_model_len if self.engine else 0))
             stream, response = await self._ask(
                 at, COMPLETIONS.encode(), body, restored,
-                lambda chunk, _: in_words_of(restored, read_piece(chunk, chat=False)),
+                lambda chunk, _: in_words_of(restored, read_piece(chunk)),
             )  # fmt: skip
             chunks = stream.chunks()
         tally.exact += int(restored.continued in ("", EXACT))
@@ -307,17 +309,14 @@ class Serving:
     # ---- talking with the engine ----------------------------------------------------------------------------------
 
     async def _ask(
-        self, at: Exchange, url: bytes, body: Json, record: Record, understand: Callable[[Json, bytes], Piece]
+        self, at: Exchange, url: bytes, raw: bytes, record: Record, understand: Callable[[Json, bytes], Piece]
     ) -> tuple[Stream, Head]:
         """Send the request; its response is read and recorded from now on. Raises Refusal, ConnectionError."""
-        raw = dumps(body)
-        out = rewritten(at.head, url, raw)
-        if not out.value(b"x-request-id"):
-            out.headers.append((b"x-request-id", record.request_id.encode()))
+        out = request_to(at.head, url, raw, record.request_id)
         while True:
             stream = Stream(at.upstream, record, understand, self._spoke)
             try:
-                await at.upstream.link.send(out.encode() + raw)
+                await at.upstream.link.send(out)
                 return stream, await stream.head()
             except OSError as error:
                 stream.close()

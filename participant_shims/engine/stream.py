@@ -10,13 +10,13 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from typing import Any, Final, cast
+from typing import Any, Final
 
 from participant_shims.engine.record import Piece, Record
 from participant_shims.engine.request import Json
 from participant_shims.engine.text import loads
 from participant_shims.proxy import Upstream
-from participant_shims.proxy_http import Body, BrokenMessage, End, Event, Head, Messages
+from participant_shims.proxy_http import Body, BrokenMessage, End, Head, Messages
 
 MAX_BODY_BYTES: Final = 256 << 20
 REWRITTEN: Final = frozenset({b"content-length", b"transfer-encoding", b"connection", b"expect", b"accept-encoding"})
@@ -138,11 +138,21 @@ class Stream:
         direct, self._came = self._direct, False
         try:
             events = self._messages.feed(data)
+            said: list[bytes] = []  # pieces of the body that came together are read as one
             while events and not self._over:
-                self._take(events.popleft())
+                event = events.popleft()
+                if isinstance(event, Body):
+                    said.append(event.data)
+                    continue
+                if said:
+                    self._take_body(said)
+                    said.clear()
+                self._take(event)
+            if said:
+                self._take_body(said)
         except (OSError, BrokenMessage, Failure) as error:
             self._end(error)
-        except (ValueError, KeyError, TypeError, IndexError) as error:
+        except (ValueError, KeyError, TypeError, IndexError, AttributeError) as error:
             self._end(BrokenMessage(f"no stream of vLLM: {error!r}"))
         if self._came:
             self._on_bytes()
@@ -159,16 +169,17 @@ class Stream:
         where = "inside its stream" if self._head is not None else "before its response"
         self._end(ConnectionResetError(f"vLLM closed the connection {where}"))
 
-    def _take(self, event: Event) -> None:
-        if isinstance(event, Body):
-            self._came = True
-            if self._refused is None:
-                self._read(event.data)
-                return
-            self._refused.append(event.data)
-            if sum(map(len, self._refused)) > MAX_BODY_BYTES:
-                raise BrokenMessage("the body is too long")
-        elif isinstance(event, End):
+    def _take_body(self, said: list[bytes]) -> None:
+        self._came = True
+        if self._refused is None:
+            self._read(said[0] if len(said) == 1 else b"".join(said))
+            return
+        self._refused += said
+        if sum(map(len, self._refused)) > MAX_BODY_BYTES:
+            raise BrokenMessage("the body is too long")
+
+    def _take(self, event: Head | End) -> None:
+        if isinstance(event, End):
             if self._refused is not None:
                 assert self._head is not None
                 self._end(Refusal(self._head, b"".join(self._refused)))
@@ -232,12 +243,14 @@ def _take_head(record: Record, chunk: Json) -> None:
         record.served_id, record.model = str(chunk.get("id") or ""), str(chunk.get("model") or "")
         record.created = int(chunk.get("created") or record.created)
     if not record.prompt_ids:
-        choices = cast("list[Json]", chunk.get("choices") or [{}])
+        choices: list[Json] = chunk.get("choices") or [{}]
         record.prompt_ids = tuple(chunk.get("prompt_token_ids") or choices[0].get("prompt_token_ids") or ())
-    usage = chunk.get("usage")
+    usage: Json | None = chunk.get("usage")
     if usage:
-        record.usage = cast(Json, usage)
-    record.fingerprint = chunk.get("system_fingerprint") or record.fingerprint
+        record.usage = usage
+    fingerprint: str | None = chunk.get("system_fingerprint")
+    if fingerprint:
+        record.fingerprint = fingerprint
 
 
 def rewritten(head: Head, url: bytes, body: bytes) -> Head:
@@ -245,6 +258,22 @@ def rewritten(head: Head, url: bytes, body: bytes) -> Head:
     kept = [(name, value) for name, value in head.headers if name.lower() not in REWRITTEN]
     kept.append((b"content-length", b"%d" % len(body)))
     return Head(kept, head.method, url, head.status, head.phrase, keep_alive=head.keep_alive)
+
+
+def request_to(head: Head, url: bytes, body: bytes, request_id: str) -> bytes:
+    """A request with another body, and an id if its caller gave none: one pass, since each request takes it."""
+    lines = [b"%s %s HTTP/%s\r\n" % (head.method, url, head.version.encode())]
+    named = False
+    for header in head.headers:
+        name = header[0].lower()
+        if name not in REWRITTEN:
+            lines.append(b"%s: %s\r\n" % header)
+            named = named or (name == b"x-request-id" and bool(header[1]))
+    if not named:
+        lines.append(b"x-request-id: %s\r\n" % request_id.encode())
+    lines.append(b"content-length: %d\r\n\r\n" % len(body))
+    lines.append(body)
+    return b"".join(lines)
 
 
 async def pieces(messages: Messages, first: Sequence[Body | End]) -> AsyncIterator[bytes]:

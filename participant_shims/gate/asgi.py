@@ -248,6 +248,10 @@ class GateMiddleware:
         try:
             if not await gate.doors.admitted(entry):
                 return
+            if moved := gate.log.moved_here(rollout_id, sha256, gate.name):
+                gate.doors.leave(entry)
+                rollout_id = moved
+                entry = gate.doors.enter(rollout_id, waiting_on="POST /run")  # not parked: nothing has awaited since
             if actor := gate.log.held_elsewhere(rollout_id, sha256):
                 gate.count("dispatches sent to another actor")
                 await send_answer(send, _wrong_actor(rollout_id, gate.participant_id, actor))

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Final, cast
 
+from coordinator.wire.places import is_called
 from participant_shims.gate.logfile import Answer, Live, LogFile, answer_of, dump_headers, tolerated
 from participant_shims.gate.process import lives, own
 from participant_shims.identity import CallIdentity
@@ -152,7 +153,7 @@ class DispatchLog(LogFile):
             if changed:
                 self.db.execute("DELETE FROM calls WHERE rollout_id=?", (rollout_id,))
         if changed:
-            self.unread.discard(rollout_id)  # its calls matter no more, and are not brought in
+            self.unread.pop(rollout_id, None)  # its calls matter no more, and are not brought in
 
     @tolerated(None)
     def interrupt(self, rollout_id: str, attempt: int) -> None:
@@ -202,6 +203,23 @@ class DispatchLog(LogFile):
             (rollout_id, sha256),
         ).fetchone()
         return str(row[0]) if row else ""
+
+    @tolerated("")
+    def moved_here(self, rollout_id: str, sha256: str, server: str) -> str:
+        """The id of a restored rollout that this dispatch means although it is known by another one; empty for none.
+
+        Gym's indices are counted by each actor, so that a rollout which is known by them is named after the agent that had it
+        (`7-1@a0.agent`). Here the same row has another name. The same indices and input at an agent called `server`, and
+        nobody has claimed it: whichever of two such rows goes on from it, what comes of them is the same.
+        """
+        indices, at, _ = rollout_id.partition("@")
+        if not at or self.attempt_of(rollout_id) >= 0:
+            return ""
+        rows = self.db.execute(
+            "SELECT rollout_id FROM rollouts WHERE rollout_id>=? AND rollout_id<? AND restored=1 AND claimed=0"
+            " AND input_sha256=? ORDER BY rollout_id", (f"{indices}@", f"{indices}A", sha256),  # A comes after @
+        )  # fmt: skip
+        return next((found for (found,) in rows if is_called(found.partition("@")[2], server)), "")
 
     def is_fresh(self) -> bool:
         """No dispatch has been served in this life but, at most, a snapshot has been loaded."""

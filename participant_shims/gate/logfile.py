@@ -181,7 +181,9 @@ class LogFile:
         self.db.execute("PRAGMA synchronous=OFF")
         self.db.executescript("BEGIN IMMEDIATE;" + _SCHEMA + _TRIGGERS + _MOVED + "COMMIT;")
         self.live: dict[str, Live] = {}  # rollouts whose calls are appended
-        self.unread: set[str] = set()  # those of which something was appended that may not be in the database
+        self.tail: Tail | None = None
+        # Those of which something was appended that may not be in the database, and where in the tail that begins.
+        self.unread: dict[str, int] = {}
         self.bring_in()
         self.tail = Tail(path) if alone else None
 
@@ -200,11 +202,12 @@ class LogFile:
                 before = self.tail.path
                 self.tail.begin()
                 before.unlink(missing_ok=True)
+            at = self.tail.size
             self.tail.append(head, body)
         except sqlite3.Error:
             del self.live[rollout_id]
             raise
-        self.unread.add(rollout_id)
+        self.unread.setdefault(rollout_id, at)
 
     def catch_up(self, rollout_id: str) -> None:
         """What the log has of the rollout is in the database from now on, and what comes is written there."""
@@ -223,9 +226,13 @@ class LogFile:
     def _bring_in(self, tail: Path) -> None:
         row = self.db.execute("SELECT brought FROM tails WHERE name=?", (tail.name,)).fetchone()
         at = known = row[0] if row else 0
+        mine = self.tail if self.tail is not None and self.tail.path == tail else None
+        if mine is not None:  # who writes it knows what of it still matters: most rollouts have ended by now
+            at = max(known, min(self.unread.values(), default=mine.size))
         try:
-            for head, body, end in records(tail, known):
-                self._apply(head, body)
+            for head, body, end in records(tail, at):
+                if mine is None or head[1] in self.unread:
+                    self._apply(head, body)
                 at = end
         except FileNotFoundError:
             return  # it was brought in, and another was begun

@@ -203,35 +203,6 @@ async def test_a_rollout_that_two_actors_have_goes_with_the_one_that_owns_it(ben
     assert restored(await bench.restore(elastic=True)).totals.parked == 1
 
 
-async def test_moved_rollouts_that_are_known_by_their_old_actor_are_told_with_the_way_on(bench: Bench) -> None:
-    def lines(actor: str, *ids: str) -> Knobs:
-        return Knobs(
-            ledger=[
-                manifest_pb2.LedgerEntry(
-                    rollout_id=name, state=manifest_pb2.ROLLOUT_STATE_PARKED, participant_id=f"{actor}.agent"
-                )
-                for name in ids
-            ]
-        )
-
-    await bench.start_coordinator()
-    await add(
-        bench, "a0", "a1", a0_agent=lines("a0", "0-0@a0.agent", "0-1@a0.agent"), a1_agent=lines("a1", "r-1", "r-2")
-    )
-    await bench.save()
-    await replace_actors(bench, "a0")
-    events = await bench.restore(elastic=True)
-    assert not [e for e in events if e.WhichOneof("event") == "warning" and "indices" in e.warning.message]
-    await bench.abort()
-    await replace_actors(bench, "b0")
-    events = await bench.restore("restore-2", elastic=True)
-    (told,) = [
-        e.warning.message for e in events if e.WhichOneof("event") == "warning" and "indices" in e.warning.message
-    ]
-    assert told.startswith("2 rollouts that are in another actor now")
-    assert "0-0@a0.agent" in told
-
-
 async def test_where_rollouts_went_outlives_the_coordinator(bench: Bench) -> None:
     await bench.start_coordinator()
     await add(bench, "a0", "a1", a0_agent=Knobs(rollouts=3), a1_agent=Knobs(rollouts=1))

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 from pydantic import BaseModel
 
+from coordinator.demo.ports import free_ports
 from coordinator.wire.errors import CATALOG, Reason
 from participant_shims.gate.state.sessions import SessionState
 from scripts import docs_errors, docs_reference
@@ -119,17 +120,6 @@ def tutorial(directory: Path) -> tuple[str, list[list[str]]]:
         elif language == "text":
             expected[-1] = [line for line in text.splitlines() if line]
     return "\n".join(script), expected
-
-
-def free_ports(count: int) -> list[int]:
-    import socket
-
-    sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
-    try:
-        return [s.getsockname()[1] for s in sockets]
-    finally:
-        for s in sockets:
-            s.close()
 
 
 def end_group(shell: subprocess.Popen[bytes]) -> None:

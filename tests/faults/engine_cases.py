@@ -24,11 +24,12 @@ from typing import Any
 import aiohttp
 
 from coordinator.client import AsyncClient
+from coordinator.demo.ports import free_ports
 from coordinator.wire import failpoints
 from coordinator.wire.errors import SafepointError
 from participant_shims.identity import CallIdentity
 from tests.faults.cases import Case, Trigger
-from tests.faults.fleet import LEASE_S, REPOSITORY, free_ports, settings_of_a_coordinator
+from tests.faults.fleet import LEASE_S, REPOSITORY, settings_of_a_coordinator
 from tests.faults.lane import HIT_WITHIN_S, SAVE_S, SLACK_S, STOPPED_S
 from tests.faults.result import Result, say
 from tests.vllm.scripted_engine import Scripted, scripted

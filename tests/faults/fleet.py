@@ -11,7 +11,6 @@ import contextlib
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -21,6 +20,7 @@ from typing import Any
 
 import psutil
 
+from coordinator.demo.ports import free_ports
 from coordinator.wire import failpoints
 from participant_shims.gate import bootstrap_path
 
@@ -42,15 +42,6 @@ _SETTINGS = {
 def settings_of_a_coordinator() -> dict[str, str]:
     """As its environment has them."""
     return {f"SAFEPOINT_COORDINATOR_{name}": value for name, value in _SETTINGS.items()}
-
-
-def free_ports(count: int) -> list[int]:
-    """Ports that were free a moment ago."""
-    with contextlib.ExitStack() as stack:
-        sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
-        for each in sockets:
-            each.bind(("127.0.0.1", 0))
-        return [int(each.getsockname()[1]) for each in sockets]
 
 
 @dataclass(frozen=True)

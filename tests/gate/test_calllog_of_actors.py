@@ -90,3 +90,27 @@ def test_the_note_ends(tmp_path: Path, end: str) -> None:
         log.claim("r-0", "sha", b"", "")
         log.finish("r-0", 0, TEXT)
     assert log.held_elsewhere("r-0", "sha") == ""
+
+
+def test_a_row_known_by_indices_goes_on_in_the_actor_that_its_rollout_was_brought_to(tmp_path: Path) -> None:
+    """Gym counts indices in each actor, so that the row has another name where it is now."""
+    source = agent(tmp_path / "a.db", "7-1@a0.simple_agent", "7-1@a1.simple_agent", "7-1@a0.other", "7-1", "17-1@a0.x")
+    log = CallLog(tmp_path / "new.db")
+    calllog_files.load(log, [written(source, tmp_path / "out")])
+    here = "7-1@a2.simple_agent"
+    assert log.moved_here(here, "another input", "simple_agent") == ""
+    assert log.moved_here("7-2@a2.simple_agent", "sha", "simple_agent") == ""
+    assert log.moved_here("7-1", "sha", "simple_agent") == "", "an id of the trainer's own means one rollout"
+    for mine in ("7-1@a0.simple_agent", "7-1@a1.simple_agent"):  # rows that say the same: each goes on from one
+        assert log.moved_here(here, "sha", "simple_agent") == mine
+        assert log.claim(mine, "sha", b"", "").verdict is Verdict.REPLAY
+    assert log.moved_here(here, "sha", "simple_agent") == ""
+    log.claim("7-1@a2.other", "sha", b"", "")
+    assert log.moved_here("7-1@a2.other", "sha", "other") == "", "it runs here already"
+
+
+@pytest.mark.parametrize(("before", "after"), [("a0.agent", "agent"), ("agent", "a0.agent")])
+def test_so_does_one_of_a_deployment_that_got_its_name_or_lost_it(tmp_path: Path, before: str, after: str) -> None:
+    log = CallLog(tmp_path / "new.db")
+    calllog_files.load(log, [written(agent(tmp_path / "a.db", f"7-1@{before}"), tmp_path / "out")])
+    assert log.moved_here(f"7-1@{after}", "sha", "agent") == f"7-1@{before}"

@@ -131,6 +131,21 @@ def test_calls_of_a_rollout_that_has_ended_never_reach_the_database(log: CallLog
     assert not log.respond(here.child(5), OK, False)  # nobody has it who would act on it
 
 
+def test_its_writer_reads_only_what_of_a_tail_still_matters(log: CallLog) -> None:
+    for n in range(20):
+        dispatch(log, f"over-{n}")
+        log.finish(f"over-{n}", 0, OK)
+    (path,) = tails_of(log.path)
+    before = path.stat().st_size
+    dispatch(log, "goes-on", calls=2, answered=1)
+    path.write_bytes(bytes(before) + path.read_bytes()[before:])  # whoever reads the rest finds damage
+    log.bring_in()
+    assert [r.call_id for r in log.records("goes-on", "0")] == ["0.1", "0.2"]
+    log.finish("goes-on", 0, OK)
+    path.write_bytes(bytes(path.stat().st_size))
+    log.bring_in()
+
+
 def test_a_tail_that_is_full_is_brought_in_and_begun_anew(log: CallLog, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(logfile, "FULL_BYTES", 2000)
     made = [dispatch(log, f"r-{n}", calls=3, answered=2) for n in range(20)]

@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import socket
 import subprocess
 import time
 import urllib.error
@@ -18,24 +17,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from coordinator.demo.ports import free_ports
 from participant_shims.gate import bootstrap_path
 from tests.conftest import gym_python
 
 TYPES = ("resources_servers", "responses_api_agents", "responses_api_models")
 OWN = Path(__file__).resolve().parent / "servers"  # applications of ours, where the installed ones lack something
 READY_S = 90.0
-
-
-def free_ports(n: int) -> list[int]:
-    """Ports that were free a moment ago."""
-    sockets = [socket.socket() for _ in range(n)]
-    try:
-        for s in sockets:
-            s.bind(("127.0.0.1", 0))
-        return [s.getsockname()[1] for s in sockets]
-    finally:
-        for s in sockets:
-            s.close()
 
 
 def counter_config(

@@ -80,18 +80,23 @@ def said(result: dict[str, Any]) -> list[Any]:
 
 
 async def test_a_snapshot_of_two_actors_is_restored_on_three_and_one_of_these_on_one(directory: Path) -> None:
-    rows = {f"r-{i}": row(i, TURNS, _ng_rollout_id=f"r-{i}") for i in range(8)}
+    # Gym's indices are all that two of them have: those carry the actor and agent that they begin at.
+    rows = {f"r-{i}": row(i, TURNS, _ng_rollout_id=f"r-{i}") for i in range(6)}
+    rows |= {f"{i}-0@a1.counter_agent": row(i, TURNS) for i in (6, 7)}
     with ScriptedEndpoint() as endpoint:
         async with actors(directory, endpoint, ("a0", "a1")) as two:
             plain = await asyncio.gather(
                 *(two.trainers[f"a{i % 2}"].run(row(i, TURNS, _ng_rollout_id=f"done-{i}")) for i in range(8))
             )
             assert [r["reward"] for r in plain] == [1.0] * 8
-            expected = {f"r-{i}": said(result) for i, result in enumerate(plain)}
+            expected = {name: said(result) for name, result in zip(rows, plain, strict=True)}
             begun = endpoint.begun
             endpoint.hold(after_turn=2)
             # Six in one actor and two in the other: a restore has something to balance.
-            runs = [asyncio.create_task(two.trainers["a1" if i > 5 else "a0"].run(rows[f"r-{i}"])) for i in range(8)]
+            runs = [
+                asyncio.create_task(two.trainers["a1" if i > 5 else "a0"].run(each))
+                for i, each in enumerate(rows.values())
+            ]
             await until(lambda: endpoint.begun == begun + 24, 120)
             saved = await two.client.save("cut")
             assert saved.totals == Totals(completed=8, pending=8)

@@ -19,9 +19,10 @@ from typing import Any
 import pytest
 
 from coordinator.client_results import Totals
+from coordinator.demo.ports import free_ports
 from coordinator.wire.terms import CheckpointMode, RolloutState
 from tests.gym.endpoint import ScriptedEndpoint
-from tests.gym.fleet import Fleet, counter_config, free_ports, row, with_second_counter
+from tests.gym.fleet import Fleet, counter_config, row, with_second_counter
 from tests.gym.whole import REPOSITORY, Trainer, Whole, shim_environment, until, whole
 
 pytestmark = [pytest.mark.gym, pytest.mark.slow, pytest.mark.timeout(300)]

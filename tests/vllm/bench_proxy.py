@@ -3,6 +3,8 @@
     python -m tests.vllm.bench_proxy [--profile FILE]      prints JSON
 
 Engine, shim and caller are three processes; the engine answers from canned bytes, so that nothing but the proxy is seen.
+In turns with it, the same is asked through a pump that passes bytes on unread (`bare_pump`): what any proxy costs on
+asyncio, and how much of the figures is the machine's.
 CPU is what the kernel counted of the shim's threads, in nanoseconds. It is measured in short bursts, and the one of them
 that cost least is told: others on the machine make each instruction slower, and on some bursts they are away.
 """
@@ -15,7 +17,6 @@ import contextlib
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -25,6 +26,8 @@ from pathlib import Path
 from typing import Any
 
 import psutil
+
+from coordinator.demo.ports import free_ports
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 CALLERS = 8
@@ -39,15 +42,12 @@ ASKS: dict[str, dict[str, Any]] = {
 }
 
 
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+Fronts = dict[str, tuple[int, psutil.Process]]  # port and process of what stands before the engine
 
 
 @contextlib.contextmanager
-def shim(folder: Path, pace: float = 0.0, profile: str = "") -> Iterator[tuple[int, psutil.Process]]:
-    """The proxy's port and the process."""
+def fronts(folder: Path, pace: float = 0.0, profile: str = "") -> Iterator[Fronts]:
+    """The shim and a bare pump, before one engine."""
     environment = {**os.environ, "PYTHONPATH": f"{REPOSITORY}{os.pathsep}{REPOSITORY / 'gen'}"}
     run: dict[str, Any] = {
         "stdout": subprocess.PIPE,
@@ -57,20 +57,24 @@ def shim(folder: Path, pace: float = 0.0, profile: str = "") -> Iterator[tuple[i
     }
     engine = subprocess.Popen([sys.executable, "-m", "tests.vllm.canned_engine", str(pace)], **run)
     assert engine.stdout is not None
-    upstream, port = int(engine.stdout.readline()), free_port()
+    upstream, port = int(engine.stdout.readline()), free_ports(1)[0]
     command = [sys.executable, *(["-m", "cProfile", "-o", profile] if profile else []), "-m", "participant_shims.cli"]
     command += ["shim", "--vllm", f"127.0.0.1:{port}=127.0.0.1:{upstream}", "--name", "engine", "--life", str(folder)]
     process = subprocess.Popen([*command, "--bind", "unix"], **run)
+    pump = subprocess.Popen([sys.executable, "-m", "tests.vllm.bare_pump", f"127.0.0.1:{upstream}"], **run)
     try:
         assert process.stdout is not None
+        assert pump.stdout is not None
         process.stdout.readline()
+        pumps_at = int(pump.stdout.readline())
         time.sleep(1.5)  # it gets to know its engine
-        yield port, psutil.Process(process.pid)
+        yield {"": (port, psutil.Process(process.pid)), ", bare pump": (pumps_at, psutil.Process(pump.pid))}
     finally:
         process.send_signal(signal.SIGTERM)
         process.wait(20)
-        engine.kill()
-        engine.wait()
+        for other in (pump, engine):
+            other.kill()
+            other.wait()
 
 
 def message(port: int, ask: dict[str, Any]) -> bytes:
@@ -141,8 +145,15 @@ def burst(port: int, process: psutil.Process, body: dict[str, Any], callers: int
     return used(process) - before, time.monotonic() - begun
 
 
-def least(costs: list[float]) -> float:
-    return min(costs)
+def in_turns(
+    found: Fronts, body: dict[str, Any], callers: int, count: int, times: int
+) -> dict[str, tuple[float, float]]:
+    """Of each front: CPU seconds and seconds of the cheapest of its bursts."""
+    took: dict[str, list[tuple[float, float]]] = {name: [] for name in found}
+    for _ in range(times):
+        for name, (port, process) in found.items():
+            took[name].append(burst(port, process, body, callers, count))
+    return {name: (min(cpu for cpu, _ in all_), min(seconds for _, seconds in all_)) for name, all_ in took.items()}
 
 
 def bench(bursts: int = 50, profile: str = "") -> dict[str, float]:
@@ -150,24 +161,25 @@ def bench(bursts: int = 50, profile: str = "") -> dict[str, float]:
     found: dict[str, float] = {}
     with (
         tempfile.TemporaryDirectory(prefix="sp-") as folder,
-        shim(Path(folder) / "a", profile=profile) as (port, process),
+        fronts(Path(folder) / "a", profile=profile) as before,
     ):
         for name, body in ASKS.items():
-            asyncio.run(ask(port, body, CALLERS, ASKED))
-            took = [burst(port, process, body, CALLERS, ASKED) for _ in range(bursts)]
-            found[f"ms CPU a request: {name}"] = round(least([cpu for cpu, _ in took]) / ASKED / CALLERS * 1e3, 4)
-            found[f"requests/s: {name}"] = round(ASKED * CALLERS / least([seconds for _, seconds in took]))
+            in_turns(before, body, CALLERS, ASKED, 1)
+            for front, (cpu, seconds) in in_turns(before, body, CALLERS, ASKED, bursts).items():
+                found[f"ms CPU a request: {name}{front}"] = round(cpu / ASKED / CALLERS * 1e3, 4)
+                if not front:
+                    found[f"requests/s: {name}"] = round(ASKED * CALLERS / seconds)
         for name, more in (("as asked", {"logprobs": 0, "return_token_ids": True}), ("stripped", {})):
             body = {"max_tokens": TOKENS, "stream": True, **more}
-            cost = least([burst(port, process, body, CALLERS, 1)[0] for _ in range(bursts)])
-            found[f"us CPU a token, all at once: {name}"] = round(cost / TOKENS / CALLERS * 1e6, 2)
+            for front, (cpu, _) in in_turns(before, body, CALLERS, 1, bursts).items():
+                found[f"us CPU a token, all at once: {name}{front}"] = round(cpu / TOKENS / CALLERS * 1e6, 2)
     if profile:
         return found
-    with tempfile.TemporaryDirectory(prefix="sp-") as folder, shim(Path(folder) / "b", 50.0) as (port, process):
+    with tempfile.TemporaryDirectory(prefix="sp-") as folder, fronts(Path(folder) / "b", 50.0) as before:
         body = {"max_tokens": PACED, "stream": True, "logprobs": 0, "return_token_ids": True}
-        cpu, seconds = min(burst(port, process, body, 16, 1) for _ in range(max(2, bursts // 5)))
-        found["us CPU a token, 16 streams of 50 tokens/s"] = round(cpu / PACED / 16 * 1e6, 2)
-        found["share of a core, 16 streams of 50 tokens/s"] = round(cpu / seconds, 4)
+        for front, (cpu, seconds) in in_turns(before, body, 16, 1, max(2, bursts // 5)).items():
+            found[f"us CPU a token, 16 streams of 50 tokens/s{front}"] = round(cpu / PACED / 16 * 1e6, 2)
+            found[f"share of a core, 16 streams of 50 tokens/s{front}"] = round(cpu / seconds, 4)
     return found
 
 

@@ -10,7 +10,6 @@ import contextlib
 import json
 import os
 import signal
-import socket
 import subprocess
 import time
 from collections.abc import AsyncIterator
@@ -19,6 +18,8 @@ from pathlib import Path
 from typing import Any
 
 import aiohttp
+
+from coordinator.demo.ports import free_ports
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 READY_S = 600.0  # how long its start may take is no promise of ours
@@ -42,17 +43,11 @@ def tiny_model(layers: int = 8, width: int = 512) -> Path:
     return folder
 
 
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
-
-
 class RealEngine:
     """Start it, wait for `ready()`, and end it with `kill()`, which takes the group."""
 
     def __init__(self, log: Path, *flags: str, dev_mode: bool = True, port: int = 0, model: Path | None = None) -> None:
-        self.port = port or free_port()
+        self.port = port or free_ports(1)[0]
         self.target = f"127.0.0.1:{self.port}"
         self.log = log
         environment = {

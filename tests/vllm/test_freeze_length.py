@@ -21,7 +21,7 @@ from tests.vllm.test_freeze import MEASURES, figure, freeze, until
 pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.timeout(1500)]
 LONG = 4000
 TIMES = 20
-PASSES = 3
+PASSES = 12 if MEASURES else 3
 
 
 @pytest.fixture
@@ -96,24 +96,27 @@ def _so_long(length: int, told: list[Said], streams: list[asyncio.Task[Said]]) -
 
 
 async def test_streams_are_as_fast_with_the_proxy_as_without(small: VllmAdapter, http: aiohttp.ClientSession) -> None:
-    """The proxy is in this process, the engine has the other core: what is measured besides tokens is CPU."""
+    """The proxy is in this process, the engine has the other core. Each pass through it is compared with the one beside it,
+    first the one way and then the other: a machine that is busy is busy for both."""
     ways = {"direct": Caller(http, small.target), "proxy": Caller(http, small.proxy.address)}
     tokens = 300
     rates: dict[str, list[float]] = {name: [] for name in ways}
     cpu: dict[str, list[float]] = {name: [] for name in ways}
     me = psutil.Process(os.getpid())
     for number in range(PASSES):
-        for name, caller in ways.items():
+        for name in sorted(ways, reverse=number % 2 == 1):
             asked = [completion(f"pass {number} {n}", tokens=tokens) for n in range(SLOTS)]
             before, begun = sum(me.cpu_times()[:2]), time.monotonic()
-            got = await asyncio.gather(*(caller.stream(a) for a in asked))
+            got = await asyncio.gather(*(ways[name].stream(a) for a in asked))
             took = time.monotonic() - begun
             assert all(len(said.ids) == tokens for said in got)
             rates[name].append(SLOTS * tokens / took)
             cpu[name].append((sum(me.cpu_times()[:2]) - before) / SLOTS / tokens * 1e6)
-    best = {name: max(found) for name, found in rates.items()}
-    figure("streaming, tokens a second, best of three", {name: round(rate, 1) for name, rate in best.items()})
-    figure("streaming, share that the proxy costs", round(1 - best["proxy"] / best["direct"], 4))
+    shares = [1 - proxied / direct for direct, proxied in zip(rates["direct"], rates["proxy"], strict=True)]
+    share = statistics.median(shares)
+    figure("streaming, tokens a second, median", {name: round(statistics.median(r), 1) for name, r in rates.items()})
+    figure("streaming, share that the proxy costs", {"median of pairs": round(share, 4), "n": len(shares),
+                                                     "quartiles": [round(q, 4) for q in statistics.quantiles(shares)]})  # fmt: skip
     # The caller is in this process, too, both times.
     figure("streaming, us CPU a token of the proxy, real engine", round(min(cpu["proxy"]) - min(cpu["direct"]), 1))
-    assert not MEASURES or best["proxy"] > 0.9 * best["direct"]
+    assert not MEASURES or share < 0.1

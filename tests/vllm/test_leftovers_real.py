@@ -14,8 +14,9 @@ from pathlib import Path
 import psutil
 import pytest
 
+from coordinator.demo.ports import free_ports
 from participant_shims.leftovers import NAME
-from tests.vllm.real_engine import READY_S, REPOSITORY, free_port, tiny_model, vllm_python
+from tests.vllm.real_engine import READY_S, REPOSITORY, tiny_model, vllm_python
 from tests.vllm.test_control import until
 from tests.vllm.test_serve_engine import environment, gone
 
@@ -24,7 +25,7 @@ pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.timeout(600)]
 
 def serve(folder: Path, *argv: str) -> list[str]:
     return [sys.executable, "-m", "participant_shims.cli", "serve", "--name", "engine-0", "--listen",
-            f"127.0.0.1:{free_port()}", "--root", str(folder), "--run-dir", str(folder), "--bind", "unix", "--",
+            f"127.0.0.1:{free_ports(1)[0]}", "--root", str(folder), "--run-dir", str(folder), "--bind", "unix", "--",
             *argv]  # fmt: skip
 
 
@@ -38,7 +39,7 @@ async def test_the_engine_that_a_sigkill_leaves_is_ended_by_the_next_start(tmp_p
     model = await asyncio.to_thread(tiny_model)
     with (tmp_path / "serve.log").open("wb") as log:
         first = await asyncio.create_subprocess_exec(
-            *serve(tmp_path, str(vllm_python().parent / "vllm"), "serve", str(model), "--port", str(free_port()),
+            *serve(tmp_path, str(vllm_python().parent / "vllm"), "serve", str(model), "--port", str(free_ports(1)[0]),
                    "--dtype", "float32", "--enforce-eager", "--max-model-len", "2048"),
             stdout=log, stderr=log, env={**environment(), **quiet}, cwd=REPOSITORY, start_new_session=True,
         )  # fmt: skip
@@ -72,7 +73,7 @@ async def test_the_engine_that_a_sigkill_leaves_is_ended_by_the_next_start(tmp_p
         vllm.write_text("#!/bin/sh\nexit 0\n")
         vllm.chmod(vllm.stat().st_mode | stat.S_IXUSR)
         again = await asyncio.create_subprocess_exec(
-            *serve(tmp_path, str(vllm), "serve", "m", "--port", str(free_port())), stderr=asyncio.subprocess.PIPE,
+            *serve(tmp_path, str(vllm), "serve", "m", "--port", str(free_ports(1)[0])), stderr=asyncio.subprocess.PIPE,
             env=environment(), cwd=REPOSITORY,
         )  # fmt: skip
         _, errors = await asyncio.wait_for(again.communicate(), 60)

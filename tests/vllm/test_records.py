@@ -15,7 +15,7 @@ from participant_shims.engine.answer import stripped, whole
 from participant_shims.engine.continuation import continuation_body, in_words_of, label_of, next_seed
 from participant_shims.engine.pool import Pool
 from participant_shims.engine.record import Piece, Record, record_from_json
-from participant_shims.engine.request import CHAT, COMPLETIONS, make_ask, read_ask, upstream_body
+from participant_shims.engine.request import CHAT, COMPLETIONS, make_ask, read_ask, upstream_body, upstream_raw
 from participant_shims.engine.requests_file import REQUESTS, Origin, encode, read_requests, write_requests
 from participant_shims.identity import CallIdentity
 
@@ -249,3 +249,31 @@ def test_retired_rollouts_are_forgotten_up_to_their_attempt() -> None:
     pool.put(record())
     assert pool.retire([("r-1", 0), ("r-5", 3)]) == 1
     assert sorted((r.rollout_id, r.attempt) for r in pool.records()) == [("", 0), ("r-1", 1)]
+
+
+OURS = ("stream", "return_token_ids", "logprobs", "stream_options")
+VALUES = st.sampled_from([None, True, False, 0, 1, {"include_usage": True}, {"include_usage": False}, {}])
+
+
+@given(
+    st.sampled_from([(COMPLETIONS, PROMPT), (CHAT, TALK)]),
+    st.dictionaries(st.sampled_from(OURS), VALUES),
+    st.sampled_from(["utf-8", "utf-16", "utf-16-be", "utf-32"]),
+    st.sampled_from(["", " ", "\r\n\t"]),
+)
+def test_what_is_added_to_a_body_asks_the_same_as_a_body_written_anew(
+    asked: tuple[str, dict[str, Any]], more: dict[str, Any], encoding: str, end: str
+) -> None:
+    raw = (json.dumps({**asked[1], **more}, indent=1) + end).encode(encoding)
+    ask = read_ask(asked[0], raw)
+    assert ask is not None
+    made = upstream_raw(ask, raw)
+    assert json.loads(made) == upstream_body(ask)
+    assert len(json.loads(made, object_pairs_hook=list)) == len(upstream_body(ask))  # no member twice
+
+
+def test_a_body_to_which_members_need_only_be_added_is_not_written_anew() -> None:
+    raw = b'{"model": "tiny",  "prompt": [1, 2,  3], "temperature": 1e0 }\n'
+    ask = read_ask(COMPLETIONS, raw)
+    assert ask is not None
+    assert upstream_raw(ask, raw).startswith(raw.rstrip()[:-1])

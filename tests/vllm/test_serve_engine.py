@@ -19,9 +19,10 @@ import psutil
 import pytest
 from safepoint.v1 import coordinator_service_pb2 as pb
 
+from coordinator.demo.ports import free_ports
 from participant_shims.leftovers import NAME
 from participant_shims.serve_engine import engine_environment, is_vllm, target_of
-from tests.vllm.real_engine import REPOSITORY, Caller, free_port
+from tests.vllm.real_engine import REPOSITORY, Caller
 from tests.vllm.test_control import ASK, until
 from tests.vllm.test_engine_shim import coordinating
 
@@ -86,9 +87,9 @@ def environment() -> dict[str, str]:
 
 @asynccontextmanager
 async def serving(folder: Path) -> AsyncIterator[Served]:
-    listen = f"127.0.0.1:{free_port()}"
+    listen = f"127.0.0.1:{free_ports(1)[0]}"
     process = await asyncio.create_subprocess_exec(
-        *command(folder, free_port(), listen), stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE,
+        *command(folder, free_ports(1)[0], listen), stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE,
         cwd=REPOSITORY, start_new_session=True, env=environment(),
     )  # fmt: skip
     made = Served(process, listen)
@@ -199,7 +200,7 @@ async def test_an_engine_ends_with_the_serve_that_was_killed_beside_it(folder: P
 async def test_an_engine_that_is_served_is_not_served_twice(folder: Path) -> None:
     async with serving(folder) as served:
         await answers(served.listen)
-        twice = await asyncio.create_subprocess_exec(*command(folder, free_port(), served.listen), cwd=REPOSITORY,
+        twice = await asyncio.create_subprocess_exec(*command(folder, free_ports(1)[0], served.listen), cwd=REPOSITORY,
                                                      stderr=asyncio.subprocess.PIPE, env=environment())  # fmt: skip
         _, errors = await asyncio.wait_for(twice.communicate(), 30)
         assert twice.returncode == 3

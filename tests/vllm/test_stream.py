@@ -38,7 +38,7 @@ class Bench:
         self.record = Record("sp-1", make_ask("/v1/completions", {"prompt": [1], "stream": True}))
         upstream = Upstream(self.link, Messages(self.link.reader, load_httptools(), responses=True))
         self.spoke = 0
-        self.stream = Stream(upstream, self.record, lambda c, raw: read_piece(c, chat=False, raw=raw), self._speak)
+        self.stream = Stream(upstream, self.record, read_piece, self._speak)
         self.may = True
         self.opened = asyncio.Event()
         self.written: list[tuple[bytes, bool]] = []

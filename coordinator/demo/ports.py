@@ -1,0 +1,59 @@
+"""Ports for servers whose configuration names them before they start.
+
+The rule: never one that the system gives to connections. Between the look and the start of the server it would give some
+away, the more the busier the machine is.
+"""
+
+from __future__ import annotations
+
+import random
+import socket
+from pathlib import Path
+from typing import Final
+
+_RANGE: Final = Path("/proc/sys/net/ipv4/ip_local_port_range")  # Linux; two numbers
+_USUAL_FIRST: Final = 32768
+_FIRST: Final = 20_000  # below it, from 10002 on, Ray's workers choose theirs
+_FEWEST: Final = 1000
+
+_given: set[int] = set()
+
+
+def free_ports(count: int) -> list[int]:
+    """Ports of the loopback that nobody listens on, each given once by this process.
+
+    Another process may still take one before it is used: then the server says so and ends. Raises OSError when there are none.
+    """
+    found: list[int] = []
+    end = _first_of_the_system()
+    tries = random.SystemRandom().sample(range(_FIRST, end), end - _FIRST) if end - _FIRST >= _FEWEST else []
+    for port in tries:
+        if len(found) == count:
+            break
+        if port not in _given and _bound(port):
+            found.append(port)
+    while len(found) < count:  # the system leaves none to choose from
+        port = _bound(0)
+        if port not in _given and port not in found:
+            found.append(port)
+    _given.update(found)
+    return found
+
+
+def _first_of_the_system() -> int:
+    try:
+        return int(_RANGE.read_text().split()[0])
+    except (OSError, ValueError, IndexError):
+        return _USUAL_FIRST
+
+
+def _bound(port: int) -> int:
+    """The port that could be bound; zero when it is taken. Raises OSError when the system has none left to give."""
+    with socket.socket() as probe:
+        try:
+            probe.bind(("127.0.0.1", port))
+        except OSError:
+            if port == 0:
+                raise
+            return 0
+        return int(probe.getsockname()[1])
