@@ -17,6 +17,7 @@ BARS: Final[dict[str, tuple[float, bool, str]]] = {
     "control_vs_http_longpoll_1000": (1.3, True, "control time without drain: HTTP peer with long-poll / Safepoint"),
     "limit_over_control_100": (1.5, False, "control time: Safepoint / bare fan-out of the same phases"),
     "gate_throughput": (0.97, True, "requests/s of a real Gym server: with the gate / bare"),
+    "gate_all_off_vs_cheapest": (0.97, True, "requests/s of a real Gym server: gate with everything off / a middleware that only passes on"),
     "gate_with_log_throughput": (0.90, True, "requests/s of a real Gym server: with gate and call log / bare"),
     "drain_detection_vs_poll_200ms": (10.0, True, "p99 until the end of a drain is known: polling at 200 ms / Safepoint"),
     "throughput_vs_disk": (0.7, True, "save and restore, MB/s: Safepoint / the slower of disk and digest"),

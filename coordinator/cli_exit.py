@@ -7,11 +7,12 @@ test compares them.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from enum import IntEnum
 from types import MappingProxyType
 from typing import Final
 
-from coordinator.wire.errors import Misanswered, Reason, SafepointError, Unanswered
+from coordinator.wire.errors import CATALOG, Misanswered, Problem, Reason, SafepointError, Unanswered
 from coordinator.wire.extras import NotInstalled
 
 
@@ -109,6 +110,30 @@ _CODES: Final[Mapping[ExitCode, tuple[Reason, ...]]] = {
 BY_REASON: Final[Mapping[Reason, ExitCode]] = MappingProxyType(
     {reason: code for code, reasons in _CODES.items() for reason in reasons}
 )
+
+
+# The catalog's advice in the words of the command line, where it speaks of what only a program has.
+COMMANDS_SAY: Final[Mapping[Reason, str]] = MappingProxyType(
+    {
+        Reason.INVALID_ARGUMENT: "Correct the named argument or option, and repeat the command.",
+        Reason.DEADLINE_MISSING: "Give `--timeout`.",
+        Reason.DEADLINE_TOO_SHORT: "Repeat with a longer `--timeout`.",
+        Reason.REQUEST_CONFLICT: "Repeat it with the options of the first time, or leave out `--operation-id`.",
+        Reason.OPERATION_FINISHED: "Leave out `--operation-id`: an operation is never begun twice.",
+        Reason.FENCED: "Wait for the named operation to end, or end it with `safepoint abort`.",
+        Reason.WRONG_PHASE: "`safepoint status` says what it waits for, and `safepoint abort` ends it.",
+        Reason.SNAPSHOT_EXISTS: "Give another SNAPSHOT_ID, or none: then the name is made from the time. Names are never used again.",
+        Reason.SNAPSHOT_FOREIGN: "Use the snapshot root (`--root`) and the job (SAFEPOINT_JOB) that it is of.",
+    }
+)
+
+
+def spoken(problem: Problem) -> Problem:
+    """The failure for whoever has typed a command: advice that is the catalog's in the words of the command line."""
+    words = COMMANDS_SAY.get(problem.reason, "")
+    return (
+        replace(problem, next_step=words) if words and problem.advice == CATALOG[problem.reason].next_step else problem
+    )
 
 
 def exit_code(error: SafepointError) -> ExitCode:

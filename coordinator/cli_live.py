@@ -15,7 +15,8 @@ from safepoint.v1 import coordinator_service_pb2 as pb
 
 from coordinator.cli_output import short
 from coordinator.cli_views import operation_text, table
-from coordinator.client_results import no_client_s, seconds, upload_from
+from coordinator.client_results import seconds, upload_from
+from coordinator.client_words import no_client_s
 from coordinator.wire.rpc import problem_from_detail
 
 if TYPE_CHECKING:

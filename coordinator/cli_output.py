@@ -18,7 +18,7 @@ from typing import Any, Final, NoReturn, cast
 
 import typer
 
-from coordinator.cli_exit import ExitCode, exit_code
+from coordinator.cli_exit import ExitCode, exit_code, spoken
 from coordinator.wire.errors import Misanswered, Problem, Refused, SafepointError, Unanswered
 
 _QUOTE: Final = re.compile(r' The last of its log: "[^"\n]*"(?:, "[^"\n]*")*\.')  # as `last_words` writes it
@@ -87,10 +87,13 @@ def reporting(as_json: bool) -> Generator[None, None, None]:
         code = exit_code(error)
         notes: list[str] = getattr(error, "__notes__", [])
         if as_json:
-            emit({"error": problem_document(error.problem) | {"exit_code": int(code), "notes": notes}})
+            emit({"error": problem_document(spoken(error.problem)) | {"exit_code": int(code), "notes": notes}})
         else:
             how = next((word for kind, word in _HOW.items() if isinstance(error, kind)), "failed")
-            lines = [f"safepoint: {how} ({error.reason.name}): {error}", *(f"  {text}" for text in notes)]
+            lines = [
+                f"safepoint: {how} ({error.reason.name}): {spoken(error.problem)}",
+                *(f"  {text}" for text in notes),
+            ]
             note(quoted_once("\n".join(lines)))
         raise typer.Exit(int(code)) from None
     except KeyboardInterrupt:

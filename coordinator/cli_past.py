@@ -6,12 +6,13 @@ The rule: the coordinator is asked first; where none answers, the history below 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Final
 
 import typer
 
+from coordinator.cli_exit import spoken
 from coordinator.cli_options import DEFAULT_WAIT_S, AsJson, Root, Target, Timeout, TokenFile, Wait, make_client
 from coordinator.cli_output import emit, note, plain, quoted_once, reporting, say, short, show
 from coordinator.wire.errors import Reason, SafepointError, refuse
@@ -19,7 +20,6 @@ from coordinator.wire.terms import Phase
 
 if TYPE_CHECKING:
     from rich.table import Table
-    from safepoint.v1 import capabilities_pb2
     from safepoint.v1 import coordinator_service_pb2 as pb
 
     from coordinator.client import Client
@@ -29,7 +29,6 @@ _RECORD: Final = "file:"
 _ADDRESS: Final = "address.json"
 _ASK_S: Final = 2.0  # the root can be read instead, so nobody has to wait longer for a coordinator
 _MAX_STACKS_OF: Final = 20
-_FRAMEWORK: Final = frozenset({"starlette", "fastapi", "anyio", "uvicorn", "asyncio", "participant_shims"})
 
 
 def why(
@@ -59,6 +58,7 @@ def why(
     Example: safepoint why --stacks
     """
     from coordinator.cli_live import kept_out_lines
+    from coordinator.cli_stacks import stacks_text
 
     with reporting(as_json):
         health: list[pb.ParticipantHealth] = []
@@ -140,7 +140,7 @@ def history(
 def cause_text(answer: pb.ExplainResponse, with_events: bool, now_s: float) -> str:
     """Why an operation did not finish: the one primary cause first, then what followed from it."""
     from coordinator.cli_views import operation_text
-    from coordinator.client_results import describe
+    from coordinator.client_words import describe
     from coordinator.wire.rpc import problem_from_detail
 
     if not answer.HasField("operation"):
@@ -154,7 +154,7 @@ def cause_text(answer: pb.ExplainResponse, with_events: bool, now_s: float) -> s
         primary = problem_from_detail(operation.failure.primary)
         where = f" in {primary.phase.name.lower()}" if primary.phase else ""
         lines.append(f"  reason: {_cause(primary)}{where}")
-        lines += [f"  also: {problem_from_detail(detail)}" for detail in operation.failure.secondary]
+        lines += [f"  also: {spoken(problem_from_detail(detail))}" for detail in operation.failure.secondary]
     elif not operation.outcome:
         lines.append("  its coordinator ended meanwhile, and none has started since")
     around = list(answer.events) if with_events else _around(answer.events)
@@ -198,35 +198,6 @@ def _later_text(later: Iterable[pb.OperationStatus]) -> list[str]:
         text = f"since then: {len(well)} of the last {len(rows)} operations succeeded"
     newest = rows[0]
     return [f"{text}; the newest: {short(newest, 'kind')} {newest.snapshot_id} {_outcome(newest)}"]
-
-
-def stacks_text(health: Iterable[pb.ParticipantHealth], blocking: Iterable[str]) -> str:
-    """Where the tasks of those that block stand, outermost first."""
-    lines: list[str] = []
-    here = {h.info.capabilities.participant_id: h for h in health}
-    for name in blocking:
-        if name not in here:
-            lines.append(f"{name}: is not here")
-        elif not here[name].reachable:
-            lines.append(f"{name}: {here[name].problem}")
-        elif not here[name].stacks:
-            lines.append(f"{name}: no task of a rollout is in it now")
-        for stack in here[name].stacks if name in here else ():
-            whose = f"rollout {stack.rollout_id}" if stack.rollout_id else "no rollout"
-            lines.append(f"{name} {stack.worker_id}: {whose}, {stack.task}")
-            lines += [f"    {_frame(frame)}" for frame in _telling(stack.frames)]
-    return "\n".join(lines) or "Nobody is named as the one who blocks, so there are no stacks to show."
-
-
-def _telling(frames: Sequence[capabilities_pb2.StackFrame]) -> list[capabilities_pb2.StackFrame]:
-    """Without the lines of the web framework, which are the same in every server; the innermost one stays."""
-    own = [frame for frame in frames if not _FRAMEWORK & set(Path(frame.file).parts)]
-    return own or list(frames[-1:])
-
-
-def _frame(frame: capabilities_pb2.StackFrame) -> str:
-    parts = Path(frame.file).parts
-    return f"{frame.function} at {'/'.join(parts[-3:])}:{frame.line}"
 
 
 def history_table(found: Iterable[pb.OperationSummary]) -> Table:

@@ -11,7 +11,8 @@ from collections.abc import Generator
 from typing import TYPE_CHECKING
 
 from coordinator.cli_output import note, quoted_once, short
-from coordinator.client_results import ProgressCallback, describe, size_text
+from coordinator.client_results import ProgressCallback, size_text
+from coordinator.client_words import describe
 
 if TYPE_CHECKING:
     from rich.progress import Progress, TaskID

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Final
 from safepoint.v1 import capabilities_pb2
 from safepoint.v1 import coordinator_service_pb2 as pb
 
+from coordinator.cli_exit import spoken
 from coordinator.cli_output import short
 from coordinator.client_results import SnapshotSummary, seconds, size_text
 from coordinator.wire.places import Placement
@@ -42,7 +43,7 @@ def operation_text(operation: pb.OperationStatus) -> str:
     if operation.waiting_for:
         text += f"\n  waiting for {operation.waiting_for}"
     if operation.HasField("failure"):
-        text += f"\n  cause: {problem_from_detail(operation.failure.primary)}"
+        text += f"\n  cause: {spoken(problem_from_detail(operation.failure.primary))}"
     if operation.unconfirmed and outcome != "running" and not outcome.endswith("paused"):  # those say it themselves
         text += f"\n  may still be paused: {', '.join(operation.unconfirmed)} (their leases free them)"
     return text
@@ -192,9 +193,8 @@ def report_text(report: Report) -> str:
         lines.append(f"reason    {report.reason}")
     for one in report.session_attributes:
         types = f" holds {', '.join(one.live_types)}" if one.live_types else ""
-        lines.append(
-            f"state     {one.name}: {one.annotation}: {one.verdict}{types}" + (f" ({one.why})" if one.why else "")
-        )
+        declared = f" {one.annotation}:" if one.annotation else ""  # most servers declare nothing
+        lines.append(f"state     {one.name}:{declared} {one.verdict}{types}" + (f" ({one.why})" if one.why else ""))
     lines += [f"changes   {name}: {how}" for name, how in report.changing_attributes.items()]
     lines += [f"uses      {what}: {', '.join(where)}" for what, where in report.calls.items()]
     if report.references:

@@ -12,7 +12,9 @@
 
 Imports no Ray, torch or vLLM: it runs in whatever process the trainer is.
 
-client_results    what the methods answer with; an operation's events folded into it
+client_results    what the methods answer with
+client_outcome    an operation's events folded into it
+client_words      the same events in words
 client_requests   ids, options and limits, checked before anything leaves
 client_address    where the coordinator is
 client_patience   what is repeated, for how long, and the last word
@@ -42,10 +44,10 @@ from coordinator.client_results import (
     SnapshotList,
     SnapshotSummary,
     Totals,
-    describe,
 )
 from coordinator.client_schedule import Due, SaveRules, Trigger
 from coordinator.client_sync import Client
+from coordinator.client_words import describe
 from coordinator.wire.errors import Misanswered, Reason, Refused, SafepointError, Unanswered
 from coordinator.wire.terms import QuiesceMode, RolloutState, StragglerPolicy
 

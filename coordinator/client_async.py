@@ -21,11 +21,11 @@ from coordinator.client_address import find_target
 from coordinator.client_calls_async import AsyncCalls
 from coordinator.client_cut import AsyncCut
 from coordinator.client_metrics import OnSaved, tell
+from coordinator.client_outcome import Outcome
 from coordinator.client_patience import Budgets, checked_timeout
 from coordinator.client_results import (
     AbortResult,
     AsyncRestoreResult,
-    Outcome,
     PreparedResult,
     ProgressCallback,
     RestoreSummary,

@@ -18,8 +18,9 @@ from safepoint.v1 import coordinator_service_pb2 as pb
 from safepoint.v1.coordinator_service_pb2_grpc import CoordinatorStub
 from tenacity import Retrying
 
+from coordinator.client_outcome import Outcome
 from coordinator.client_patience import Budgets, Patience, retry_arguments
-from coordinator.client_results import Outcome, ProgressCallback
+from coordinator.client_results import ProgressCallback
 from coordinator.wire.access import Access
 from coordinator.wire.errors import Reason, SafepointError, refuse
 from coordinator.wire.links import Security

@@ -1,7 +1,6 @@
-"""What the trainer client answers with, and the folding of an operation's events into it.
+"""What the trainer client answers with, as values, and how they are read from the contract's messages.
 
-PURE but for the contract's messages: no clock, no sockets. The rule: an operation is done only when its stream has
-ended well *and* brought the event that says so. A stream that just stops is `Misanswered`, never a success.
+PURE but for those messages: no clock, no sockets.
 """
 
 from __future__ import annotations
@@ -10,14 +9,12 @@ from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Final
 
-from safepoint.v1 import capabilities_pb2, manifest_pb2
 from safepoint.v1 import coordinator_service_pb2 as pb
+from safepoint.v1 import manifest_pb2
 
-from coordinator.client_heard import Heard
-from coordinator.wire.errors import Blocked, Misanswered, Problem, Reason, SafepointError
-from coordinator.wire.places import Locator, Placement, actor_of
+from coordinator.wire.places import Locator, Placement
 from coordinator.wire.rpc import problem_from_detail
-from coordinator.wire.terms import Phase, RolloutState, UploadState
+from coordinator.wire.terms import RolloutState, UploadState
 
 # Called with every event of an operation, in order, each one once. What it raises is logged and the operation goes on.
 ProgressCallback = Callable[[pb.OperationEvent], None]
@@ -297,140 +294,9 @@ def _located(rollout: Rollout, where: Locator) -> Rollout:
     return replace(rollout, actor_id=where.now_at(rollout.rollout_id, rollout.participant_id))
 
 
-class Outcome:
-    """Folds the events of one operation, over as many repeats of the call as it took, into its result."""
-
-    def __init__(self, operation_id: str, snapshot_id: str = "") -> None:
-        self.operation_id = operation_id
-        self.snapshot_id = snapshot_id
-        self.elapsed_s = 0.0
-        self.saved: pb.Saved | None = None
-        self.restored: pb.RestoreDone | None = None
-        self.resumed: pb.Resumed | None = None
-        self.failed: pb.Failed | None = None
-        self.warnings: list[str] = []
-        self._waiting: dict[str, tuple[int, int]] = {}
-        self._participants: dict[str, None] = {}
-        self._lease_s: float | None = None
-        self._heard = Heard()
-        self._last_sequence = 0
-
-    def take(self, event: pb.OperationEvent) -> bool:
-        """Fold `event`; whether it is news. A repeated call replays events that were seen already."""
-        kind = event.WhichOneof("event")
-        # Results are folded even when their number is old: a restarted coordinator counts from the start again.
-        if kind == "saved":
-            self.saved = event.saved
-        elif kind == "restored":
-            self.restored = event.restored
-        elif kind == "resumed":
-            self.resumed = event.resumed
-        elif kind == "failed":
-            self.failed = event.failed
-        if event.sequence and event.sequence <= self._last_sequence:
-            return False
-        self._last_sequence = event.sequence
-        self.elapsed_s = seconds(event.elapsed)
-        self._heard.take(event)
-        if kind == "warning":
-            who = f"{event.warning.participant_id}: " if event.warning.participant_id else ""
-            self.warnings.append(who + event.warning.message)
-        elif kind == "phase_started":
-            self._participants.update(dict.fromkeys(event.phase_started.participant_ids))
-            self._lease_s = seconds(event.phase_started.lease_ttl) or self._lease_s
-        elif kind == "participant_progress":
-            step = event.participant_progress
-            if step.parked or step.held or not step.done:  # the news that somebody is done carries no counts
-                self._waiting[step.participant_id] = (step.parked, step.held)
-        return True
-
-    def also_failed(self, error: SafepointError) -> SafepointError:
-        """`error` with the secondary causes of the operation as notes, so that a traceback shows all of them.
-
-        Where no answer came, with how far the operation had come.
-        """
-        error = self._heard.added_to(error, self.elapsed_s)
-        for detail in self.failed.secondary if self.failed else ():
-            error.add_note(f"Also: {problem_from_detail(detail)}")
-        return error
-
-    def save_result(self) -> SaveResult:
-        """Raises Misanswered when no Saved has come."""
-        if self.saved is None:
-            raise self._incomplete("Saved")
-        pause = seconds(self.resumed.pause) if self.resumed else seconds(self.saved.pause)
-        unconfirmed = self.resumed.unconfirmed if self.resumed else self.saved.unconfirmed
-        return SaveResult(
-            summary_from(self.saved.snapshot), pause, self.elapsed_s, tuple(unconfirmed), tuple(self.warnings)
-        )
-
-    def prepared_result(self) -> PreparedResult:
-        return PreparedResult(
-            self.operation_id,
-            self.snapshot_id,
-            tuple(self._participants),
-            sum(parked for parked, _ in self._waiting.values()),
-            sum(held for _, held in self._waiting.values()),
-            self.elapsed_s,
-            tuple(self.warnings),
-            self._lease_s,
-        )
-
-    def resume_result(self) -> ResumeResult:
-        if self.resumed is None or not self.resumed.HasField("pause"):  # nobody was paused by it
-            return ResumeResult(None)
-        return ResumeResult(
-            seconds(self.resumed.pause),
-            tuple(self.resumed.acknowledged),
-            tuple(self.resumed.unconfirmed),
-            tuple(self.warnings),
-        )
-
-    def restore_summary(self, resume: bool, skipped: Mapping[str, str]) -> RestoreSummary:
-        """Raises Misanswered when no RestoreDone has come."""
-        if self.restored is None:
-            raise self._incomplete("RestoreDone")
-        done = self.restored
-        now = {p.to_actor_id for p in done.placements}
-        return RestoreSummary(
-            operation_id=self.operation_id,
-            snapshot=summary_from(done.snapshot),
-            sessions=done.sessions,
-            totals=totals_from(done.totals),
-            # Whoever could not bring it back has it now, and says so under its present name.
-            diverged=tuple(
-                replace(rollout_from(entry), actor_id=actor_of(entry.participant_id, now)) for entry in done.diverged
-            ),
-            diverged_count=done.diverged_count,
-            paused=not (resume and self.resumed is not None),
-            elapsed_s=self.elapsed_s,
-            pause_s=seconds(self.resumed.pause) if self.resumed else None,
-            warnings=tuple(self.warnings),
-            skipped=dict(skipped),
-            placements=tuple(
-                Placement(p.from_actor_id, p.to_actor_id, p.rollouts_from, p.rollouts_until) for p in done.placements
-            ),
-        )
-
-    def _incomplete(self, wanted: str) -> Misanswered:
-        return Misanswered(
-            Problem(
-                Reason.PROTOCOL_VIOLATION,
-                f"The coordinator ended the call well, without the event {wanted}.",
-                next_step=f"`safepoint status` says how operation {self.operation_id} stands; report this.",
-                operation_id=self.operation_id,
-            )
-        )
-
-
 def seconds(duration: object) -> float:
     """Seconds of a protobuf Duration."""
     return duration.ToMicroseconds() / 1e6  # type: ignore[attr-defined, no-any-return]
-
-
-def no_client_s(rollout: capabilities_pb2.RolloutActivity) -> float | None:
-    """Seconds since the last client that waited for it left; None while somebody waits."""
-    return seconds(rollout.no_client_for) if rollout.HasField("no_client_for") else None
 
 
 _UNITS: Final = ((1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1e3, "kB"))
@@ -492,54 +358,3 @@ def upload_from(told: pb.SnapshotUpload) -> UploadSummary:
 def _upload_state(number: int) -> str:
     known = number in set(UploadState) and number != UploadState.UNSPECIFIED
     return UploadState(number).name.lower() if known else "unknown"
-
-
-def _phase(number: int) -> str:
-    try:
-        return Phase(number).name.lower()
-    except ValueError:
-        return f"phase {number}"
-
-
-def describe(event: pb.OperationEvent) -> str:
-    """One line for people; empty for an event that tells them nothing: that a participant is called, or one not known here."""
-    kind = event.WhichOneof("event")
-    at = f"{seconds(event.elapsed):7.2f} s  "
-    if kind == "phase_started":
-        count = len(event.phase_started.participant_ids)
-        return f"{at}{_phase(event.phase_started.phase)}" + (f": {count} participants" if count else "")
-    if kind == "phase_finished":
-        return f"{at}{_phase(event.phase_finished.phase)}: done in {seconds(event.phase_finished.duration):.2f} s"
-    if kind == "participant_progress":
-        return at + _progress_text(event.participant_progress)
-    if kind == "warning":
-        who = f"{event.warning.participant_id}: " if event.warning.participant_id else ""
-        return f"{at}warning: {who}{event.warning.message}"
-    if kind == "saved":
-        return f"{at}saved {event.saved.snapshot.snapshot_id}"
-    if kind == "restored":
-        return f"{at}restored {event.restored.snapshot.snapshot_id}, {event.restored.sessions} sessions"
-    if kind == "resumed":
-        return f"{at}resumed after {seconds(event.resumed.pause):.2f} s of pause"
-    if kind == "failed":
-        return f"{at}failed: {problem_from_detail(event.failed.primary)}"
-    return ""
-
-
-def _progress_text(step: pb.ParticipantProgress) -> str:
-    parts = ["done" if step.done else ""]
-    if step.bytes_done:
-        parts.append(size_text(step.bytes_done) + (f" of {size_text(step.bytes_total)}" if step.bytes_total else ""))
-    if step.items_done and not step.bytes_done:
-        parts.append(f"{step.items_done} items" + (f" of {step.items_total}" if step.items_total else ""))
-    parts += [
-        f"{n} {what}" for n, what in ((step.in_flight, "in flight"), (step.parked, "parked"), (step.held, "held")) if n
-    ]
-    if step.waiting_for:
-        shown = ", ".join(
-            str(Blocked(r.rollout_id, r.attempt, r.turn, seconds(r.age), r.waiting_on, no_client_s(r)))
-            for r in step.waiting_for[:3]
-        )
-        more = max(step.waiting_for_count, len(step.waiting_for)) - min(3, len(step.waiting_for))
-        parts.append(f"waiting for {shown}" + (f" and {more} more" if more > 0 else ""))
-    return f"{_phase(step.phase)} {step.participant_id}: {', '.join(p for p in parts if p) or 'working'}"

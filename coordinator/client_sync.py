@@ -19,10 +19,10 @@ from coordinator.client_address import find_target
 from coordinator.client_calls import Calls
 from coordinator.client_cut import Cut
 from coordinator.client_metrics import OnSaved, tell
+from coordinator.client_outcome import Outcome
 from coordinator.client_patience import Budgets, checked_timeout
 from coordinator.client_results import (
     AbortResult,
-    Outcome,
     PreparedResult,
     ProgressCallback,
     RestoreResult,

@@ -13,7 +13,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import deque
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final, Protocol
 
@@ -23,6 +23,7 @@ from coordinator.answers import Answers
 from coordinator.participants import Participants
 from coordinator.pause import PauseMeter
 from coordinator.protocol import events as core
+from coordinator.protocol import sentences
 from coordinator.protocol.calls import OPENING
 from coordinator.protocol.operation import Operation, Outcome, Stage
 from coordinator.protocol.proofs import Opened, Progress
@@ -95,6 +96,18 @@ class Identity:
     trace: dict[str, str] = field(default_factory=dict[str, str])  # the caller's, when it sent one and traces are on
 
 
+@dataclass(frozen=True, slots=True)
+class Checking:
+    """What an operation does before Begin. `who` are waited for; `doing` is what follows their names, or stands alone.
+
+    `since`: of the loop's clock.
+    """
+
+    doing: str
+    since: float
+    who: Callable[[], Sequence[ParticipantId]] = tuple
+
+
 class Drive:
     """One operation from its first call to its last."""
 
@@ -132,6 +145,7 @@ class Drive:
         self._closing = False
         self.task: asyncio.Task[None] | None = None
         self.checking: asyncio.Task[None] | None = None  # what runs before Begin
+        self.checks = Checking("beginning", self.began_at)  # and what that does now
         self.abort_cause = ""
 
     # ---- for the service --------------------------------------------------------------------------------------------
@@ -158,6 +172,17 @@ class Drive:
     def outcome(self) -> Outcome:
         """How it stands."""
         return self.finish.outcome if self.finish is not None else self.transaction.outcome
+
+    def why_waiting(self, now: float) -> str:
+        """Who is waited for and why, as one sentence; empty when nobody is."""
+        if self.started or not self.active:
+            return self.transaction.why_waiting(now)
+        return sentences.checking(self.checks.doing, self.checks.who(), now - self.checks.since)
+
+    @property
+    def pending(self) -> tuple[ParticipantId, ...]:
+        """Who is waited for."""
+        return tuple(self.transaction.pending() if self.started else self.checks.who())
 
     @property
     def unconfirmed(self) -> tuple[ParticipantId, ...]:

@@ -112,7 +112,7 @@ def _goes_on(drive: Drive, call: str) -> Problem:
     now = asyncio.get_running_loop().time()
     return Problem(
         Reason.UNAVAILABLE,
-        f"{call} {operation.operation_id} goes on. {transaction.why_waiting(now)}".strip(),
+        f"{call} {operation.operation_id} goes on. {drive.why_waiting(now)}".strip(),
         f"Call {call} again with the same operation_id to follow it, or Abort.",
         transaction.phase,
         operation_id=operation.operation_id,

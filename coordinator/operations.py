@@ -20,7 +20,7 @@ from safepoint.v1 import coordinator_service_pb2, manifest_pb2
 
 from coordinator import outcomes, restore_totals
 from coordinator.answers import ABORT, START, check_digest
-from coordinator.driver import Drive, Identity
+from coordinator.driver import Checking, Drive, Identity
 from coordinator.feed import Feed
 from coordinator.fetching import Fetching
 from coordinator.housekeeping import Housekeeping
@@ -47,13 +47,15 @@ from coordinator.snapshots import SnapshotStore
 from coordinator.uploading import Uploader
 from coordinator.wire import failpoints, logs
 from coordinator.wire.errors import Problem, Reason, Refused, SafepointError, refuse
-from coordinator.wire.ids import OperationId
+from coordinator.wire.ids import OperationId, ParticipantId
 from coordinator.wire.refusals import KeptOut
 from coordinator.wire.terms import OperationKind, Phase, Role
 
 log = logging.getLogger(__name__)
 
 KEPT_IN_MEMORY: Final = 20  # ended operations with their events, for Explain
+WORTH_SAYING_S: Final = 1.0  # that an operation waits before its first phase, and for whom
+TOLD_OF_EACH: Final = 5
 EXPLAIN_WITHIN_S: Final = 3.0  # the successor of a shim that died needs a second or two to say how
 
 
@@ -160,12 +162,14 @@ class Operations:
             drive.reporter.announce(core.PhaseStarted(Phase.DISCOVER, ()))
             begun = self.clock()
             if self._accepted(drive).missing or not drive.operation.options.expected_fingerprint:
-                await self.discovery.until_back((deadline - begun) / 2, drive.operation.options.without)
+                await self._until_back(drive, (deadline - begun) / 2)
             elif drive.operation.options.without:
                 await self.discovery.until_looked((deadline - begun) / 2)
+            self._checks(drive, "asking who is in the static list")
             problems = await self.discovery.ask_static()
             if problems:
                 raise Refused(problems[0])
+            self._checks(drive, "to hear how the last operation ended", self.settling.waiting)
             await self.settling.wait((deadline - self.clock()) / 2)
             topology = self._accepted(drive)
             short = too_short(drive.operation, topology.participants, deadline - self.clock())
@@ -174,12 +178,15 @@ class Operations:
             if drive.operation.kind is OperationKind.SAVE:  # before anything is made on the disk
                 self.discovery.registry.check_known(drive.operation.options.without)
                 self._check_topology(drive.operation, topology)
+                self._checks(drive, "writing ahead what has changed")
                 await precopy(self.participants, topology.participants, deadline - self.clock())
+            self._checks(drive, "waiting for the snapshot root")
             async with self.storage_lock:
                 if drive.operation.kind is OperationKind.SAVE:
                     await self._in_thread(self.store.begin, drive.operation.snapshot_id)
                     drive.reserved = True
                 else:
+                    self._checks(drive, "reading and comparing the snapshot")
                     checked = await self._in_thread(check_restorable, self.store, drive.operation, topology)
                     drive.operation, drive.manifest = checked
             if drive.operation.kind is OperationKind.RESTORE:
@@ -200,10 +207,37 @@ class Operations:
             drive.fail_early(_aborted_early(drive))
         except SafepointError as error:
             problem = blaming(error.problem, self.kept_out())
-            drive.fail_early(replace(problem, phase=problem.phase or Phase.DISCOVER))
+            waited_s = problem.waited_s
+            if waited_s is None and self.clock() - drive.began_at >= WORTH_SAYING_S:
+                waited_s = self.clock() - drive.began_at
+            drive.fail_early(replace(problem, phase=problem.phase or Phase.DISCOVER, waited_s=waited_s))
         except Exception as error:
             log.exception("checking %s failed", drive.operation.operation_id)
             drive.fail_early(Problem(Reason.INTERNAL, f"The coordinator failed: {type(error).__name__}."))
+
+    def _checks(self, drive: Drive, doing: str, who: Callable[[], Sequence[ParticipantId]] = tuple) -> None:
+        drive.checks = Checking(doing, self.clock(), who)
+
+    async def _until_back(self, drive: Drive, longest_s: float) -> None:
+        """Wait for those who are likely to be back soon; who that is, and why, is told to whoever follows."""
+        without = frozenset(drive.operation.options.without)
+
+        def who() -> list[ParticipantId]:
+            return [name for name in self.discovery.awaited() if name not in without]
+
+        def tell() -> None:
+            gone = {m.participant.participant_id: m for m in self.discovery.registry.missing()}
+            for name in who()[:TOLD_OF_EACH]:
+                if name in gone:
+                    text = f"Waiting for it to come back, gone since {gone[name].since_s:.0f} s: {gone[name].why}"
+                    drive.reporter.warn(text, name)
+
+        self._checks(drive, "to come back", who)
+        telling = self._loop.call_later(WORTH_SAYING_S, tell)
+        try:
+            await self.discovery.until_back(longest_s, without)
+        finally:
+            telling.cancel()
 
     def _accepted(self, drive: Drive) -> Topology:
         """The topology now. Who is missing is no finding for one whose caller has named them, or the fingerprint without them.
@@ -499,5 +533,8 @@ def _aborted_early(drive: Drive) -> Problem:
 
 def fenced(active: Drive) -> SafepointError:
     """Another operation is in the way; it is named, and what ends it."""
-    at = active.transaction
-    return Refused(in_the_way(active.operation, at.stage, at.phase, active.elapsed_s, at.primary))
+    at, now = active.transaction, asyncio.get_running_loop().time()
+    used, budget = at.phase_time(now) or (0.0, None)
+    left_s = budget - used if budget is not None else None
+    why = active.why_waiting(now)
+    return Refused(in_the_way(active.operation, at.stage, at.phase, active.elapsed_s, at.primary, why, left_s))

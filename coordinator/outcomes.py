@@ -138,12 +138,14 @@ def running_status(drive: Drive, now: float) -> coordinator_service_pb2.Operatio
         outcome=convert.wire(drive.outcome),
         phase=convert.wire(transaction.phase),
         elapsed=convert.duration(drive.elapsed_s),
-        waiting_for=transaction.why_waiting(now) if drive.started else "discover: checking before anything is paused.",
-        pending_participants=transaction.pending(),
+        waiting_for=drive.why_waiting(now),
+        pending_participants=drive.pending,
         unconfirmed=drive.unconfirmed,
         begin_time=began(drive.began_ms),
     )
-    if (time := transaction.phase_time(now)) is not None:
+    if not drive.started:
+        status.phase_elapsed.CopyFrom(convert.duration(drive.elapsed_s))
+    elif (time := transaction.phase_time(now)) is not None:
         status.phase_elapsed.CopyFrom(convert.duration(time[0]))
         if time[1] is not None:
             status.phase_budget.CopyFrom(convert.duration(time[1]))

@@ -51,6 +51,10 @@ class Settling:
         task = self._tasks[name] = asyncio.create_task(self._until_told(who), name=f"settle {name}")
         task.add_done_callback(lambda done: self._tasks.pop(name) if self._tasks.get(name) is done else None)
 
+    def waiting(self) -> list[ParticipantId]:
+        """Who has not heard yet."""
+        return sorted(self._tasks)
+
     async def wait(self, longest_s: float) -> None:
         """Until everybody has heard, at most so long: who has not refuses what it may not do yet."""
         if self._tasks:

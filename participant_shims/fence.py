@@ -161,6 +161,7 @@ class _Finished:
     cause: Cause
     failed_digest: str = ""
     problem: Problem | None = None
+    why: str = ""  # a sentence on how it came to end, when the participant itself has ended it
     replies: dict[Rpc, object] = field(default_factory=dict[Rpc, object])
 
 
@@ -230,7 +231,7 @@ class Fence:
                 # Who goes on with a restore acts on the answer that it is loaded still (`Operations.call`): a coordinator
                 # before it must not abort that afterwards.
                 self._highest_epoch = max(self._highest_epoch, epoch)
-            return self._end_again(rpc, operation_id, epoch, past, ended) if ends else self._is_over(
+            return self._end_again(rpc, operation_id, epoch, past, ended, now) if ends else self._is_over(
                 rpc, operation_id, digest, past, ended
             )  # fmt: skip
         owner = self._owner
@@ -239,7 +240,7 @@ class Fence:
             if epoch <= owner.epoch or not (ends or rpc in _GRANTING):
                 if ends:  # not served, but fenced: a prepare of it that is still under way must find it finished
                     self._remember(operation_id, _Finished(epoch, _END_CAUSE[rpc]))
-                return self._fenced(rpc, operation_id, ended)
+                return self._fenced(rpc, operation_id, ended, now)
             ended = self._finish(Cause.SUPERSEDED)
             owner = None
         if ends:
@@ -257,7 +258,7 @@ class Fence:
                 f"Epoch {epoch} is older than {self._highest_epoch}, which this participant serves.",
             )  # fmt: skip
         if self._owner is not None:
-            return self._fenced(None, "", ended)
+            return self._fenced(None, "", ended, now)
         self._highest_epoch = max(self._highest_epoch, epoch)
         return Accept(ended)
 
@@ -311,9 +312,9 @@ class Fence:
             return None
         return self._lapse_if_due(now)
 
-    def force_end(self, cause: Cause) -> Ended | None:
-        """The participant itself gives up the pause: it leaves, or its gates opened by their own lease."""
-        return self._finish(cause) if self._owner else None
+    def force_end(self, cause: Cause, why: str = "") -> Ended | None:
+        """The participant itself gives up the pause: it leaves, or its gates opened by their own lease. `why`: a sentence."""
+        return self._finish(cause, why) if self._owner else None
 
     # ---- parts ----------------------------------------------------------------------------------------------------
 
@@ -377,13 +378,15 @@ class Fence:
             self._remember(operation_id, _Finished(epoch, _END_CAUSE[rpc]))
         return Accept(ended)
 
-    def _end_again(self, rpc: Rpc, operation_id: str, epoch: int, past: _Finished, ended: Ended | None) -> Decision:
+    def _end_again(
+        self, rpc: Rpc, operation_id: str, epoch: int, past: _Finished, ended: Ended | None, now: float
+    ) -> Decision:
         if rpc in past.replies:
             self._highest_epoch = max(self._highest_epoch, epoch)  # it is served: an older one is refused from now on
             return Replay(past.replies[rpc], ended)
         if self._owner is not None:
             if epoch <= self._owner.epoch:
-                return self._fenced(rpc, operation_id, ended)
+                return self._fenced(rpc, operation_id, ended, now)
             ended = self._finish(Cause.SUPERSEDED)
         self._highest_epoch = max(self._highest_epoch, epoch)
         return Accept(ended)
@@ -392,19 +395,22 @@ class Fence:
         if past.problem is not None and rpc is Rpc.PREPARE and digest == past.failed_digest:
             return Refuse(past.problem, ended)
         reason = Reason.LEASE_LAPSED if past.cause is Cause.LAPSED else Reason.OPERATION_FINISHED
-        why = f" ({past.problem.message})" if past.problem else ""
+        why = past.problem.message if past.problem else past.why.rstrip(".")
+        why = f" ({why})" if why else ""
         return self._refuse(
             rpc, reason, operation_id, ended, f"Operation {operation_id} {past.cause.value}{why}.",
             {"ended": past.cause.name.lower()},
         )  # fmt: skip
 
-    def _fenced(self, rpc: Rpc | None, operation_id: str, ended: Ended | None) -> Refuse:
+    def _fenced(self, rpc: Rpc | None, operation_id: str, ended: Ended | None, now: float) -> Refuse:
         owner = self._owner
         assert owner is not None  # only called when there is one
+        left_s = max(0.0, owner.lease_until - now)
         return self._refuse(
             rpc, Reason.FENCED, owner.operation_id, ended,
-            f"Operation {owner.operation_id} of epoch {owner.epoch} owns the pause ({owner.state.name.lower()}).",
-            {"asked_for": operation_id, "owner_epoch": str(owner.epoch)},
+            f"Operation {owner.operation_id} of the coordinator of epoch {owner.epoch} owns the pause "
+            f"({owner.state.name.lower()}), for {left_s:.1f} s more unless its lease is renewed.",
+            {"asked_for": operation_id, "owner_epoch": str(owner.epoch), "lease_left_s": f"{left_s:.1f}"},
         )  # fmt: skip
 
     def _wrong_phase(self, rpc: Rpc, operation_id: str, state: State, ended: Ended | None) -> Refuse:
@@ -426,11 +432,11 @@ class Fence:
             ended,
         )  # fmt: skip
 
-    def _finish(self, cause: Cause) -> Ended:
+    def _finish(self, cause: Cause, why: str = "") -> Ended:
         owner = self._owner
         assert owner is not None  # only called when there is one
         self._owner = None
-        self._remember(owner.operation_id, _Finished(owner.epoch, cause))
+        self._remember(owner.operation_id, _Finished(owner.epoch, cause, why=why))
         return Ended(owner.operation_id, cause, owner.state)
 
     def _has_room(self, epoch: int) -> bool:

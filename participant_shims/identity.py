@@ -37,12 +37,28 @@ RECORDED_HEADER: Final = "x-safepoint-recorded"
 DONE_HEADER: Final = "x-safepoint-done"
 # How many calls of the same rollout the caller has seen this callee finish: one that has executed fewer lost its state.
 FINISHED_HEADER: Final = "x-safepoint-finished"
+# Whose call log the call is in, as `caller/log`; a word without a slash when it is in none.
+LOG_HEADER: Final = "x-safepoint-log"
+# On a call that is not logged, of a rollout that is known: the worker of its callee that has the session follows from it.
+HOME_HEADER: Final = "x-safepoint-home"
 # On the refusal of a stale attempt: the lowest one that its callee would serve.
 LOWEST_HEADER: Final = "x-safepoint-lowest"
-HEADERS: Final = frozenset({ROLLOUT_HEADER, ATTEMPT_HEADER, CALL_HEADER, RECORDED_HEADER, DONE_HEADER, FINISHED_HEADER})
+HEADERS: Final = frozenset(
+    {
+        ROLLOUT_HEADER,
+        ATTEMPT_HEADER,
+        CALL_HEADER,
+        RECORDED_HEADER,
+        DONE_HEADER,
+        FINISHED_HEADER,
+        LOG_HEADER,
+        HOME_HEADER,
+    }
+)
 
 _CALL_ID: Final = re.compile(r"[0-9]{1,10}(\.[0-9]{1,10}){0,32}")
 MAX_ATTEMPT: Final = 999_999_999  # nine digits travel; whoever names a higher one means every attempt that there was
+MAX_CALLER: Final = 1024
 MAX_RECORDED: Final = 64  # ids in one RECORDED header; more travel with later calls
 
 
@@ -100,6 +116,18 @@ def recorded_from_headers(headers: Mapping[str, str]) -> tuple[str, ...]:
 def finished_from_headers(headers: Mapping[str, str]) -> int:
     """How many calls of this rollout the caller has seen the callee finish; 0 when it does not say."""
     return _number(headers.get(FINISHED_HEADER, ""))
+
+
+def caller_from_headers(headers: Mapping[str, str]) -> str:
+    """The log that the call is in, as `caller/log`; empty when it is in none."""
+    value = headers.get(LOG_HEADER, "")
+    return value if "/" in value and len(value) <= MAX_CALLER else ""
+
+
+def home_from_headers(headers: Mapping[str, str]) -> str:
+    """The rollout that a call which is not logged belongs to; empty when it says none."""
+    value = headers.get(HOME_HEADER, "")
+    return value if is_rollout_id(value) else ""
 
 
 def lowest_from_headers(headers: Mapping[str, str]) -> int:

@@ -277,7 +277,7 @@ class Operations:
     def hold_is_lost(self, operation_id: str, why: str) -> None:
         """A gate is open, or will be by itself: end the operation as its lease would, if it still has the pause."""
         if self.fence.state in _PAUSED and self.fence.operation_id == operation_id:
-            self.apply(self.fence.force_end(Cause.LAPSED), why)
+            self.apply(self.fence.force_end(Cause.LAPSED, why), why)
 
     async def check_freeze(self, generation: int) -> None:
         """Raise ACTIVITY_AFTER_PREPARED unless admission has stayed closed and nothing moved since `generation`."""

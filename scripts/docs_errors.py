@@ -17,8 +17,8 @@ _GROUPS: Final = (
 )  # fmt: skip
 _HTTP: Final = """## Between servers
 
-Two answers come from a gate and not from a coordinator: HTTP 409 with one of these names in the body. Agents that call
-through Gym's client never see them; both are for work that is over.
+Three answers come from a gate and not from a coordinator: HTTP 409 with one of these names in the body. Agents that call
+through Gym's client never see them; all are for work that is over.
 
 ### `STALE_ATTEMPT`
 
@@ -32,6 +32,13 @@ through Gym's client never see them; both are for work that is over.
 or the worker process that held the session is gone.
 
 **Fix.** Nothing. The caller's gate restarts the rollout from its input, and the ledger says why.
+
+### `LOG_LOST`
+
+**Cause.** The agent was killed and started again alone, and the server still has the state that calls of the life before
+have left: to go on there would execute some of them twice.
+
+**Fix.** Nothing. The caller's gate restarts the rollout from its input, in a session of its own.
 """
 
 
@@ -68,7 +75,8 @@ def render() -> str:
         entry, code = CATALOG[reason], BY_REASON[reason]
         parts.append(
             f"### `{reason.name}`\n\n**Cause.** {known[reason.name]}\n\n**Fix.** {entry.next_step}\n\n"
-            f"*Number {reason.value} · gRPC {entry.code} · may be paused: {'yes' if entry.paused else 'no'} · "
+            + (f"**Once it is aborted.** {entry.aborted}\n\n" if entry.aborted else "")
+            + f"*Number {reason.value} · gRPC {entry.code} · may be paused: {'yes' if entry.paused else 'no'} · "
             f"exit code {int(code)}: {MEANINGS[code][0]}*\n"
         )
     return "\n".join([*parts, _HTTP])

@@ -18,10 +18,12 @@ CONNECTIONS: Final = 8
 
 
 def run(scale: Scale, results: Results) -> None:
-    """Fills `gate_throughput` and `gate_with_log_throughput`."""
+    """Fills `gate_throughput`, `gate_all_off_vs_cheapest` and `gate_with_log_throughput`."""
     with servers.contenders() as (counters, agents):
         served, rollouts = _measure(counters, scale), _measure(agents, scale)
     results.ratios["gate_throughput"] = ratio(_per_s(served["gate"]), _per_s(served["bare"]))
+    off, cheapest = served[servers.ALL_OFF], served[servers.CHEAPEST_NAME]
+    results.ratios["gate_all_off_vs_cheapest"] = ratio(_per_s(off), _per_s(cheapest))
     results.ratios["gate_with_log_throughput"] = ratio(_per_s(rollouts["gate and call log"]), _per_s(rollouts["bare"]))
     _tell("A resources server (example_session_state_mgmt, one call)", served, results)
     _tell("An agent server (simple_agent, a rollout of 11 outbound calls)", rollouts, results)

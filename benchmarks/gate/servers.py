@@ -19,6 +19,23 @@ from participant_shims.identity import CallIdentity
 from tests.gym.fleet import TOOLS, Fleet, counter_config
 
 CHEAPEST: Final = REPOSITORY / "benchmarks" / "gate" / "cheapest"
+CHEAPEST_NAME: Final = "cheapest middleware"
+ALL_OFF: Final = "gate, all off"
+ALL_ON: Final = "gate, all on"
+# Nobody to log to, to count for or to trace for; and everything that can be switched on in a gated server.
+_OFF: Final = {
+    "SAFEPOINT_SHIM": "manual",
+    "SAFEPOINT_DEBUG": "",
+    "SAFEPOINT_TRACES": "",
+    "SAFEPOINT_LOG_FORMAT": "text",
+}
+_ON: Final = {
+    "SAFEPOINT_SHIM": "spawn",
+    "SAFEPOINT_DEBUG": "1",
+    "SAFEPOINT_TRACES": "1",
+    "SAFEPOINT_LOG_FORMAT": "json",
+}
+_TRACED: Final = {"traceparent": f"00-{'a1' * 16}-{'b2' * 8}-01"}
 
 
 class Server:
@@ -42,7 +59,9 @@ def contenders() -> Generator[tuple[dict[str, Server], dict[str, Server]]]:
     `simple_agent`, asked for whole rollouts of five model calls and four tool calls; model and tools are canned.
     """
     with ExitStack() as stack, scratch("gate") as root:
-        counters = {each: _spawn(stack, root, "counter", each) for each in ("bare", "cheapest middleware", "gate")}
+        counters = {
+            each: _spawn(stack, root, "counter", each) for each in ("bare", CHEAPEST_NAME, ALL_OFF, "gate", ALL_ON)
+        }
         agents = {each: _spawn(stack, root, "counter_agent", each) for each in ("bare", "gate and call log")}
         for fleet in (*counters.values(), *agents.values()):
             (name,) = fleet.processes
@@ -54,7 +73,7 @@ def _counters(stack: ExitStack, root: Path, fleets: dict[str, Fleet]) -> dict[st
     out: dict[str, Server] = {}
     for contender, fleet in fleets.items():
         port, pid = _port(fleet, "counter"), fleet.processes["counter"].pid
-        out[contender] = Server(port, _anonymous(port), pid)
+        out[contender] = Server(port, _anonymous(port, _TRACED if contender == ALL_ON else None), pid)
         if contender == "gate":
             out["gate, calls remembered"] = Server(port, _identified(port), pid)
         if contender == "bare":
@@ -72,11 +91,13 @@ def _agents(fleets: dict[str, Fleet]) -> dict[str, Server]:
 
 
 def _spawn(stack: ExitStack, root: Path, name: str, contender: str) -> Fleet:
-    folder = root / f"{name}-{contender.replace(' ', '-')}"
+    folder = root / f"{name}-{contender.replace(', ', '-').replace(' ', '-')}"
     folder.mkdir()
     fleet = Fleet(counter_config("http://127.0.0.1:9/v1"), folder, gated=contender.startswith("gate"))
-    fleet.environment |= {"SAFEPOINT_SHIM": "spawn", "SAFEPOINT_DEBUG": ""}
-    if contender == "cheapest middleware":
+    fleet.environment |= (
+        _ON if contender == ALL_ON else _OFF if contender == ALL_OFF else _OFF | {"SAFEPOINT_SHIM": "spawn"}
+    )
+    if contender == CHEAPEST_NAME:
         fleet.hooks = CHEAPEST
     stack.callback(fleet.close)
     if name == "counter_agent":
@@ -98,8 +119,8 @@ def _proxy(stack: ExitStack, root: Path, upstream: int) -> int:
     return port
 
 
-def _anonymous(port: int) -> Callable[[], Next]:
-    made = request(port, "/increment_counter", b'{"count": 1}')
+def _anonymous(port: int, headers: dict[str, str] | None = None) -> Callable[[], Next]:
+    made = request(port, "/increment_counter", b'{"count": 1}', headers)
     return lambda: (made, None)
 
 

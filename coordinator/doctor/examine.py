@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
 BUDGET_S: Final = 9.0  # of the 10 s that are promised; the rest is for starting and printing
 CALL_S: Final = 3.0
+ROLLOUTS: Final = 50  # of each participant are looked at, for what they wait for
 
 
 @dataclass(frozen=True)
@@ -78,10 +79,14 @@ def _fleet(here: Circumstances) -> Iterator[Finding]:
     before = here.clock()
     status = client.status(timeout=CALL_S)
     yield from fleet.coordinator(status, here.clock() - before)
+    yield from fleet.clock(status, time.time())
     yield from fleet.upload(status)
-    yield from fleet.participants(client.status(participants=True, timeout=CALL_S))
+    everybody = client.status(participants=True, max_rollouts=ROLLOUTS, timeout=CALL_S)
+    yield from fleet.participants(everybody)
+    yield from fleet.judged(everybody)
     known = client.topology(refresh=True, timeout=CALL_S)
     yield from fleet.topology(known)
+    yield from fleet.versions(known, machine.version_of("safepoint"))
     yield from engines.engines(known)
     if status.snapshot_root != here.root:
         yield from _root_elsewhere(here, client, status.snapshot_root)

@@ -5,19 +5,23 @@ PURE: it reads what `Client.topology` and `Client.status` have answered.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Final
 
+from safepoint.v1 import capabilities_pb2
 from safepoint.v1 import coordinator_service_pb2 as pb
 
 from coordinator.doctor.finding import Finding, Severity
 from coordinator.preflight import RUNS
 from coordinator.wire.errors import Reason
+from coordinator.wire.places import in_actor
 from coordinator.wire.refusals import KEPT_OUT
 from coordinator.wire.rpc import problem_from_detail
 
 # An answer on one machine takes a millisecond. A second means that the coordinator's loop is blocked or the link is bad.
 SLOW_ANSWER_S: Final = 1.0
+SKEW_S: Final = 5.0  # more than an answer takes
+SHOWN: Final = 5
 
 
 def coordinator(status: pb.GetCoordinatorStatusResponse, took_s: float) -> Iterator[Finding]:
@@ -53,6 +57,46 @@ def coordinator(status: pb.GetCoordinatorStatusResponse, took_s: float) -> Itera
         )  # fmt: skip
 
 
+def clock(status: pb.GetCoordinatorStatusResponse, wall_s: float) -> Iterator[Finding]:
+    """How far the coordinator's clock is from ours, as far as its operation tells. `wall_s`: seconds since 1970, here.
+
+    An operation that runs says what time it is there; one that has ended only that it cannot have begun in the future.
+    """
+    operation = status.operation
+    if not operation.HasField("begin_time"):
+        return
+    runs = operation.outcome == pb.OPERATION_OUTCOME_RUNNING
+    there_s = operation.begin_time.ToMilliseconds() / 1e3 + (operation.elapsed.ToMilliseconds() / 1e3 if runs else 0.0)
+    ahead_s = there_s - wall_s
+    if ahead_s > SKEW_S or (runs and ahead_s < -SKEW_S):
+        yield Finding(
+            "coordinator", Severity.WARNING, "clock",
+            f"The coordinator's clock is {'at least ' if not runs else ''}{abs(ahead_s):.0f} s "
+            f"{'ahead of' if ahead_s > 0 else 'behind'} the one here. No decision rests on it; certificates, object stores and "
+            "the times in lists do.",
+            "Let NTP or chrony set the clocks of all machines.",
+        )  # fmt: skip
+
+
+def versions(answer: pb.GetTopologyResponse, ours: str) -> Iterator[Finding]:
+    """That all shims are of one version of Safepoint. `ours`: the version of who asks."""
+    found: dict[str, list[str]] = {}
+    for info in answer.participants:
+        if info.capabilities.shim_version:
+            found.setdefault(info.capabilities.shim_version, []).append(info.capabilities.participant_id)
+    if not ours or found.keys() <= {ours}:
+        return
+    each = "; ".join(f"{version}: {_few(names)}" for version, names in sorted(found.items()))
+    yield Finding(
+        "participants", Severity.NOTE, "versions", f"Not everybody is of version {ours}, which is here: {each}.",
+        "Works within one version of the contract; install one version everywhere when you can.",
+    )  # fmt: skip
+
+
+def _few(names: Sequence[str]) -> str:
+    return ", ".join(names[:SHOWN]) + (f" and {len(names) - SHOWN} more" if len(names) > SHOWN else "")
+
+
 def upload(status: pb.GetCoordinatorStatusResponse) -> Iterator[Finding]:
     """That snapshots reach the object store, where one is configured."""
     if not status.HasField("upload"):
@@ -83,6 +127,8 @@ def topology(answer: pb.GetTopologyResponse) -> Iterator[Finding]:
         if finding.reason == int(Reason.FENCED):
             continue  # the operation's own status has said it
         severity = Severity.ERROR if finding.blocking else Severity.NOTE
+        if severity is Severity.NOTE and _reason(finding.reason) is Reason.ROLE_INVALID:
+            severity = Severity.WARNING  # a role that is declared, and likely wrong
         if finding in refused:
             severity = Severity.ERROR if missed else Severity.WARNING
         elif refused and finding in missed:
@@ -119,6 +165,34 @@ def participants(status: pb.GetCoordinatorStatusResponse) -> Iterator[Finding]:
             )  # fmt: skip
         for warning in seen.warnings:
             yield Finding("participants", Severity.WARNING, name, warning, "See README, `Beside your own Gym servers`.")
+
+
+def judged(status: pb.GetCoordinatorStatusResponse) -> Iterator[Finding]:
+    """That no environment waits for a policy model now: closed with the policy, it could never answer that environment.
+
+    What a configuration says of such a call, the topology refuses; this sees those that no configuration names.
+    """
+    people = {health.info.capabilities.participant_id: health.info.capabilities for health in status.participants}
+    seen: set[tuple[str, str]] = set()
+    for health in status.participants:
+        who = health.info.capabilities
+        if who.role != capabilities_pb2.ROLE_RESOURCES:
+            continue
+        for live in health.status.rollouts:
+            name = live.waiting_on.split(" ", 1)[0] if live.activity == capabilities_pb2.ACTIVITY_CALLING else ""
+            callee = people.get(in_actor(who.actor_id, name)) or people.get(name)
+            if callee is None or callee.role != capabilities_pb2.ROLE_POLICY_MODEL or name in who.depends_on:
+                continue
+            if (who.participant_id, name) in seen:
+                continue
+            seen.add((who.participant_id, name))
+            yield Finding(
+                "participants", Severity.WARNING, callee.participant_id,
+                f"Environment `{who.participant_id}` waits for an answer of `{callee.participant_id}` (rollout "
+                f"{live.rollout_id}), which has role policy: in a save it would be paused before it answers, and that rollout be "
+                "excluded.",
+                f'If it is a judge, set "{name}=auxiliary" in SAFEPOINT_ROLES beside what is there, and restart its server.',
+            )  # fmt: skip
 
 
 def _reason(number: int) -> Reason:

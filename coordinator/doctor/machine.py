@@ -22,7 +22,7 @@ _PROXIES: Final = ("http_proxy", "https_proxy", "all_proxy", "HTTP_PROXY", "HTTP
 def versions(version: tuple[int, ...] | None = None, system: str | None = None) -> Iterator[Finding]:
     """Python, the platform and the packages that matter."""
     version = version or sys.version_info[:3]
-    found = {name: _version(name) for name in _SHOWN}
+    found = {name: version_of(name) for name in _SHOWN}
     listed = ", ".join(f"{name} {text}" for name, text in found.items() if text)
     python = ".".join(map(str, version))
     if version[:2] < OLDEST:
@@ -95,7 +95,8 @@ def _in_a_network(host: str, exceptions: str) -> bool:
     return False
 
 
-def _version(name: str) -> str:
+def version_of(name: str) -> str:
+    """The installed version of a package; empty when it is not installed."""
     try:
         return importlib.metadata.version(name)
     except importlib.metadata.PackageNotFoundError:

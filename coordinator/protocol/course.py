@@ -259,7 +259,7 @@ class Course:
     def abort(self, problem: Problem, now: float) -> list[Effect]:
         """Open everybody without success; the first problem stays the primary one."""
         # Once it opens, the advice on how to open it is no advice any more.
-        self.primary = self._unheld or self.primary or problem
+        self.primary = sentences.once_open(self._unheld or self.primary or problem, self.operation.options.quiesce_mode)
         return self.open(Phase.ABORT, now)
 
     def restarted(self, participant_id: ParticipantId, incarnation_id: IncarnationId, now: float) -> list[Effect]:
@@ -418,6 +418,9 @@ class Course:
             self._add(self.mine(silent, participant_id))
         outcome = Outcome.ABORTED if self.stage == Stage.ABORTING else Outcome.SUCCEEDED
         self.stage = Stage.ENDED
+        if outcome == Outcome.ABORTED:
+            mode = self.operation.options.quiesce_mode
+            self.secondary = tuple(sentences.once_open(problem, mode) for problem in self.secondary)
         self.finish = Finish(outcome, self.primary, self.secondary, opening.unconfirmed, self.published)
         return [
             Announce(PhaseFinished(self.phase, took_s)),

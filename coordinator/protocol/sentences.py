@@ -10,9 +10,9 @@ from dataclasses import replace
 
 from coordinator.protocol.operation import Operation, Stage
 from coordinator.protocol.proofs import Prepared, Progress
-from coordinator.wire.errors import Blocked, Problem, Reason
+from coordinator.wire.errors import CATALOG, Blocked, Problem, Reason
 from coordinator.wire.ids import ParticipantId, SnapshotId
-from coordinator.wire.terms import Phase
+from coordinator.wire.terms import Phase, QuiesceMode
 
 _NAMED = 5  # names in one sentence; all are in the status
 _EXCLUDED_NAMED = 3
@@ -51,6 +51,21 @@ def not_excluded(proof: Prepared) -> str:
     return f"{_rollouts(proof.excluded_count)} could not quiesce, and the straggler policy is fail."
 
 
+def once_open(problem: Problem, mode: QuiesceMode) -> Problem:
+    """The same problem for whoever reads of it when everybody is open: advice to abort is no advice any more.
+
+    `mode` is what the operation asked for: only after a drain is a hold something else to try. Advice that is not the
+    catalog's stays as it is.
+    """
+    entry = CATALOG[problem.reason]
+    if problem.next_step not in ("", entry.next_step):
+        return problem
+    if problem.reason == Reason.DRAIN_INCOMPLETE and mode == QuiesceMode.DRAIN:
+        step = f"{entry.next_step} A save with `--mode hold` does not wait for what models generate."
+        return replace(problem, next_step=step)
+    return replace(problem, next_step=entry.aborted) if entry.aborted else problem
+
+
 def _rollouts(count: int) -> str:
     return f"{count} rollout" + ("s" if count != 1 else "")
 
@@ -64,6 +79,13 @@ def waiting(
     return f"{phase.name.lower()}: waiting {waited_s:.1f} s for {each}{more}."
 
 
+def checking(doing: str, who: Sequence[ParticipantId], waited_s: float) -> str:
+    """What keeps an operation before its first phase. `doing` follows the names of `who`; without any it stands alone."""
+    if who:
+        return f"discover: waiting {waited_s:.1f} s for {names(who)} {doing}; nobody is paused."
+    return f"discover: {doing}, for {waited_s:.1f} s; nobody is paused."
+
+
 def standing(stage: Stage, phase: Phase, waited_s: float) -> str:
     """Why an operation is not further when no participant is waited for; empty when it has ended or not begun."""
     calls = {Stage.PREPARED: "Commit", Stage.COMMITTED: "Publish", Stage.PUBLISHED: "Resume", Stage.RESTORED: "Resume"}
@@ -75,10 +97,20 @@ def standing(stage: Stage, phase: Phase, waited_s: float) -> str:
     return "restore: failed; who has closed stays paused until Abort." if stage == Stage.FAILED_PAUSED else ""
 
 
-def in_the_way(operation: Operation, stage: Stage, phase: Phase, elapsed_s: float, primary: Problem | None) -> Problem:
-    """Why no other operation can begin, and which call ends that one: some end by themselves, and some never do."""
+def in_the_way(
+    operation: Operation, stage: Stage, phase: Phase, elapsed_s: float, primary: Problem | None, why: str = "",
+    left_s: float | None = None,
+) -> Problem:  # fmt: skip
+    """Why no other operation can begin, and which call ends that one: some end by themselves, and some never do.
+
+    `why`: whom it waits for, as one sentence. `left_s`: the longest that its phase goes on by itself, when that is known.
+    """
     name = f"{operation.kind.name.lower()} {operation.operation_id}"
-    text, step = f"{name} runs since {elapsed_s:.1f} s, in {phase.name.lower()}.", ""
+    text, step = (
+        f"{name} of {operation.snapshot_id} runs since {elapsed_s:.1f} s. It is in {why or phase.name.lower() + '.'}",
+        "",
+    )
+    text += f" That phase ends in {max(0.0, left_s):.1f} s at the latest." if left_s is not None else ""
     if stage == Stage.FAILED_PAUSED:
         cause = f" It failed because: {primary.message}" if primary is not None else ""
         text = (

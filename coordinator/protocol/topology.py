@@ -12,9 +12,8 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Final
-from urllib.parse import urlsplit
 
-from coordinator.protocol import actors
+from coordinator.protocol import actors, policies
 from coordinator.protocol.participant import Finding, Participant, ShimProcess, finding_of
 from coordinator.wire.errors import Problem, Reason
 from coordinator.wire.ids import is_wire_id
@@ -72,7 +71,7 @@ def validate(topology: Topology, quiesce_mode: QuiesceMode = QuiesceMode.UNSPECI
         *gone_from(topology.missing),
         *(finding for p in topology.participants for finding in _one(p, quiesce_mode)),
         *_dependencies(topology),
-        *_policy_endpoints(topology),
+        *policies.findings(topology.participants, topology.policy_endpoints),
     ]
     return sorted(found, key=lambda f: (not f.blocking, f.participant_id, f.reason, f.message))
 
@@ -347,41 +346,3 @@ def _dependencies(topology: Topology) -> Iterator[Finding]:
 
 def _in_actor(p: Participant) -> str:
     return f" in actor `{p.actor_id}` or for all of them" if p.actor_id else ""
-
-
-def _policy_endpoints(topology: Topology) -> Iterator[Finding]:
-    served = {_endpoint(url) for url in topology.policy_endpoints}
-    if not served:
-        return
-    for p in topology.participants:
-        if p.role != Role.POLICY_MODEL:
-            continue
-        name, own = p.participant_id, sorted({_endpoint(url) for url in p.upstream_endpoints})
-        if not own:
-            yield finding_of(
-                Reason.POLICY_NOT_SERVED, name,
-                f"Policy model `{name}` does not say which endpoint it uses, so this cannot be checked.",
-                f'Nothing, if it is trained; else set "{p.server_name}=auxiliary" in SAFEPOINT_ROLES beside what is there, and restart the server.', blocking=False,
-            )  # fmt: skip
-        elif served.isdisjoint(own):
-            yield finding_of(
-                Reason.POLICY_NOT_SERVED, name,
-                f"Policy model `{name}` uses {', '.join(own)}, and the trainer serves {', '.join(sorted(served))}; "
-                "set role auxiliary on it.",
-                f'Set "{p.server_name}=auxiliary" in SAFEPOINT_ROLES beside what is there and restart the server, or correct policy_endpoints.',
-            )  # fmt: skip
-
-
-def _endpoint(url: str) -> str:
-    """One spelling for what is the same endpoint: OpenAI clients are given base URLs with and without `/v1`."""
-    text = url.strip()
-    try:
-        parts = urlsplit(text if "://" in text else f"http://{text}")
-        host, port = (parts.hostname or "").lower(), parts.port
-    except ValueError:
-        return text
-    host = "127.0.0.1" if host == "localhost" else host
-    scheme = parts.scheme.lower()
-    default = {"http": 80, "https": 443}.get(scheme)
-    path = parts.path.rstrip("/").removesuffix("/v1").rstrip("/")
-    return f"{scheme}://{host}:{port or default}{path}"

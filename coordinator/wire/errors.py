@@ -80,10 +80,11 @@ class CatalogEntry:
     code: str  # name of the gRPC status code
     paused: bool  # whether somebody may be paused when this is reported
     next_step: str  # default advice; an error may carry a better one
+    aborted: str = ""  # the same once the operation has been aborted, where `next_step` asks for that
 
 
-def _entry(code: str, paused: bool, next_step: str) -> CatalogEntry:
-    return CatalogEntry(code, paused, next_step)
+def _entry(code: str, paused: bool, next_step: str, aborted: str = "") -> CatalogEntry:
+    return CatalogEntry(code, paused, next_step, aborted)
 
 
 # fmt: off
@@ -98,16 +99,16 @@ CATALOG: Final[Mapping[Reason, CatalogEntry]] = MappingProxyType({
     Reason.FENCED:                  _entry("ABORTED", False, "Wait for the named operation to end, or abort it."),
     Reason.OPERATION_FINISHED:      _entry("FAILED_PRECONDITION", False, "Start a new operation: ids are never reused."),
     Reason.WRONG_PHASE:             _entry("FAILED_PRECONDITION", False, "Call the phases in order; GetStatus says which one is due."),
-    Reason.LEASE_LAPSED:            _entry("FAILED_PRECONDITION", False, "Abort the operation: the participant has opened by itself. Renew earlier, or set a longer lease."),
-    Reason.INCARNATION_CHANGED:     _entry("FAILED_PRECONDITION", True, "Abort the operation and start a new one: a process was restarted in between."),
+    Reason.LEASE_LAPSED:            _entry("FAILED_PRECONDITION", False, "Abort the operation: the participant has opened by itself. Renew earlier, or set a longer lease.", "Start a new operation when the named participant runs and is reached in time again, or with a longer lease (`--lease`)."),
+    Reason.INCARNATION_CHANGED:     _entry("FAILED_PRECONDITION", True, "Abort the operation and start a new one: a process was restarted in between.", "Start a new operation: a process was restarted in between."),
     Reason.UNKNOWN_OPERATION:       _entry("NOT_FOUND", False, "Look at `safepoint history` for the operations there are."),
     Reason.ABORTED:                 _entry("ABORTED", False, "Start a new operation when the cause is gone."),
-    Reason.DRAIN_INCOMPLETE:        _entry("DEADLINE_EXCEEDED", True, "Give it more time (`--grace`, `--timeout`), let the named rollouts restart (`--stragglers exclude`), or use `--mode hold` if this was a drain."),
-    Reason.ACTIVITY_AFTER_PREPARED: _entry("ABORTED", True, "Abort: the named participant did not stop. Report it to the maker of its adapter."),
+    Reason.DRAIN_INCOMPLETE:        _entry("DEADLINE_EXCEEDED", True, "See where the named rollouts stand (`safepoint why --stacks`); give them more time (`--grace`, `--timeout`), or let them restart (`--stragglers exclude`)."),
+    Reason.ACTIVITY_AFTER_PREPARED: _entry("ABORTED", True, "Abort: the named participant did not stop. Report it to the maker of its adapter.", "Start a new operation. If it comes again, report it to the maker of the adapter: the named participant did not stop."),
     Reason.DECLINED:                _entry("ABORTED", False, "Mend what the participant says, then start a new operation."),
-    Reason.LEDGER_UNBALANCED:       _entry("ABORTED", True, "Abort and report: a rollout is in no state, or in two."),
+    Reason.LEDGER_UNBALANCED:       _entry("ABORTED", True, "Abort and report: a rollout is in no state, or in two.", "Report it: a rollout is in no state, or in two."),
     Reason.PHASE_INCOMPLETE:        _entry("DEADLINE_EXCEEDED", True, "Give the operation more time: the message says how far it was."),
-    Reason.COORDINATOR_RESTARTED:   _entry("FAILED_PRECONDITION", True, "Abort the operation and start a new one: its coordinator was started again in between."),
+    Reason.COORDINATOR_RESTARTED:   _entry("FAILED_PRECONDITION", True, "Abort the operation and start a new one: its coordinator was started again in between.", "Start a new operation: its coordinator was started again in between."),
     Reason.UNKNOWN_PARTICIPANT:     _entry("NOT_FOUND", False, "Look at `safepoint topology` for the participants there are."),
     Reason.DUPLICATE_PARTICIPANT:   _entry("ALREADY_EXISTS", False, "Stop the other shim of that name, or give this one another."),
     Reason.ROLE_INVALID:            _entry("INVALID_ARGUMENT", False, "Declare a role that the server's kind can have."),
@@ -116,9 +117,9 @@ CATALOG: Final[Mapping[Reason, CatalogEntry]] = MappingProxyType({
     Reason.FINGERPRINT_MISMATCH:    _entry("FAILED_PRECONDITION", False, "Bring the servers back to the configuration of the snapshot, or start without it."),
     Reason.WORKERS_MISSING:         _entry("ABORTED", False, "Repeat in a few seconds: a server replaces a worker that has died. Restart the server if it stays missing, or if its log has a line that begins with `safepoint:`."),
     Reason.UNREACHABLE:             _entry("UNAVAILABLE", True, "See whether the named process lives; then start a new operation."),
-    Reason.PROTOCOL_VIOLATION:      _entry("ABORTED", True, "Abort, and report it to the maker of the participant."),
+    Reason.PROTOCOL_VIOLATION:      _entry("ABORTED", True, "Abort, and report it to the maker of the participant.", "Report it to the maker of the participant."),
     Reason.UNSUPPORTED:             _entry("UNIMPLEMENTED", False, "Ask for something the participant's capabilities offer."),
-    Reason.NOT_FRESH:               _entry("FAILED_PRECONDITION", True, "Abort, restart the servers (under `gym env start` all of them), and restore before they get work."),
+    Reason.NOT_FRESH:               _entry("FAILED_PRECONDITION", True, "Abort, restart the servers (under `gym env start` all of them), and restore before they get work.", "Restart the servers (under `gym env start` all of them), and restore before they get work."),
     Reason.SNAPSHOT_NOT_FOUND:      _entry("NOT_FOUND", False, "Look at `safepoint snapshots ls` for the snapshots there are."),
     Reason.SNAPSHOT_EXISTS:         _entry("ALREADY_EXISTS", False, "Choose a new snapshot_id: ids are never reused."),
     Reason.SNAPSHOT_CORRUPT:        _entry("DATA_LOSS", False, "Restore an older snapshot: `safepoint restore latest` takes the newest one that verifies."),
@@ -129,7 +130,7 @@ CATALOG: Final[Mapping[Reason, CatalogEntry]] = MappingProxyType({
     Reason.STORAGE_FULL:            _entry("RESOURCE_EXHAUSTED", True, "Free space or prune snapshots, then repeat."),
     Reason.STORAGE_FAILED:          _entry("UNAVAILABLE", True, "See that the snapshot root is mounted and can be written, then repeat."),
     Reason.STATE_UNSUPPORTED:       _entry("FAILED_PRECONDITION", True, "Give the server an export hook, or accept that its rollouts restart; `safepoint inspect` says why."),
-    Reason.REPLAY_DIVERGED:         _entry("FAILED_PRECONDITION", True, "The rollout restarts from its input; make the agent or server deterministic to continue it."),
+    Reason.REPLAY_DIVERGED:         _entry("FAILED_PRECONDITION", True, "Nothing is lost but time: the rollout begins again from its input. It is continued where the agent makes the same calls again: take time, chance (seed it by the rollout) and what is read from outside out of what it sends, or let a server answer them."),
     Reason.UNAUTHENTICATED:         _entry("UNAUTHENTICATED", False, "Send the token that the other side was started with (SAFEPOINT_TOKEN_FILE)."),
     Reason.PERMISSION_DENIED:       _entry("PERMISSION_DENIED", False, "Use credentials that may call this."),
     Reason.LIMIT_EXCEEDED:          _entry("RESOURCE_EXHAUSTED", False, "Stay under the named limit."),

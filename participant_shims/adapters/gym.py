@@ -49,6 +49,7 @@ from participant_shims.adapters.gym_terms import (
     sum_counts,
 )
 from participant_shims.admission import ANONYMOUS
+from participant_shims.gate.process import standstill
 from participant_shims.running import Pulse
 
 log = logging.getLogger(__name__)
@@ -272,8 +273,9 @@ class GymAdapter:
             for worker_id, until in pause.held_until.items():
                 if clock() >= until:  # it opens as soon as it can, and cannot say so: nobody else shall wait for it
                     pid = pause.workers[worker_id][0]
-                    text = f"Worker {worker_id} (pid {pid}) of {self._participant_id} has confirmed no lease that still runs."
-                    raise refuse(Reason.LEASE_LAPSED, text, next_step="See what that process does; it may be stopped.")
+                    how = standstill(pid) or "does not answer: see how busy its machine is, and what its threads do"
+                    text = f"Worker {worker_id} of {self._participant_id} has confirmed no lease that still runs. Its process (pid {pid}) {how}."
+                    raise refuse(Reason.LEASE_LAPSED, text)
         for answer in answers:
             if isinstance(answer, BaseException):
                 raise answer

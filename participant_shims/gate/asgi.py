@@ -31,14 +31,16 @@ from participant_shims.gate.execution import (
     read_body,
     send_answer,
 )
-from participant_shims.gate.outbound import CURRENT, NOBODY, REFUSED_HEADER, TRACE, TRACE_HEADER
+from participant_shims.gate.outbound import CURRENT, REFUSED_HEADER, TRACE, TRACE_HEADER, nobody
 from participant_shims.gate.replay import Scope as CallScope
 from participant_shims.identity import (
     LOWEST_HEADER,
     CallIdentity,
+    caller_from_headers,
     done_from_headers,
     finished_from_headers,
     from_headers,
+    home_from_headers,
     recorded_from_headers,
 )
 
@@ -69,7 +71,7 @@ class GateMiddleware:
         if kind == "http" and (not ungated or self._gate.neighbours is not None):
             headers = _headers(scope)
             identity = from_headers(headers)
-        if await self._passed_on(identity, scope, receive, send):
+        if await self._passed_on(identity, headers, scope, receive, send):
             return
         if ungated:
             try:
@@ -87,15 +89,20 @@ class GateMiddleware:
         elif self._gate.is_agent and scope["path"].rstrip("/") == "/run":
             await self._root(headers, scope, receive, send)
         elif self._gate.is_agent:
-            CURRENT.set(NOBODY)  # what it sends out is parked with the rest
+            CURRENT.set(nobody(home_from_headers(headers)))  # what it sends out is parked with the rest
             await self._app(scope, receive, send)
         else:
-            await self._anonymous(scope, receive, send)
+            await self._anonymous(scope, receive, send, home=home_from_headers(headers))
 
-    async def _passed_on(self, identity: CallIdentity | None, scope: Scope, receive: Receive, send: Send) -> bool:
+    async def _passed_on(
+        self, identity: CallIdentity | None, headers: Mapping[str, str], scope: Scope, receive: Receive, send: Send
+    ) -> bool:
         """Whether another worker had to serve this request, and has."""
         neighbours = self._gate.neighbours
-        if neighbours is None or identity is None or (home := neighbours.home(identity.rollout_id)) is None:
+        if neighbours is None:
+            return False
+        rollout_id = identity.rollout_id if identity is not None else home_from_headers(headers)
+        if not rollout_id or (home := neighbours.home(rollout_id)) is None:
             return False
         self._gate.count("calls passed on to the worker that has the session")
         await neighbours.pass_on(home, scope, receive, send)
@@ -103,7 +110,9 @@ class GateMiddleware:
 
     # -- work without identity: counted and gated, not remembered
 
-    async def _anonymous(self, scope: Scope, receive: Receive, send: Send, body: bytes | None = None) -> None:
+    async def _anonymous(
+        self, scope: Scope, receive: Receive, send: Send, body: bytes | None = None, home: str = ""
+    ) -> None:
         gate = self._gate
         doors = gate.doors
         entry = doors.enter(exempt=gate.never_closes, waiting_on=scope["path"])
@@ -124,7 +133,7 @@ class GateMiddleware:
                         await doors.hold(entry)
                     await send(message)
 
-                CURRENT.set(NOBODY)
+                CURRENT.set(nobody(home))
                 try:
                     await self._app(scope, caller.receive, held_send)
                 finally:
@@ -166,6 +175,10 @@ class GateMiddleware:
                 gate.count("stale calls refused")
                 await send_answer(send, _refusal(stale, identity, gate.name, log.lowest(identity.rollout_id)))
                 return
+            if gate.knows_another_log(identity, caller_log := caller_from_headers(headers)):
+                gate.count("calls refused whose caller has lost its log")
+                await send_answer(send, _refusal(Stale.LOG_LOST, identity, gate.name))
+                return
             running, remembered = gate.executions.get(key), log.recall(identity, digest)
             if running is not None:
                 gate.count("calls joined")
@@ -187,7 +200,7 @@ class GateMiddleware:
             gate.served = True
             execution = gate.executions[key] = Execution(digest)
             execution.task = asyncio.create_task(
-                self._execute(execution, identity, scope, body, entry, recorded_from_headers(headers))
+                self._execute(execution, identity, scope, body, entry, recorded_from_headers(headers), caller_log)
             )
             await self._follow(execution, entry, exempt, send)
         finally:
@@ -196,7 +209,7 @@ class GateMiddleware:
 
     async def _execute(
         self, execution: Execution, identity: CallIdentity, scope: Scope, body: bytes, entry: Entry,
-        recorded: Sequence[str],
+        recorded: Sequence[str], caller: str,
     ) -> None:  # fmt: skip
         gate = self._gate
         run = execution.new_run(passes_on=True)
@@ -215,7 +228,7 @@ class GateMiddleware:
                 # It runs at another agent or worker, which has to learn that it must restart.
                 answer, execution.run = _refusal(Stale.STATE_LOST, identity, gate.name), None
             elif answer is not None:
-                gate.remember(identity, execution.digest, answer, scope, body, recorded)
+                gate.remember(identity, execution.digest, answer, scope, body, recorded, caller)
             gate.count_turn(identity.rollout_id)
         except BaseException as caught:
             error = caught
@@ -306,7 +319,7 @@ class GateMiddleware:
             await gate.doors.hold(entry)
             await send(message)
 
-        CURRENT.set(NOBODY)
+        CURRENT.set(nobody(rollout_id))
         with gate.unlogged(rollout_id):
             await self._app(scope, receive, held_send)
 
@@ -338,11 +351,11 @@ def _headers(scope: Scope) -> dict[str, str]:
 
 
 def _refusal(stale: Stale, identity: CallIdentity, name: str, lowest: int = 0) -> Answer:
-    what = (
-        "a later attempt of the rollout has been installed"
-        if stale is Stale.ATTEMPT
-        else "the state of the rollout is lost here: it has to restart from its input"
-    )
+    what = {
+        Stale.ATTEMPT: "a later attempt of the rollout has been installed",
+        Stale.STATE_LOST: "the state of the rollout is lost here: it has to restart from its input",
+        Stale.LOG_LOST: "calls of it that an earlier life of the caller made were executed here: it has to restart from its input",
+    }[stale]
     error = {
         "message": f"{unquote(name)} refused this call: {what}.",
         "rollout_id": identity.rollout_id, "attempt": identity.attempt, "call": identity.call_id,

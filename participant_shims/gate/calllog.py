@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Any, Final, cast
 
+from participant_shims.gate.callers import CallerLog
 from participant_shims.gate.dispatch_log import Claim, DispatchLog, Verdict
 from participant_shims.gate.logfile import (
     FINISHED,
@@ -64,6 +65,7 @@ class Stale(Enum):
     """Why a call is refused."""
 
     ATTEMPT = "STALE_ATTEMPT"  # a later attempt has been installed
+    LOG_LOST = "LOG_LOST"  # the caller has begun anew without its log: see `callers`
     STATE_LOST = "STATE_LOST"  # this server does not have its state of the rollout, or never had: it must restart
 
 
@@ -71,7 +73,7 @@ _ORPHANED: Final = "its state was in the memory of a worker process that is gone
 _NOT_STALE: Final = cast("Stale | None", None)
 
 
-class CallLog(DispatchLog):
+class CallLog(DispatchLog, CallerLog):
     """See the module. Raises sqlite3.Error when the file cannot be used, unless it is tolerant; nothing changed then."""
 
     _sessions: tuple[dict[str, tuple[str, int]], int] = (
@@ -218,7 +220,7 @@ class CallLog(DispatchLog):
     @tolerated(None)
     def remember(
         self, call: CallIdentity, digest: str, answer: Answer, session_id: str = "", recorded: Sequence[str] = (),
-        *, counted: bool = False,
+        *, counted: bool = False, caller: str = "",
     ) -> None:  # fmt: skip
         """Remember what was answered, before it is released. Forgets what the caller has `recorded`, and earlier bases.
 
@@ -245,6 +247,8 @@ class CallLog(DispatchLog):
                     " UPDATE SET executed=executed+1, attempt=max(attempt, excluded.attempt)",
                     (call.rollout_id, call.attempt, call.base, *own()),
                 )
+                if caller:
+                    self.note_caller(call, caller)
             if session_id:
                 self.bind(session_id, call.rollout_id, call.attempt)
 
@@ -278,6 +282,7 @@ class CallLog(DispatchLog):
                 ]
                 for table in ("executed", "counts", "sessions"):
                     self.db.execute(f"DELETE FROM {table} WHERE rollout_id=? AND attempt<=?", (rollout_id, attempt))
+                self.db.execute("DELETE FROM callers WHERE rollout_id=? AND base<=?", (rollout_id, attempt))
                 if self.db.execute(
                     "DELETE FROM rollouts WHERE rollout_id=? AND attempt<=? AND guest=1", (rollout_id, attempt)
                 ).rowcount:
@@ -408,6 +413,7 @@ class CallLog(DispatchLog):
                         f"DELETE FROM {table} WHERE rollout_id=? AND attempt<=?", (rollout_id, attempt)
                     ).rowcount
                 self.db.execute("DELETE FROM elsewhere WHERE rollout_id=?", (rollout_id,))
+                self.db.execute("DELETE FROM callers WHERE rollout_id=? AND base<=?", (rollout_id, attempt))
                 known += seen > 0
                 if attempt >= 0:
                     self.mark(rollout_id, attempt + 1)

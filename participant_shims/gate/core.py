@@ -70,7 +70,14 @@ class Gate:
         self.on_start: Callable[[asyncio.AbstractEventLoop], None] | None = None
         self.on_end: Callable[[], None] | None = None
         self.doors = Doors(clock=clock, on_change=self._changed, on_lapse=self._lapsed)
-        self.outbound = Outbound(self.doors, calls, server.name, is_agent=self.is_agent, patience_s=patience_s)
+        self.outbound = Outbound(
+            self.doors,
+            calls,
+            server.name,
+            is_agent=self.is_agent,
+            patience_s=patience_s,
+            participant_id=self.participant_id,
+        )
         self.remarks = Remarks()
         self.dispatches = Dispatches(calls, self.outbound, self.warn)
         self.executions: dict[tuple[str, str, str], Execution] = {}  # rollout, call, digest
@@ -135,14 +142,25 @@ class Gate:
             and self.keeps_state
         )
 
+    def knows_another_log(self, call: CallIdentity, caller: str) -> bool:
+        """Whether this server has state of the rollout that is not in the log from which `caller` makes this call."""
+        return (
+            bool(caller)
+            and self.server.role == "resources"
+            and self.log.lost_its_log(call, caller)
+            and self.keeps_state
+        )
+
     def remember(
         self, call: CallIdentity, digest: str, answer: Answer, scope: Mapping[str, Any], body: bytes,
-        recorded: Sequence[str],
+        recorded: Sequence[str], caller: str = "",
     ) -> None:  # fmt: skip
         """Keep what was answered to an identified call, before it is released."""
         session_id = self.session_of(scope)
         failpoints.reach("gate.before_remember")
-        self.log.remember(call, digest, answer, session_id, recorded, counted=self.server.role == "resources")
+        self.log.remember(
+            call, digest, answer, session_id, recorded, counted=self.server.role == "resources", caller=caller
+        )
         if session_id and self.sessions is not None and self.sessions.wants_requests:
             from participant_shims.gate.again import exchange_of
 

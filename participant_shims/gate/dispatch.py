@@ -18,8 +18,8 @@ from coordinator.wire.ids import is_rollout_id
 from participant_shims.gate.calllog import Answer, CallLog, Claim, Verdict
 from participant_shims.gate.execution import App, Execution, Run, conflict
 from participant_shims.gate.execution import Scope as AsgiScope
-from participant_shims.gate.outbound import CURRENT, NOBODY, Outbound
-from participant_shims.gate.replay import Dispatch, Scope
+from participant_shims.gate.outbound import CURRENT, Outbound, nobody
+from participant_shims.gate.replay import STRAYED, Dispatch, Scope
 from participant_shims.identity import ROLLOUT_HEADER, root
 
 log = logging.getLogger(__name__)
@@ -117,7 +117,7 @@ class Dispatches:
                     answer = _conflict(dispatch, dispatch.overtaken)  # however the agent has failed over it
                 if not dispatch.diverged and answer is not None and answer.status < 400:
                     if left := dispatch.leftover():
-                        dispatch.diverge(left)
+                        dispatch.diverge(left, strayed=True)
                     elif self._log.diverged(rollout_id, attempt):
                         dispatch.diverge("an inner call of it diverged")
                 if not dispatch.diverged or self._log.attempt_of(rollout_id) != attempt:
@@ -125,15 +125,14 @@ class Dispatches:
                 why = dispatch.diverged
                 if dispatch.outrun_by < 0:  # else nothing is lost by it, and nobody has anything to mend
                     self.diverged_total += 1
-                    self._warn(
-                        "diverged", f"Rollout {rollout_id} began again from its input after attempt {attempt}: {why}"
-                    )
+                    text = f"Rollout {rollout_id} began again from its input after attempt {attempt}: {why}."
+                    self._warn("diverged", f"{text} {STRAYED}" if dispatch.strayed else text)
                     why = f"replay diverged: {why}"
                 self._outbound.restarted(rollout_id)
                 answer = error = None
                 begun = self._log.restart(rollout_id, attempt, why[:1000], dispatch.outrun_by)
                 if begun is None:  # what is recorded cannot be forgotten: the client gets its result all the same
-                    answer = await self._unlogged(app, dict(scope), body, execution)
+                    answer = await self._unlogged(app, dict(scope), body, execution, rollout_id)
                     break
                 attempt = base = begun
             if answer is not None:
@@ -154,10 +153,12 @@ class Dispatches:
             execution.end(answer, error if answer is None else None)
             on_end()
 
-    async def _unlogged(self, app: App, scope: AsgiScope, body: bytes, execution: Execution) -> Answer | None:
+    async def _unlogged(
+        self, app: App, scope: AsgiScope, body: bytes, execution: Execution, rollout_id: str
+    ) -> Answer | None:
         run: Run = execution.new_run(passes_on=False)
         execution.scope = scope
-        CURRENT.set(NOBODY)
+        CURRENT.set(nobody(rollout_id))
         await run.of(app, scope, body)
         return run.answer()
 

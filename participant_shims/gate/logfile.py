@@ -59,6 +59,9 @@ CREATE INDEX IF NOT EXISTS sessions_by_rollout ON sessions(rollout_id);
 CREATE TABLE IF NOT EXISTS counts(
   rollout_id TEXT NOT NULL, attempt INTEGER NOT NULL, base INTEGER NOT NULL, executed INTEGER NOT NULL,
   pid INTEGER NOT NULL DEFAULT 0, began TEXT NOT NULL DEFAULT '', PRIMARY KEY(rollout_id, pid, began));
+CREATE TABLE IF NOT EXISTS callers(
+  rollout_id TEXT NOT NULL, caller TEXT NOT NULL, base INTEGER NOT NULL, log TEXT NOT NULL,
+  PRIMARY KEY(rollout_id, caller)) WITHOUT ROWID;
 CREATE TABLE IF NOT EXISTS marks(rollout_id TEXT PRIMARY KEY, min_attempt INTEGER NOT NULL, min_base INTEGER NOT NULL);
 CREATE TABLE IF NOT EXISTS excluded(rollout_id TEXT PRIMARY KEY, attempt INTEGER NOT NULL, reason TEXT NOT NULL);
 CREATE TABLE IF NOT EXISTS elsewhere(rollout_id TEXT PRIMARY KEY, input_sha256 TEXT NOT NULL, actor TEXT NOT NULL);

@@ -21,11 +21,17 @@ from participant_shims.gate.calllog import Answer, CallLog, Stale
 from participant_shims.gate.digest import canonical, dump, request_digest
 from participant_shims.gate.recorded import RecordedResponse
 from participant_shims.gate.replay import PATIENCE_S, DivergedError, Scope
-from participant_shims.identity import DONE_HEADER, FINISHED_HEADER, MAX_RECORDED, CallIdentity, lowest_from_headers
+from participant_shims.identity import (
+    DONE_HEADER,
+    FINISHED_HEADER,
+    HOME_HEADER,
+    LOG_HEADER,
+    MAX_RECORDED,
+    CallIdentity,
+    lowest_from_headers,
+)
 
 CURRENT: ContextVar[Scope | None] = ContextVar("safepoint_scope", default=None)
-# The scope of work that carries no identity: parked like any other, neither logged nor answered from a log.
-NOBODY: Final = Scope(CallIdentity(ANONYMOUS, 0, "0"))
 # The trace (W3C) that the request which is handled belongs to; empty when it named none.
 TRACE: ContextVar[str] = ContextVar("safepoint_trace", default="")
 TRACE_HEADER: Final = "traceparent"
@@ -38,17 +44,29 @@ _MAX_DONE: Final = 4096  # ended rollouts that a callee has not been told of; ol
 Request = Callable[..., Awaitable[Any]]
 
 
+def nobody(home: str = "") -> Scope:
+    """The scope of work that is parked like any other, and neither logged nor answered from a log.
+
+    `home`: the rollout that it is part of, where that is known: its calls must reach the session that they began.
+    """
+    scope = Scope(CallIdentity(ANONYMOUS, 0, "0"))
+    scope.home = home
+    return scope
+
+
 class Outbound:
     """The outbound side of one gate. `own_name`: the server's instance name; `parks`: agents only; `logs`: agents only."""
 
     def __init__(
-        self, doors: Doors, log: CallLog, own_name: str, *, is_agent: bool, patience_s: float = PATIENCE_S
-    ) -> None:
+        self, doors: Doors, log: CallLog, own_name: str, *, is_agent: bool, patience_s: float = PATIENCE_S,
+        participant_id: str = "",
+    ) -> None:  # fmt: skip
         self._doors = doors
         self._log = log
         self._own = own_name
         self._is_agent = is_agent
         self._patience_s = patience_s
+        self._log_name = log.name_for(participant_id or own_name) if is_agent else ""
         self._recorded: dict[tuple[str, str], dict[str, None]] = {}  # (server, rollout) -> call ids it may forget
         self._servers_of: dict[str, set[str]] = {}
         self._done: dict[str, dict[tuple[str, int], None]] = {}  # server -> ended rollouts
@@ -62,8 +80,8 @@ class Outbound:
         scope = CURRENT.get()
         if scope is None:
             return await original(client, server_name, url_path, method, **kwargs)
-        if scope is NOBODY:
-            return await self._unidentified(original, client, server_name, url_path, method, kwargs)
+        if scope.identity.rollout_id == ANONYMOUS:
+            return await self._unidentified(original, client, scope.home, server_name, url_path, method, kwargs)
         self._check(scope)
         if hasattr(kwargs.get("json"), "model_dump"):  # as ServerClient.request does it with pydantic models
             kwargs["json"] = kwargs["json"].model_dump(exclude_unset=True)
@@ -76,7 +94,7 @@ class Outbound:
             try:
                 record = await scope.match(digest, what, self._patience_s)
             except DivergedError as error:
-                raise self._diverge(scope, str(error)) from None
+                raise self._diverge(scope, str(error), strayed=True) from None
             self._check(scope)
             if record is not None:
                 identity = CallIdentity(scope.identity.rollout_id, scope.identity.attempt, record.call_id)
@@ -103,8 +121,11 @@ class Outbound:
             self._doors.leave(entry)
 
     async def _unidentified(
-        self, original: Request, client: Any, server_name: str, url_path: str, method: str, kwargs: dict[str, Any]
-    ) -> Any:
+        self, original: Request, client: Any, home: str, server_name: str, url_path: str, method: str,
+        kwargs: dict[str, Any],
+    ) -> Any:  # fmt: skip
+        if home:
+            kwargs["headers"] = _with_headers(kwargs.get("headers"), {HOME_HEADER: home})
         what = f"{server_name} {method.upper()} {url_path}"
         entry = self._doors.enter(inbound=False, exempt=not self._is_agent, waiting_on=what)
         try:
@@ -130,6 +151,7 @@ class Outbound:
         headers[FINISHED_HEADER] = str(
             self._log.finished_at(identity.rollout_id, server_name) if logs and not own else 0
         )
+        headers[LOG_HEADER] = (logs and self._log_name) or "none"
         if (trace := TRACE.get()) and not _has(kwargs.get("headers"), TRACE_HEADER):
             headers[TRACE_HEADER] = (
                 trace  # of the request that this call is made for; who traces by itself has sent its own
@@ -147,6 +169,11 @@ class Outbound:
             await response.read()
             if refused == Stale.STATE_LOST.value and scope.dispatch is not None:
                 raise self._diverge(scope, f"{server_name} has lost its state of this rollout")
+            if refused == Stale.LOG_LOST.value and scope.dispatch is not None:
+                scope.dispatch.outrun_by = identity.attempt
+                raise self._diverge(
+                    scope, f"{server_name} has executed calls of it that an earlier life of this server made"
+                )
             lowest = lowest_from_headers(lowered)
             if refused == Stale.ATTEMPT.value and lowest > identity.attempt and scope.dispatch is not None:
                 raise self._outrun(scope, server_name, lowest)
@@ -213,11 +240,11 @@ class Outbound:
         if scope.dispatch is not None and scope.dispatch.diverged:
             raise DivergedError(scope.dispatch.diverged)
 
-    def _diverge(self, scope: Scope, reason: str) -> DivergedError:
+    def _diverge(self, scope: Scope, reason: str, *, strayed: bool = False) -> DivergedError:
         dispatch = scope.dispatch
         if dispatch is not None:
             self._log.diverge(dispatch.rollout_id, dispatch.attempt, reason)
-            dispatch.diverge(reason)
+            dispatch.diverge(reason, strayed=strayed)
         return DivergedError(reason)
 
     def _outrun(self, scope: Scope, server: str, lowest: int) -> Exception:

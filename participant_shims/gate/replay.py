@@ -18,6 +18,11 @@ from participant_shims.identity import CallIdentity
 
 # How long a call that matches nothing waits for calls that run beside it to use up the records.
 PATIENCE_S: Final = 2.0
+# Why an agent asks something else than before, and what helps: for people, after the calls that differ.
+STRAYED: Final = (
+    "What it sends depends on the time, on chance or on something from outside: seed chance by the rollout, and let a server "
+    "answer the rest, whose answers are recorded."
+)
 
 
 class DivergedError(Exception):
@@ -32,16 +37,17 @@ class Dispatch:
     attempt: int
     base: int
     diverged: str = ""
+    strayed: bool = False  # it diverged by what the agent itself does
     answered: bool = False  # a call of it has had its answer, from a server or from the log
     overtaken: Refused | None = None  # a later attempt of it runs elsewhere: its client is told so
     outrun_by: int = -1  # an attempt that others know of, and this server does not: of an earlier life of it
     signal: asyncio.Event = field(default_factory=asyncio.Event)
     scopes: dict[str, Scope] = field(default_factory=lambda: dict[str, "Scope"]())
 
-    def diverge(self, reason: str) -> None:
+    def diverge(self, reason: str, *, strayed: bool = False) -> None:
         """The first reason stays."""
         if not self.diverged:
-            self.diverged = reason
+            self.diverged, self.strayed = reason, strayed
             self.signal.set()
 
     def leftover(self) -> str:
@@ -63,6 +69,7 @@ class Scope:
         self.unused = sorted(records, key=lambda r: r.number)
         self._next = max((r.number for r in self.unused), default=0) + 1
         self._used = asyncio.Event()
+        self.home = ""  # of work that is not logged: the rollout that it is part of, where that is known
 
     async def match(self, digest: str, what: str, patience_s: float = PATIENCE_S) -> CallRecord | None:
         """The record of this call, which is used up by it; None when no records are left.
@@ -82,9 +89,10 @@ class Scope:
                     await self._used.wait()
             except TimeoutError:
                 r = self.unused[0]
+                recorded = f"{r.server} {r.method} {r.path}"
+                how = "was sent with another content" if what == recorded else f"was made where {recorded} is recorded"
                 raise DivergedError(
-                    f"call {what} has digest {digest[:16]}, recorded next is {r.call_id} {r.server} {r.method} {r.path}"
-                    f" with digest {r.digest[:16]}"
+                    f"call {what} {how} ({r.call_id}, digest {digest[:12]}, recorded digest {r.digest[:12]})"
                 ) from None
         return None
 

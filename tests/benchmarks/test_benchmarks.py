@@ -14,7 +14,7 @@ from benchmarks.results import BARS, Curves, Results, worse_than
 
 REQUIRED = {
     "switch_vs_http_peer_100", "control_vs_http_longpoll_1000", "limit_over_control_100", "gate_throughput",
-    "gate_with_log_throughput", "drain_detection_vs_poll_200ms", "throughput_vs_disk", "pause_by_generation",
+    "gate_all_off_vs_cheapest", "gate_with_log_throughput", "drain_detection_vs_poll_200ms", "throughput_vs_disk", "pause_by_generation",
     "pause_by_sessions",
 }  # fmt: skip
 

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
 
-from coordinator.cli_exit import BY_REASON, MEANINGS, ExitCode, exit_code
+from coordinator.cli_exit import BY_REASON, MEANINGS, ExitCode, exit_code, spoken
 from coordinator.wire.errors import Misanswered, Problem, Reason, Refused, Unanswered
 from tests.cli.conftest import Safepoint
 from tests.client.fake_coordinator import LOST, FakeCoordinator
@@ -23,6 +24,26 @@ def test_nobodys_answer_weighs_more_than_its_reason() -> None:
     assert exit_code(Refused(problem)) is ExitCode.STORAGE
     assert exit_code(Unanswered(problem)) is ExitCode.UNANSWERED
     assert exit_code(Misanswered(problem)) is ExitCode.INTERNAL
+
+
+@pytest.mark.parametrize("reason", list(Reason))
+def test_what_a_command_advises_can_be_typed(reason: Reason) -> None:
+    """A command has no snapshot_id and no GetStatus: those are the names of a call."""
+    advice = spoken(Problem(reason, "x")).advice
+    assert not re.search(r"\b[a-z]+_id\b|GetStatus|call again|on the call", advice), advice
+
+
+async def test_a_name_that_is_taken_is_told_by_the_name_of_the_argument(
+    safepoint: Safepoint, fake: FakeCoordinator
+) -> None:
+    for arguments in (("save", "s"), ("save", "s", "--json")):
+        fake.fail("Save", Problem(Reason.SNAPSHOT_EXISTS, "There is a snapshot s already."))
+        ran = await safepoint(*arguments)
+        assert ran.code == 4
+        assert "another SNAPSHOT_ID" in ran.out + ran.err
+        assert "snapshot_id" not in ran.out + ran.err
+    fake.fail("Save", Problem(Reason.SNAPSHOT_EXISTS, "There is one.", "Ask Ann."))
+    assert "Next: Ask Ann." in (await safepoint("save", "s")).err, "advice of its own stays"
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 from safepoint.v1 import coordinator_service_pb2 as pb
 
-from coordinator.cli_past import blamed, cause_text, stacks_text
+from coordinator.cli_past import blamed, cause_text
+from coordinator.cli_stacks import framework, stacks_text
 from coordinator.wire.errors import Blocked, Problem, Reason
 from coordinator.wire.rpc import detail_from_problem
 from coordinator.wire.terms import Phase
@@ -215,10 +216,54 @@ def test_stacks_name_the_worker_the_rollout_and_lines_of_code() -> None:
     health = pb.ParticipantHealth(reachable=True)
     health.info.capabilities.participant_id = "counter"
     stack = health.stacks.add(rollout_id="r-17", worker_id="worker-0", task="call 3")
-    stack.frames.add(file="/usr/lib/starlette/routing.py", line=1, function="Router.app")
+    stack.frames.add(file="/usr/lib/python3/dist-packages/starlette/routing.py", line=1, function="Router.app")
     stack.frames.add(file="/long/way/to/resources_servers/counter/app.py", line=42, function="Counter.step")
     text = stacks_text([health], ["counter", "gone"])
     assert "counter worker-0: rollout r-17, call 3" in text
     assert "Counter.step at resources_servers/counter/app.py:42" in text
-    assert "starlette" not in text
+    assert "routing.py" not in text
+    assert "    (1 frame folded: starlette)" in text
     assert "gone: is not here" in text
+
+
+@pytest.mark.parametrize(
+    ("file", "whose"),
+    [
+        ("/v/lib/python3.12/site-packages/starlette/middleware/base.py", "starlette"),
+        ("/home/me/Gym/nemo_gym/server_utils.py", "nemo_gym"),
+        ("/v/lib/python3.12/site-packages/nemo_gym/server_utils.py", "nemo_gym"),
+        ("/usr/lib/python3.12/asyncio/tasks.py", "python"),
+        ("<frozen runpy>", "python"),
+        ("/v/lib/python3.12/site-packages/resources_servers/blackjack/app.py", ""),
+        ("/home/me/fastapi/app.py", ""),
+        ("/home/me/my_server/nemo_gym.py", ""),
+        ("/v/lib/python3.12/site-packages/chess/engine.py", ""),
+    ],
+)
+def test_a_frame_is_a_frameworks_or_somebodys_own(file: str, whose: str) -> None:
+    assert framework(file) == whose
+
+
+def test_own_frames_come_first_and_those_of_frameworks_are_counted() -> None:
+    health = pb.ParticipantHealth(reachable=True)
+    health.info.capabilities.participant_id = "counter"
+    gym = "/v/lib/python3.12/site-packages/nemo_gym/server_utils.py"
+    outer = health.stacks.add(rollout_id="r-1", worker_id="worker-0", task="call 3")
+    outer.frames.add(file=gym, line=7, function="middleware")
+    outer.frames.add(file="/v/lib/python3.12/site-packages/starlette/middleware/base.py", line=1, function="call")
+    inner = health.stacks.add(rollout_id="r-1", worker_id="worker-0", task="call 3, within")
+    inner.frames.add(file=gym, line=9, function="wrap")
+    inner.frames.add(file="/srv/judge/app.py", line=52, function="verify")
+    inner.frames.add(file=gym, line=10, function="ServerClient.request")
+    assert stacks_text([health], ["counter"]).splitlines() == [
+        "counter worker-0: rollout r-1, call 3, within",
+        "    verify at srv/judge/app.py:52",
+        "    (2 frames folded: nemo_gym)",
+        "counter: 1 more task in frameworks only; `--json` has them whole",
+    ]
+    del health.stacks[1]
+    assert stacks_text([health], ["counter"]).splitlines() == [
+        "counter worker-0: rollout r-1, call 3",
+        "    call at starlette/middleware/base.py:1",
+        "    (1 frame folded: nemo_gym)",
+    ]

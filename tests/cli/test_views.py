@@ -11,7 +11,8 @@ from safepoint.v1 import coordinator_service_pb2 as pb
 from coordinator.cli_live import Look, view
 from coordinator.cli_output import show
 from coordinator.cli_views import moves, operation_text, snapshot_text, table, topology_view
-from coordinator.client_results import SnapshotSummary, Totals, describe
+from coordinator.client_results import SnapshotSummary, Totals
+from coordinator.client_words import describe
 from coordinator.wire.errors import Reason
 from coordinator.wire.places import Placement
 from coordinator.wire.terms import CheckpointMode, Role

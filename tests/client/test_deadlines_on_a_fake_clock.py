@@ -18,8 +18,8 @@ from safepoint.v1 import coordinator_service_pb2 as pb
 
 from coordinator import client_calls
 from coordinator.client_calls import Calls
+from coordinator.client_outcome import Outcome
 from coordinator.client_patience import Budgets
-from coordinator.client_results import Outcome
 from coordinator.wire.errors import Unanswered
 
 SERVICE = pb.DESCRIPTOR.services_by_name["Coordinator"]

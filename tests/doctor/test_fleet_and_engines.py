@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 from safepoint.v1 import capabilities_pb2, errors_pb2
 from safepoint.v1 import coordinator_service_pb2 as pb
 
@@ -39,6 +40,72 @@ def test_blocking_findings_are_errors_with_the_reason_of_the_refusal_and_costs_a
     assert bad(findings) == [(Severity.ERROR, "judge"), (Severity.NOTE, "topology")]
     assert [finding.reason for finding in findings] == [Reason.ROLE_INVALID, Reason.UNSPECIFIED]
     assert all(finding.fix for finding in findings)
+
+
+@pytest.mark.parametrize(
+    ("outcome", "ahead_s", "told"),
+    [
+        (pb.OPERATION_OUTCOME_RUNNING, 60, "is 60 s ahead of"),
+        (pb.OPERATION_OUTCOME_RUNNING, -60, "is 60 s behind"),
+        (pb.OPERATION_OUTCOME_RUNNING, 2, ""),
+        (pb.OPERATION_OUTCOME_SUCCEEDED, 60, "is at least 60 s ahead of"),
+        (pb.OPERATION_OUTCOME_SUCCEEDED, -3600, ""),  # it was an hour ago
+    ],
+)
+def test_a_clock_that_is_off_is_told_as_far_as_an_operation_shows_it(
+    outcome: pb.OperationOutcome.ValueType, ahead_s: int, told: str
+) -> None:
+    status = pb.GetCoordinatorStatusResponse(operation=pb.OperationStatus(outcome=outcome))
+    assert list(fleet.clock(status, 1e9)) == [], "nothing has run yet"
+    status.operation.elapsed.FromSeconds(10)
+    begun = 1_000_000_000 + ahead_s - (10 if outcome == pb.OPERATION_OUTCOME_RUNNING else 0)
+    status.operation.begin_time.FromSeconds(begun)
+    found = list(fleet.clock(status, 1e9))
+    assert [f.severity for f in found] == [Severity.WARNING] * bool(told)
+    assert all(told in f.message for f in found)
+
+
+def test_shims_of_other_versions_are_told_with_their_names() -> None:
+    answer = pb.GetTopologyResponse(
+        participants=[
+            who(f"p-{n}", capabilities_pb2.ROLE_AGENT, shim_version="0.1.0" if n else "0.2.0") for n in range(3)
+        ]
+    )
+    (found,) = fleet.versions(answer, "0.1.0")
+    assert (found.severity, "0.1.0: p-1, p-2; 0.2.0: p-0" in found.message) == (Severity.NOTE, True)
+    del answer.participants[0]
+    assert list(fleet.versions(answer, "0.1.0")) == []
+    assert list(fleet.versions(answer, "")) == [], "what is here is not known"
+
+
+def test_a_role_that_is_likely_wrong_is_a_warning() -> None:
+    likely = pb.Finding(reason=errors_pb2.REASON_ROLE_INVALID, participant_id="judge", message="x", next_step="y")
+    findings = list(fleet.topology(pb.GetTopologyResponse(findings=[likely])))
+    assert bad(findings) == [(Severity.WARNING, "judge")]
+
+
+def test_an_environment_that_waits_for_a_policy_model_is_told_by_the_call() -> None:
+    calling = capabilities_pb2.RolloutActivity(
+        rollout_id="r-7", activity=capabilities_pb2.ACTIVITY_CALLING, waiting_on="judge POST /v1/responses"
+    )
+    model, cart = who("judge", capabilities_pb2.ROLE_POLICY_MODEL), who("cart", capabilities_pb2.ROLE_RESOURCES)
+    status = pb.GetCoordinatorStatusResponse(
+        participants=[
+            pb.ParticipantHealth(info=model, reachable=True),
+            pb.ParticipantHealth(
+                info=cart, reachable=True, status=capabilities_pb2.ParticipantStatus(rollouts=[calling] * 3)
+            ),
+        ]
+    )
+    (finding,) = fleet.judged(status)
+    assert (finding.severity, finding.subject) == (Severity.WARNING, "judge")
+    assert "`cart` waits for an answer of `judge` (rollout r-7)" in finding.message
+    assert '"judge=auxiliary"' in finding.fix
+    status.participants[0].info.capabilities.role = capabilities_pb2.ROLE_AUXILIARY_MODEL
+    assert list(fleet.judged(status)) == []
+    status.participants[0].info.capabilities.role = capabilities_pb2.ROLE_POLICY_MODEL
+    status.participants[1].info.capabilities.depends_on.append("judge")
+    assert list(fleet.judged(status)) == [], "the topology has refused it"
 
 
 def test_a_shim_that_is_kept_out_is_a_warning_and_blocks_nothing() -> None:

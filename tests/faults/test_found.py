@@ -149,6 +149,7 @@ async def test_a_gate_that_hangs_has_no_lease_and_is_named() -> None:
                 await gates.adapter.renew(60)
             assert raised.value.reason is Reason.LEASE_LAPSED
             assert "worker-1" in raised.value.problem.message
+            assert "runs and" not in raised.value.problem.message
             assert gates.adapter._pause.held_until["worker-0"] > 0
 
 

@@ -21,7 +21,7 @@ from participant_shims.gate.describe import Server
 from participant_shims.gate.install import build_gate
 from participant_shims.gate.neighbours import Neighbours, home_of
 from participant_shims.gate.process import started
-from participant_shims.identity import FINISHED_HEADER, CallIdentity, root
+from participant_shims.identity import FINISHED_HEADER, HOME_HEADER, CallIdentity, root
 from tests.gate.world import Client
 
 WORKERS = 3
@@ -127,6 +127,19 @@ async def test_the_calls_of_a_rollout_run_in_one_worker_whichever_of_them_they_r
         sum(one.gate.remarks.counters.get("calls passed on to the worker that has the session", 0) for one in processes)
         == 12
     )
+
+
+async def test_calls_of_a_rollout_that_is_not_logged_reach_the_session_that_they_began(
+    processes: list[Process],
+) -> None:
+    """The log of its agent has failed, or its id runs already with another input."""
+    rollout_id = rollouts_of(HERE)[0]
+    for n in range(6):
+        headers = [(HOME_HEADER, rollout_id), ("cookie", "s")]
+        answer = await Client().send_request(processes[n % WORKERS].app, "POST", "/add", b"1", headers)
+        assert answer.json() == n + 1
+    assert [len(one.ran) for one in processes] == [6 * (n == HERE) for n in range(WORKERS)]
+    assert sum(one.gate.doors.counts().in_flight for one in processes) == 0
 
 
 async def test_a_call_that_is_passed_on_arrives_as_it_came_and_so_does_its_answer(processes: list[Process]) -> None:

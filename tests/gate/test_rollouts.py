@@ -7,6 +7,7 @@ import itertools
 import json
 import os
 from collections.abc import AsyncIterator
+from http.cookies import SimpleCookie
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ import pytest
 
 from coordinator.wire.terms import QuiesceMode, RolloutState
 from participant_shims.gate import calllog_files
-from participant_shims.identity import ATTEMPT_HEADER, CALL_HEADER, ROLLOUT_HEADER
+from participant_shims.identity import ATTEMPT_HEADER, CALL_HEADER, HOME_HEADER, ROLLOUT_HEADER
 from tests.gate.test_calllog import FullDisk
 from tests.gate.world import Client, World, until
 
@@ -106,6 +107,25 @@ async def test_a_running_id_with_another_input_runs_beside_and_leaves_the_first_
     assert b.json()["count"] == 5 + 4 + 5 + 6
     (warning,) = world.agent.gate.status()["warnings"]
     assert "Rollout r-1 was dispatched again with another input" in warning
+
+
+async def test_calls_that_are_not_logged_name_their_rollout_so_that_one_worker_has_its_session(world: World) -> None:
+    named: list[str | None] = []
+    seed = world.counter.routes["/seed"]
+
+    async def heard(scope: Any, body: Any, headers: dict[str, str]) -> Any:
+        named.append(headers.get(HOME_HEADER))
+        return await seed(scope, body, headers)
+
+    world.counter.routes["/seed"] = heard
+    world.hold_model_at = 0
+    first = asyncio.create_task(world.run(ROW))
+    await until(lambda: world.held_model)
+    second = asyncio.create_task(world.run(ROW | {"start": 6}))
+    await until(lambda: len(named) == 2)
+    world.let_model_go()
+    await asyncio.gather(first, second)
+    assert named == [None, "r-1"]
 
 
 async def test_a_save_leaves_out_an_id_that_runs_twice_with_different_inputs(world: World, tmp_path: Path) -> None:
@@ -315,6 +335,10 @@ async def test_an_agent_that_uses_chance_restarts_with_the_reason(world: World, 
     reason = new.agent.log.db.execute("SELECT reason FROM rollouts").fetchone()[0]
     assert "replay diverged" in reason
     assert reason.count("digest") == 2
+    assert "was sent with another content" in reason
+    (warning,) = new.agent.gate.remarks.texts()
+    assert "on the time, on chance or on something from outside" in warning, "the cause"
+    assert warning.endswith("whose answers are recorded."), "and what helps, whole"
     assert new.counter.served.count("/seed") == 1  # a session of its own, not the old one with its count
     new.close()
     await asyncio.gather(running, return_exceptions=True)
@@ -482,6 +506,42 @@ async def test_an_agent_that_was_started_again_alone_goes_on_above_what_its_call
     assert len(world.model_calls) == before + 3
     assert world.agent.log.attempt_of(rollout_id) == epochs
     assert world.agent.gate.status()["diverged"] == 0
+    assert world.agent.gate.remarks.texts() == []
+
+
+async def test_an_agent_that_was_killed_with_its_log_executes_nothing_twice_in_the_session_that_it_left(
+    world: World, tmp_path: Path
+) -> None:
+    """One process of the agent has seeded the session, another one works in it: `/seed` is still remembered, `/add` is not."""
+
+    async def add_twice(scope: Any, body: Any, headers: dict[str, str]) -> Any:
+        cookies: Any = SimpleCookie(headers["cookie"])
+        for turn in range(2):
+            await (await world.nodes["helper"].post("counter", "/add", {"n": 1}, cookies=cookies)).json()
+            ask = {"input": body["input"], "turn": turn}
+            await (await world.nodes["helper"].post("model", "/v1/responses", ask)).json()
+        added = await world.nodes["helper"].post("counter", "/add", {"n": 1}, cookies=cookies)
+        return added.status, await added.json(), []
+
+    async def run_with_helper(scope: Any, row: Any, headers: dict[str, str]) -> Any:
+        seeded = await world.agent.post("counter", "/seed", {"start": 5})
+        helped = await world.agent.post("helper", "/v1/responses", {"input": row["input"]}, cookies=seeded.cookies)
+        return helped.status, await helped.json(), []
+
+    world.agent.routes["/run"] = run_with_helper
+    world.nodes["helper"].routes["/v1/responses"] = add_twice
+    world.hold_model_at = 1
+    running = asyncio.create_task(world.run(ROW))
+    await until(lambda: world.held_model)
+    assert list(world.counters.values()) == [7]
+    for task in asyncio.all_tasks() - {asyncio.current_task()}:
+        task.cancel()  # what ran in the two that are killed
+    await asyncio.gather(running, return_exceptions=True)
+    world.lose_agent(tmp_path / "agent")
+    world.lose_helper(tmp_path / "helper")
+    world.hold_model_at = None
+    assert (await world.run(ROW)).json() == {"count": 8}
+    assert list(world.counters.values()) == [7, 8]
     assert world.agent.gate.remarks.texts() == []
 
 

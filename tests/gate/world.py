@@ -315,6 +315,10 @@ class World:
         """The agent alone is killed and started again: its log is a new one."""
         self._lose("agent", "gym.agent", "agent", directory)
 
+    def lose_helper(self, directory: Path) -> None:
+        """The other agent likewise."""
+        self._lose("helper", "gym.agent", "agent", directory)
+
     def _lose(self, name: str, kind: str, role: str, directory: Path) -> None:
         directory.mkdir(parents=True, exist_ok=True)
         before = self.nodes[name]

@@ -135,6 +135,32 @@ async def test_an_agent_with_two_workers_is_cut_in_flight_and_continues_in_fresh
         assert endpoint.total - total == count * (turns + 1), "the first generation of each is not made again"
 
 
+async def test_an_agent_with_two_workers_that_is_killed_alone_executes_nothing_twice_in_the_sessions_it_left(
+    directory: Path,
+) -> None:
+    """A worker seeds the session, and the one that its call to itself reached works in it: the first has told nobody."""
+    count, turns = 12, 4
+    rows = [row(10 * i, turns, _ng_rollout_id=f"r-{i}") for i in range(count)]
+    with ScriptedEndpoint() as endpoint:
+        async with (
+            whole(directory, counter_config(endpoint.url, agent_workers=2)) as job,
+            Trainer(job.fleet) as trainer,
+        ):
+            await workers(job, "counter_agent")
+            endpoint.hold(after_turn=3)
+            runs = [asyncio.create_task(trainer.run(r)) for r in rows]
+            await until(lambda: endpoint.begun == 4 * count)  # three changes of each session
+            await asyncio.to_thread(job.fleet.kill, "counter_agent")
+            await asyncio.gather(*runs, return_exceptions=True)
+            endpoint.release()
+            await asyncio.to_thread(job.fleet.start, "counter_agent")
+            await job.registered()
+            results = await asyncio.gather(*(trainer.run(r) for r in rows))
+            assert [r["reward"] for r in results] == [1.0] * count
+            assert (await job.status("counter_agent")).diverged_rollouts <= count
+            assert (await job.client.save("after")).totals.completed == count
+
+
 async def test_sessions_of_two_workers_are_saved_and_continue_wherever_their_calls_arrive(directory: Path) -> None:
     count, turns = 16, 3
     rows = [row(i, turns, _ng_rollout_id=f"r-{i}") for i in range(count)]

@@ -59,6 +59,7 @@ WIRE: Final = "wire/test_rpc.py::test_"
 CORE: Final = "protocol/test_any_interleaving.py::test_"
 LEDGER: Final = "protocol/test_ledger.py::test_"
 ENGINE: Final = "vllm/test_control.py::test_"
+REAL: Final = "vllm/test_freeze.py::test_"  # against a real vLLM
 TOPOLOGY: Final = "protocol/test_phases_and_topology.py::test_"
 
 OWN: Final = f"{BUGS}trainers_own_state.py::test_cursor_claims_and_versions_come_back_with_the_rollouts_of_the_same_cut"
@@ -66,22 +67,33 @@ OWN: Final = f"{BUGS}trainers_own_state.py::test_cursor_claims_and_versions_come
 PAUSE_ROWS: Final = (
     Row("A1", "vllm #39366", "A message of an older operation never opens or closes anybody for a newer one.",
         (f"{SHIM}a_late_resume_of_an_older_operation_does_not_open_the_present_one",
-         f"{PAUSES}an_operation_that_was_resumed_cannot_be_resumed_into_the_next_one")),
+         f"{PAUSES}an_operation_that_was_resumed_cannot_be_resumed_into_the_next_one",
+         f"{ENGINE}control_calls_are_never_concurrent_and_the_newest_command_wins",
+         f"{ENGINE}whatever_steers_an_engine_waits_while_it_is_frozen")),
     Row("A2", "vllm #38009, #36594", "A participant that hangs is named within the caller's deadline, and the others open.",
         (f"{SAVE}a_participant_that_hangs_in_prepare_is_named_in_time_and_the_others_open",
-         f"{PAUSES}the_pause_of_one_stuck_participant_ends_with_the_callers_deadline")),
+         f"{PAUSES}the_pause_of_one_stuck_participant_ends_with_the_callers_deadline",
+         f"{ENGINE}a_pause_that_never_settles_fails_in_time",
+         "vllm/test_engine_shim.py::test_an_engine_that_hangs_is_named_at_once_and_the_others_go_on")),
     Row("A3", "vllm #51476, verl #7511", "Admission closes before anything is counted; what comes later never enters the count.",
         (f"{GATE}new_dispatches_park_while_closed_and_run_when_open",
-         f"{PAUSES}no_interleaving_gets_work_past_a_closed_door_or_out_of_the_count")),
+         f"{PAUSES}no_interleaving_gets_work_past_a_closed_door_or_out_of_the_count",
+         f"{ENGINE}a_drain_believes_its_own_set_and_no_count_of_the_servers",
+         f"{REAL}drained_means_that_our_own_set_is_empty")),
     Row("A5", "vllm #52914", "Prepared means still: activity between Prepared and Commit voids the cut and names the participant.",
-        (f"{SHIM}activity_after_prepared_voids_the_cut", f"{ADAPTER}work_that_starts_after_the_cut_is_told")),
+        (f"{SHIM}activity_after_prepared_voids_the_cut", f"{ADAPTER}work_that_starts_after_the_cut_is_told",
+         f"{ENGINE}a_token_after_the_freeze_voids_it",
+         f"{ENGINE}an_engine_that_goes_on_generating_is_not_frozen")),
     Row("A6", "vllm #33926", "Whether work is admitted and whether it is counted is decided in one step.",
         (f"{DOORS}work_is_counted_in_the_step_in_which_it_is_admitted",
-         f"{PAUSES}no_interleaving_gets_work_past_a_closed_door_or_out_of_the_count")),
+         f"{PAUSES}no_interleaving_gets_work_past_a_closed_door_or_out_of_the_count",
+         f"{REAL}a_storm_of_requests_through_a_hundred_pauses_loses_doubles_and_changes_nobody")),
     Row("A7", "vllm #32351, #34125", "Every configured worker process acknowledges, or the prepare fails with how many did.",
         (f"{SAVE}a_worker_that_does_not_acknowledge_fails_the_prepare",
          f"{ADAPTER}a_missing_worker_is_an_error_with_its_name_and_nothing_stays_closed",
-         f"{GYM}two_workers_acknowledge_each_and_a_new_one_is_closed_before_it_serves")),
+         f"{GYM}two_workers_acknowledge_each_and_a_new_one_is_closed_before_it_serves",
+         f"{ENGINE}one_of_several_api_servers_is_refused",
+         "vllm/test_ranks.py::test_one_pause_freezes_every_rank_and_all_go_on_exactly")),
     Row("A8", "verl #7611", "Leaving a stream ends the stream and nothing else.",
         (f"{SAVE}leaving_the_stream_of_a_save_does_not_end_it",
          f"{SHIM}a_cancelled_prepare_goes_on_and_a_repeat_follows_it")),
@@ -103,7 +115,9 @@ PAUSE_ROWS: Final = (
     Row("A16", "sglang #31962, #32153", "Nobody who is paused is asked for progress, and an export that waits for ever ends with the deadline.",
         (f"{SAVE}one_that_never_commits_prevents_the_snapshot",
          f"{SHIM}abort_overtakes_an_export_and_discards_it",
-         f"{SAVE}a_judge_that_is_labelled_policy_is_refused_before_anything_is_paused")),
+         f"{SAVE}a_judge_that_is_labelled_policy_is_refused_before_anything_is_paused",
+         f"{ENGINE}a_wedged_server_is_seen_by_its_canary",
+         f"{ENGINE}an_engine_whose_streams_go_on_is_asked_for_no_token_to_show_that_it_lives")),
     Row("A18", "AReaL #1726", "A coordinator that starts settles what it finds, and waits for nobody to serve.",
         (f"{OPS}a_shim_that_registers_paused_by_a_forgotten_operation_is_opened",
          f"{RECOVERY}one_hung_participant_does_not_block_the_start")),
@@ -114,7 +128,9 @@ PAUSE_ROWS: Final = (
          f"{SHIM}the_error_of_a_drain_says_what_nobody_waits_for_any_more",
          f"{ADAPTER}work_that_nobody_waits_for_is_given_up_so_long_after_its_client_left",
          f"{ADAPTER}where_nothing_may_be_excluded_work_without_a_client_is_waited_for_and_named",
-         f"{GATE}an_execution_whose_client_left_stays_counted_until_it_ends")),
+         f"{GATE}an_execution_whose_client_left_stays_counted_until_it_ends",
+         f"{ENGINE}a_caller_that_leaves_takes_its_request_with_it",
+         f"{ENGINE}a_parked_request_whose_caller_leaves_is_never_sent")),
     Row("A23", "miles #2372, #2589", "A save aborts nothing and repeats nothing.",
         (f"{PAUSES}sixteen_rollouts_in_flight_are_aborted_by_no_pause", f"{PAUSES}a_save_aborts_nobody",
          f"{GYM}rollouts_that_are_cut_in_flight_all_finish_and_no_call_is_made_twice")),
@@ -126,7 +142,8 @@ PAUSE_ROWS: Final = (
          f"{ADAPTER}who_has_to_be_quiet_for_a_cut")),
     Row("A26", "tpu-inference #3362", "A client whose request was aborted is told, also when the engine tells nobody.",
         (f"{ENGINE}an_abort_that_tells_nobody_still_ends_every_call",
-         "vllm/test_held.py::test_an_abort_ends_every_caller_also_when_the_engine_tells_nobody")),
+         "vllm/test_held.py::test_an_abort_ends_every_caller_also_when_the_engine_tells_nobody",
+         f"{REAL}an_abort_names_whom_it_ended_and_each_caller_is_told")),
 )  # fmt: skip
 
 ROLLOUT_ROWS: Final = (

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 import time
 from typing import Any
 
@@ -11,7 +12,7 @@ from safepoint.v1 import coordinator_service_pb2 as pb
 
 from coordinator.journal_file import ACCEPT
 from coordinator.wire.errors import Problem, Reason, SafepointError
-from coordinator.wire.terms import CheckpointMode, Role
+from coordinator.wire.terms import CheckpointMode, Phase, Role
 from tests.coordinator.conftest import Bench, unary, until
 from tests.fakes import NEVER, Knobs
 from tests.in_time import room_for_answers
@@ -57,6 +58,36 @@ async def test_one_that_is_back_within_seconds_is_waited_for_and_nobody_is_pause
     assert bench.all_open()
     await bench.add("model-0", Role.POLICY_MODEL)
     assert sorted((await saving)[-1].saved.snapshot.participant_ids) == ["agent-0", "model-0", "resources-0"]
+
+
+async def test_a_save_that_waits_for_one_that_is_gone_says_for_whom_and_how_long_everywhere(bench: Bench) -> None:
+    await bench.start()
+    await die(bench, "model-0")
+    saving = asyncio.create_task(bench.save(timeout=9))
+    await until(lambda: bench.running.operations.active is not None)
+    active = bench.running.operations.active
+    assert active is not None
+    await until(lambda: bool(active.pending))
+    operation = (await bench.status()).operation
+    assert operation.phase == int(Phase.DISCOVER)
+    assert list(operation.pending_participants) == ["model-0"]
+    assert re.fullmatch(
+        r"discover: waiting \d+\.\d s for model-0 to come back; nobody is paused\.", operation.waiting_for
+    )
+    assert operation.HasField("phase_elapsed")
+    with pytest.raises(SafepointError) as caught:
+        await bench.save("save-2", "step-2")
+    assert "save-1 of step-1 runs since" in caught.value.problem.message
+    assert "for model-0 to come back" in caught.value.problem.message
+    with pytest.raises(SafepointError) as caught:
+        await saving
+    problem = caught.value.problem
+    assert (problem.participant_id, problem.phase) == ("model-0", Phase.DISCOVER)
+    assert problem.waited_s is not None
+    assert problem.waited_s >= 1
+    told = [e.warning for e in caught.value.events if e.WhichOneof("event") == "warning"]  # type: ignore[attr-defined]
+    assert [w.participant_id for w in told] == ["model-0"]
+    assert "Waiting for it to come back" in told[0].message
 
 
 async def test_whoever_removed_a_server_on_purpose_says_so_once(bench: Bench) -> None:

@@ -181,6 +181,49 @@ def test_several_policy_models_are_legal() -> None:
     assert validate(Topology((*HEALTHY, participant("policy-2", Role.POLICY_MODEL)))) == []
 
 
+def with_two(agents: dict[str, tuple[str, ...]], second: str = "http://10.0.0.9/v1") -> tuple[Participant, ...]:
+    """Policy models `policy` and `other`, and agents with what each of them calls."""
+    return (
+        participant("policy", Role.POLICY_MODEL, upstream_endpoints=("http://10.0.0.3:8000/v1",)),
+        participant("other", Role.POLICY_MODEL, upstream_endpoints=(second,)),
+        *(participant(name, Role.AGENT, depends_on=calls) for name, calls in agents.items()),
+    )
+
+
+@pytest.mark.parametrize(
+    ("agents", "how"),
+    [
+        ({"agent": ("policy", "other")}, "agent `agent` calls both"),
+        ({"agent": ("policy",)}, "agents call `policy` and none calls `other`"),
+        ({"agent": ()}, "which agent calls which is not known"),
+    ],
+)
+def test_policy_models_of_different_endpoints_are_told_with_what_speaks_for_a_judge(
+    agents: dict[str, tuple[str, ...]], how: str
+) -> None:
+    people = with_two(agents)
+    finding = only(validate(Topology(people)))
+    assert (finding.blocking, finding.reason) == (False, Reason.ROLE_INVALID)
+    assert "`other` (http://10.0.0.9:80) and `policy` (http://10.0.0.3:8000) use different endpoints" in finding.message
+    assert how in finding.message
+    assert '"other=auxiliary" or "policy=auxiliary" in SAFEPOINT_ROLES' in finding.next_step
+    assert "policy_endpoints" in finding.next_step
+    assert validate(Topology(people, ("http://10.0.0.3:8000", "http://10.0.0.9"))) == [], "both are said to be trained"
+
+
+def test_two_policy_models_that_are_as_they_should_be_raise_no_alarm() -> None:
+    one_endpoint = with_two({"agent": ("policy", "other")}, "10.0.0.3:8000")
+    assert validate(Topology(one_endpoint)) == []
+    one_for_each_agent = with_two({"agent": ("policy",), "agent-2": ("other",)})
+    assert validate(Topology(one_for_each_agent)) == []
+    actors = [
+        participant(f"{actor}.{name}", role, actor_id=actor, depends_on=("policy",) if role is Role.AGENT else (),
+                    upstream_endpoints=(f"http://{actor}/v1",) if role is Role.POLICY_MODEL else ())
+        for actor in ("a", "b") for name, role in (("agent", Role.AGENT), ("policy", Role.POLICY_MODEL))
+    ]  # fmt: skip
+    assert validate(Topology(tuple(actors))) == []
+
+
 @pytest.mark.parametrize(
     ("endpoint", "served"),
     [

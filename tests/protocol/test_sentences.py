@@ -5,9 +5,10 @@ from __future__ import annotations
 import pytest
 
 from coordinator.protocol.proofs import Prepared
-from coordinator.protocol.sentences import excluded
-from coordinator.wire.errors import Blocked
-from coordinator.wire.ids import IncarnationId, SnapshotId
+from coordinator.protocol.sentences import checking, excluded, once_open
+from coordinator.wire.errors import CATALOG, Blocked, Problem, Reason
+from coordinator.wire.ids import IncarnationId, ParticipantId, SnapshotId
+from coordinator.wire.terms import QuiesceMode
 
 ALL_OF_THEM = "`safepoint snapshots show step-1 --rollouts` names"
 
@@ -28,3 +29,27 @@ def test_a_warning_of_excluded_rollouts_says_which(named: int, count: int, said:
     text = excluded(Prepared(IncarnationId("i-1"), 1, (), excluded=who, excluded_count=count), SnapshotId("step-1"))
     assert text.endswith(said)
     assert text.count("turn 1") == min(named, 3)
+
+
+def test_what_a_save_waits_for_before_anybody_is_paused_is_named_with_its_time() -> None:
+    who = [ParticipantId(f"box-{n}") for n in range(7)]
+    text = checking("to come back", who, 3.21)
+    assert text == "discover: waiting 3.2 s for box-0, box-1, box-2, box-3, box-4 and 2 more to come back; nobody is paused."
+    assert checking("writing ahead", [], 3.21) == "discover: writing ahead, for 3.2 s; nobody is paused."
+
+
+@pytest.mark.parametrize("reason", [reason for reason in Reason if CATALOG[reason].aborted])
+def test_once_everybody_is_open_nobody_is_told_to_abort(reason: Reason) -> None:
+    for told in ("", CATALOG[reason].next_step):  # a participant sends the catalog's advice as its own
+        problem = once_open(Problem(reason, "x", told), QuiesceMode.HOLD)
+        assert "abort" not in problem.advice.lower()
+    own = Problem(reason, "x", "Turn it off and on.")
+    assert once_open(own, QuiesceMode.HOLD) == own
+
+
+def test_a_hold_that_failed_by_stragglers_is_not_advised_to_hold() -> None:
+    late = Problem(Reason.DRAIN_INCOMPLETE, "x")
+    held = once_open(late, QuiesceMode.HOLD).advice
+    assert "`safepoint why --stacks`" in held
+    assert "hold" not in held
+    assert "`--mode hold`" in once_open(late, QuiesceMode.DRAIN).advice

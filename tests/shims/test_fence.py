@@ -86,6 +86,25 @@ def test_another_operation_of_the_same_epoch_is_fenced_and_changes_nothing() -> 
     assert picture(fence) == before
 
 
+def test_who_is_fenced_is_told_by_whose_coordinator_and_for_how_long() -> None:
+    fence = prepared(epoch=5)
+    refusal = call(fence, Rpc.PREPARE, "b", epoch=5)
+    assert isinstance(refusal, Refuse)
+    left = fence.lease_remaining(NOW)
+    assert left
+    assert f"a of the coordinator of epoch 5 owns the pause (prepared), for {left:.1f} s more" in refusal.problem.message
+
+
+def test_an_operation_that_the_participant_has_ended_itself_says_why_ever_after() -> None:
+    fence = prepared()
+    fence.force_end(Cause.LAPSED, "Worker worker-0 is stopped.")
+    for rpc in (Rpc.RENEW, Rpc.COMMIT):
+        refusal = call(fence, rpc)
+        assert isinstance(refusal, Refuse)
+        assert refusal.problem.reason is Reason.LEASE_LAPSED
+        assert "(Worker worker-0 is stopped)" in refusal.problem.message
+
+
 @pytest.mark.parametrize("rpc", list(Rpc))
 def test_an_older_epoch_is_refused_whatever_it_asks_and_changes_nothing(rpc: Rpc) -> None:  # I6
     fence = prepared(epoch=5)

@@ -263,6 +263,25 @@ def test_a_server_of_which_nothing_was_saved_is_untested(tmp_path: Path, request
     assert make_report(app, found, tried).verdict == "codec"
 
 
+def test_state_that_is_declared_nowhere_is_shown_without_a_type(tmp_path: Path) -> None:
+    found = facts(
+        tmp_path,
+        """
+        class S(SimpleResourcesServer):
+            counts: dict[str, int] = {}
+            def __init__(self):
+                self._books = {}
+            async def count(self, request):
+                self.counts[request.session[SESSION_ID_KEY]] = 1
+                self._books[request.session[SESSION_ID_KEY]] = 1
+        """,
+    )
+    text = report_text(make_report(tmp_path / "resources_servers" / "sample" / "app.py", found, None))
+    assert "state     _books: encodable" in text
+    assert "state     counts: dict[str, int]: encodable" in text
+    assert ": :" not in text
+
+
 @pytest.mark.parametrize(
     "text", ["", "X = 1\n", "from elsewhere import S\nif __name__ == '__main__':\n    S.run_webserver()\n"]
 )

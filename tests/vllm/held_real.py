@@ -15,6 +15,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+from coordinator.wire.errors import Reason, SafepointError
 from coordinator.wire.terms import QuiesceMode
 from participant_shims.adapter import Exported, Loaded
 from participant_shims.adapters.vllm import VllmAdapter, VllmOptions
@@ -61,9 +62,17 @@ async def beside(llm: Any, life: Path) -> tuple[VllmAdapter, HeldFront]:
 
 
 async def freeze(adapter: VllmAdapter, operation: str) -> float:
-    begun = time.monotonic()
-    await adapter.close(operation, QuiesceMode.HOLD, 60)
-    assert [drain async for drain in adapter.quiesce(QuiesceMode.HOLD, 30)][-1].quiesced
+    """Again, as a save is, when the machine is so busy that the engine does not answer in time."""
+    for tried in range(6):
+        begun = time.monotonic()
+        await adapter.close(f"{operation}.{tried}", QuiesceMode.HOLD, 60)
+        try:
+            assert [drain async for drain in adapter.quiesce(QuiesceMode.HOLD, 30)][-1].quiesced
+            break
+        except SafepointError as error:
+            if error.reason is not Reason.DECLINED or tried == 5:
+                raise
+            await adapter.open()
     return time.monotonic() - begun
 
 

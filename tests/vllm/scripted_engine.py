@@ -66,7 +66,7 @@ class Scripted:
         self.at_once += 1
         self.most_at_once = max(self.most_at_once, self.at_once)
         try:
-            faults = self.pause_fault if request.path == "/pause" else self.resume_fault
+            faults = {"/pause": self.pause_fault, "/resume": self.resume_fault}.get(request.path)
             fault = faults.pop(0) if faults else None
             if fault == "unserved":
                 assert request.transport is not None
@@ -75,7 +75,8 @@ class Scripted:
             if isinstance(fault, int):
                 return web.json_response({"error": "scripted"}, status=fault)
             await asyncio.sleep(self.slow_s)
-            self.paused = request.path == "/pause"
+            if request.path in ("/pause", "/resume", "/wake_up"):  # waking up undoes a pause, too
+                self.paused = request.path == "/pause"
             if request.query.get("mode") == "abort":
                 for queue in self.running.values():
                     queue.put_nowait(-1)
@@ -92,6 +93,10 @@ class Scripted:
         if self.deaf:
             await asyncio.sleep(3600)
         return web.json_response({"is_paused": self.paused})
+
+    async def untrue(self, request: web.Request) -> web.StreamResponse:
+        self.calls.append(request.path_qs)
+        return web.json_response({"server_load": 0})
 
     async def generate(self, request: web.Request) -> web.StreamResponse:
         body = await request.json()
@@ -169,7 +174,10 @@ async def scripted(port: int = 0, **knobs: Any) -> AsyncIterator[Scripted]:
         return web.json_response({"weight_version": made.weight_version})
 
     async def metrics(_: web.Request) -> web.Response:
-        return web.Response(text=f"# HELP x\nprocess_start_time_seconds {made.started}\n")
+        return web.Response(
+            text=f"# HELP x\nprocess_start_time_seconds {made.started}\nvllm:num_requests_running 0\n"
+            "vllm:num_requests_waiting 0\n"
+        )
 
     app = web.Application()
     app.add_routes(
@@ -186,6 +194,10 @@ async def scripted(port: int = 0, **knobs: Any) -> AsyncIterator[Scripted]:
             web.post("/v1/chat/completions", made.generate),
             web.post("/v1/responses", made.generate),
             web.post("/v1/messages", made.generate),
+            # What else steers an engine, and what tells untruths about one: /health is 200 whatever happens, the others
+            # count nothing while it is paused, or in one process only.
+            web.post("/{steers:.*}", made.control),
+            web.get("/{untrue:health|load}", made.untrue),
         ]
     )
     runner = web.AppRunner(app, shutdown_timeout=0.1, handler_cancellation=True)

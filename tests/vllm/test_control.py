@@ -21,6 +21,7 @@ from participant_shims.engine import control as control_module
 from participant_shims.engine.control import EngineControl
 from participant_shims.engine.discovery import discover
 from participant_shims.engine.pause_note import NAME as MARKER
+from participant_shims.engine.proxy import CONTROL
 from participant_shims.engine.record import Piece, Record
 from participant_shims.engine.request import make_ask
 from participant_shims.engine.requests_file import read_requests
@@ -579,6 +580,48 @@ async def test_requests_that_nobody_has_asked_for_again_are_in_the_next_cut(tmp_
         await freeze(adapter)
         _ = [step async for step in adapter.export(directory)]
         assert [r.token_ids for r in read_requests(directory)[1]] == [[103, 104, 105]]
+
+
+@pytest.mark.parametrize("path", sorted(CONTROL))
+async def test_whatever_steers_an_engine_waits_while_it_is_frozen(tmp_path: Path, path: str) -> None:
+    """Pauses do not nest: a resume, a waking up or an update of weights in between would undo the freeze."""
+    async with scripted() as engine, covered(engine, tmp_path) as (adapter, caller):
+        await freeze(adapter)
+        theirs = asyncio.create_task(caller.post(path, {}))
+        await until(lambda: adapter.doors.counts().parked == 1 or theirs.done())
+        assert engine.paused
+        assert not any(called.startswith(path) for called in engine.calls if called.partition("?")[2] == "")
+        assert (await adapter.still()).activity == ""
+        await adapter.open()
+        status, _ = await asyncio.wait_for(theirs, 10)
+        assert status == 200
+        assert engine.calls[-1] == path
+        assert engine.most_at_once == 1
+
+
+async def test_a_drain_believes_its_own_set_and_no_count_of_the_servers(tmp_path: Path) -> None:
+    """/health is 200 whatever happens, /load counts in one process, /metrics says nothing runs while what waits does."""
+    async with scripted(full=True) as engine, covered(engine, tmp_path) as (adapter, caller):
+        streams = [asyncio.create_task(caller.stream({**ASK, "stream": True})) for _ in range(3)]
+        await until(lambda: len(engine.running) == 3)
+        engine.step()
+        await adapter.close("op-1", QuiesceMode.DRAIN, 60)
+        drains: list[Any] = []
+
+        async def drain() -> None:
+            drains.extend([each async for each in adapter.quiesce(QuiesceMode.DRAIN, 60)])
+
+        draining = asyncio.create_task(drain())
+        while not all(stream.done() for stream in streams):
+            assert not draining.done(), "it was called drained while two waited for a slot"
+            assert not engine.paused
+            engine.step()
+            await asyncio.sleep(0.005)
+        await asyncio.wait_for(draining, 10)
+        assert drains[-1].quiesced
+        assert drains[-1].counts.held == 0
+        assert [len((await stream).ids) for stream in streams] == [8, 8, 8]
+        assert not [called for called in engine.calls if called.startswith(("/health", "/load", "/abort_requests"))]
 
 
 async def test_a_pause_of_somebody_else_that_still_drains_is_no_freeze(tmp_path: Path) -> None:

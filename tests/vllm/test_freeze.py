@@ -34,6 +34,15 @@ def figure(name: str, value: Any) -> None:
 
 
 async def freeze(adapter: VllmAdapter, operation: str, mode: QuiesceMode = QuiesceMode.HOLD) -> list[Drain]:
+    """Again, as a save is, when the machine is so busy that the engine does not answer in time."""
+    for tried in range(5):
+        await adapter.close(f"{operation}.{tried}", mode, 60)
+        try:
+            return [drain async for drain in adapter.quiesce(mode, 30)]
+        except SafepointError as error:
+            if error.reason is not Reason.DECLINED:
+                raise
+            await adapter.open()
     await adapter.close(operation, mode, 60)
     return [drain async for drain in adapter.quiesce(mode, 30)]
 
@@ -160,12 +169,13 @@ async def test_drained_means_that_our_own_set_is_empty(adapter: VllmAdapter, cal
 
 async def test_a_drain_that_takes_too_long_becomes_a_freeze(adapter: VllmAdapter, caller: Caller) -> None:
     said = Said()
-    stream = asyncio.create_task(caller.stream(completion(tokens=400), said))
+    stream = asyncio.create_task(caller.stream(completion(tokens=2000), said))
     await until(lambda: said.ids)
     await adapter.close("op-slow", QuiesceMode.DRAIN, 60)
     begun = time.monotonic()
     drains = [drain async for drain in adapter.quiesce(QuiesceMode.DRAIN, 0.5)]
-    assert 0.5 <= time.monotonic() - begun < 3
+    # How soon it stands still is up to the machine; that it did not wait for the end is what is held.
+    assert 0.5 <= time.monotonic() - begun < (3 if MEASURES else 30)
     assert drains[0].waiting_for
     assert drains[-1].quiesced
     assert drains[-1].counts.held == 1
@@ -182,7 +192,7 @@ async def test_an_abort_names_whom_it_ended_and_each_caller_is_told(adapter: Vll
     drains = await freeze(adapter, "op-abort", QuiesceMode.ABORT)
     assert drains[-1].quiesced
     assert drains[-1].excluded
-    await asyncio.wait_for(asyncio.gather(*streams), 10)
+    await asyncio.wait_for(asyncio.gather(*streams), 60)
     assert (await quiet).finish == "abort"
     assert all(said.finish in ("abort", "") for said in told)
     assert not adapter.proxy.in_flight

@@ -21,5 +21,5 @@ async def test_the_cost_of_a_request_and_of_a_token() -> None:
     # A guard against a cost of another order, on whatever machine; the figures are the finding.
     assert worst < (0.15 if MEASURES else 1.0), found
     # What is added to a pump that reads nothing, in the same minute: this holds on a slow machine, too.
-    assert all(cost < 12 * found[f"{name}, bare pump"] for name, cost in costs.items()), found
+    assert all(cost < 20 * found[f"{name}, bare pump"] for name, cost in costs.items()), found
     assert max(value for name, value in found.items() if name.startswith("us CPU a token")) < 500

@@ -67,6 +67,14 @@ def test_the_catalog_covers_every_reason_with_a_status_and_a_next_step() -> None
         assert len(entry.next_step.encode()) <= 500, reason
 
 
+def test_advice_to_abort_has_another_one_for_when_that_is_done() -> None:
+    for reason, entry in CATALOG.items():
+        assert ("abort" in entry.next_step.lower().split()[0]) == bool(entry.aborted), reason
+        assert "abort" not in entry.aborted.lower(), reason
+        assert entry.aborted.endswith(".") or not entry.aborted, reason
+        assert len(entry.aborted.encode()) <= 500, reason
+
+
 def test_reasons_that_say_nothing_changed_cannot_have_paused_anybody() -> None:
     text = (ROOT / "proto/safepoint/v1/errors.proto").read_text(encoding="utf-8")
     for comment, name in re.findall(r"  // (.+)\n  REASON_(\w+) = ", text):
