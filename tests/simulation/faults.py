@@ -20,8 +20,8 @@ HITS = (
     "pause server", "pause server", "pause shim", "pause shim", "pause coordinator", "crash server", "crash shim",
     "hang and crash coordinator",
 )  # fmt: skip
-# Many small runs find more than few large ones, so most are small. The shares are such that 2,000 seeds, of which each
-# takes half as long, have as many large runs, restarts, and runs that age as 500 have that are all of the large kind.
+# Most runs are small, so that there can be many. The shares are such that 2,000 seeds have at least as many large runs,
+# restarts, and runs that age as 500 had that were all of the large kind, and four times as many faults.
 LARGE = 0.25  # of the runs; the others are short and have few rollouts
 RESTARTED = 0.6  # of the runs: the job dies at the end and goes on from its last snapshot
 USED_ON = 0.5  # of those: the job that has gone on saves and prunes again
