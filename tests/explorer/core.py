@@ -20,7 +20,7 @@ from coordinator.protocol.operation import Limits, Operation, Options, Outcome, 
 from coordinator.protocol.proofs import Committed, Confirmed, Opened, Prepared, Proof, RestoredProof
 from coordinator.protocol.topology import Participant, Topology
 from coordinator.protocol.transaction import Transaction
-from coordinator.wire.errors import Problem, Reason
+from coordinator.wire.errors import STILL_LOADED, Problem, Reason
 from coordinator.wire.ids import IncarnationId, OperationId, ParticipantId, SnapshotId
 from coordinator.wire.terms import CheckpointMode, OperationKind, Phase, Role
 from tests.explorer.shim import TTL_S, Name, Payload, operation_id
@@ -213,7 +213,9 @@ class Cores:
             case "restarted":
                 return core.IncarnationChanged(now, NAMES[number], _incarnation(int(what[2])))  # type: ignore[call-overload]
             case "lease lost":
-                return core.LeaseLost(now, NAMES[number], Problem(Reason.LEASE_LAPSED, "It has opened."))
+                reason, still = str(what[2]), bool(what[3])
+                kept = {STILL_LOADED: operation_id(op.operation)} if still else {}
+                return core.LeaseLost(now, NAMES[number], Problem(Reason[reason], "It has opened.", metadata=kept))
             case "lease renewed":
                 return core.LeaseRenewed(now, NAMES[number], now, TTL_S)
             case "abort":

@@ -59,7 +59,7 @@ DEFAULT = (
     Bounds(("save", "save"), losses=2, crashes=0, lapses=0),
     Bounds(("restore", "save"), losses=2, crashes=0, lapses=0),
     Bounds(("save", "save"), losses=0, crashes=0, aborts=1),
-    Bounds(("restore",), losses=0, crashes=1, lapses=0),
+    Bounds(("restore",), losses=0, crashes=1, lapses=0, split=True),
     Bounds(("restore", "save"), losses=0, crashes=0, lapses=1, aborts=1),
 )
 # What the default leaves out, towards two operations, three losses and a crash in one model.

@@ -4,7 +4,8 @@ The rule: everything that may happen in a state is in `steps`, and nothing else 
 are bounded by the state's budget; the others are free, in any order. A step is one message, one write, one death.
 
 What is free: any order in which messages arrive; participants that take as long as they like; leases that lapse at any
-time; renewals that find it out; a trainer that waits as long as it likes; timers once nothing that they wait for moves.
+time; renewals that find it out, and what they are told then (that a restore is loaded still, or nothing); a trainer that
+waits as long as it likes; timers once nothing that they wait for moves; a coordinator that was replaced and leaves.
 What costs: a request that is late (its caller has given up), a request that comes twice, a reply that is lost, a timer
 that goes off before what it waits for, a phase or a write that fails, a crash, an abort by a person.
 
@@ -106,6 +107,7 @@ class Step(NamedTuple):
 
 LAPSE: Final = 9  # ranks
 BEGIN: Final = 8
+LEAVES: Final = 7
 NOT_BEGUN: Final = 0  # as the number of an operation
 GIVEN_UP: Final = OPENING_STAGES | {Stage.ENDED}  # it is not published any more, if it has not been
 NOBODY: Final = (-1, 0, 0)
@@ -259,12 +261,17 @@ class Model:
             for name in at.transaction.leases():
                 who = NAMES.index(name)
                 shim = self.shim(state, who)
-                if shim.up and self.shims.renewal_is_refused(shim, op.operation, op.epoch):
-                    after = self._step(state, coordinator, op, ("lease lost", who))
-                    yield Step(("is told of a lapse", coordinator, op.operation, who), 0, 7, self._tidy(after))
-                elif shim.up and name in at.transaction.unheard:
-                    renewed = self._served(state, who, self.shims.renews(shim, op.operation, op.epoch))
-                    after = self._step(renewed, coordinator, op, ("lease renewed", who))
+                if not shim.up:
+                    continue
+                renewed = self.shims.renews(shim, op.operation, op.epoch)
+                asked = self._with(state, who, renewed.shim)
+                if renewed.refused:
+                    lost = ("lease lost", who, renewed.refused, renewed.still_loaded)
+                    after = self._step(asked, coordinator, op, lost)
+                    label = "is told that it is loaded still" if renewed.still_loaded else "is told of a lapse"
+                    yield Step((label, coordinator, op.operation, who), 0, 7, self._tidy(after))
+                elif name in at.transaction.unheard:
+                    after = self._step(asked, coordinator, op, ("lease renewed", who))
                     yield Step(("hears that it is held", coordinator, op.operation, who), 0, 7, self._tidy(after))
         if highest:
             yield from self._begins(state, coordinator)
@@ -319,6 +326,9 @@ class Model:
     def _crashes(self, state: State) -> Iterator[Step]:
         if not state.coordinators[0] and not state.coordinators[1]:
             yield from self._starts(state)
+        if state.coordinators[0] and state.coordinators[1]:  # it looks whether it was replaced, and may be slow to
+            left = state._replace(coordinators=((), state.coordinators[1]))
+            yield Step(("the coordinator that was replaced leaves",), 0, LEAVES, self._tidy(left))
         if not state.budget.crashes:
             return
         paid = state._replace(budget=state.budget._replace(crashes=state.budget.crashes - 1))
@@ -393,14 +403,8 @@ class Model:
 
     def _look(self, state: State, who: int, shim: Shim, call: Call, served: Served) -> None:
         """Rules about several participants at once."""
-        loaded = self.cores.is_restore(call.operation) and shim.loaded == call.operation + 1
-        if loaded and call.phase == Phase.RESUME and served.answer == ("opened",):
-            for other in range(3):
-                its = self.shim(state, other)
-                if its.up and its.incarnation == shim.incarnation and its.loaded != call.operation + 1:
-                    raise Violation(
-                        "I5", f"{NAMES[who]} opens with what it loaded, and {NAMES[other]} has not loaded it"
-                    )
+        if self.cores.is_restore(call.operation) and shim.loaded == call.operation + 1:
+            self._all_or_nobody(state, who, shim, call, served)
         if state.budget != self.first.budget:
             return  # a fault may cost the order of what happens, never the order in which it is asked for
         if call.phase in OPENING and who == AGENT and served.shim.open and not shim.open:
@@ -413,6 +417,20 @@ class Model:
                 its = self.shim(state, other)
                 if its.open and not its.marks[call.operation].lapsed:
                     raise Violation("I18", f"resources close while {NAMES[other]} is open")
+
+    def _all_or_nobody(self, state: State, who: int, shim: Shim, call: Call, served: Served) -> None:
+        """I5, of one that has loaded: Resume makes it final when all have, Abort takes it back when none has made it final."""
+        resumed = call.phase == Phase.RESUME and served.answer == ("opened",)
+        given_up = call.phase == Phase.ABORT and served.shim.loaded != call.operation + 1
+        for other in range(3):
+            its = self.shim(state, other)
+            if other == who or not its.up or its.incarnation != shim.incarnation:
+                continue
+            loaded = its.loaded == call.operation + 1
+            if resumed and not loaded:
+                raise Violation("I5", f"{NAMES[who]} opens with what it loaded, and {NAMES[other]} has not loaded it")
+            if given_up and loaded and its.marks[call.operation].over:
+                raise Violation("I5", f"{NAMES[who]} gives up what it loaded, and {NAMES[other]} has gone on with it")
 
     def _answered(self, state: State, reply: Reply) -> State:
         payload = reply.payload

@@ -26,6 +26,7 @@ PROVING = "coordinator.protocol.proving"
 PHASES = "coordinator.protocol.phases"
 COURSE = "coordinator.protocol.course"
 OPENING = "coordinator.protocol.opening"
+SHIM = "tests.explorer.shim"  # what an adapter does is the model's own, and so is what it may get wrong
 
 
 @dataclass(frozen=True)
@@ -83,6 +84,15 @@ MUTANTS = (
        "if p.participant_id in self.evidence.attempted]", "if p.participant_id in self.evidence.prepared]", aborts=1),
     _m("opening is not repeated", "L1", OPENING,
        "            self._calls.retry_later(running, now)", "            pass", losses=1),
+    _m("who asks by a renewal is not the newest", "I5", FENCE,
+       "                self._highest_epoch = max(self._highest_epoch, epoch)\n            return self._end_again(",
+       "                pass\n            return self._end_again(", "restore", crashes=1, lapses=0),
+    _m("still loaded, though given up", "I5", SHIM,
+       "        still = lapsed and shim.loaded == operation + 1", "        still = lapsed", "restore", crashes=1, lapses=0),
+    _m("a resume is not durable before it is told", "I5", COURSE,
+       "        out += [records.resuming(self.operation)] if first else []\n", "", "restore", crashes=1, lapses=0),
+    _m("a lapse after a restore is no matter", "I5", COURSE,
+       "problem.metadata.get(STILL_LOADED) == self.operation.operation_id", "True", "restore", crashes=1, lapses=0),
 )  # fmt: skip
 
 

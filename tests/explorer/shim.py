@@ -70,6 +70,14 @@ class Served(NamedTuple):
     others: tuple[tuple[Ref, Payload], ...] = ()
 
 
+class Renewed(NamedTuple):
+    """The participant after a RenewLease, why it refused ("" when it did not), and whether it said `still_loaded`."""
+
+    shim: Shim
+    refused: str = ""
+    still_loaded: bool = False
+
+
 def refused(reason: Reason) -> Payload:
     """An answer that refuses."""
     return ("refused", reason.name)
@@ -87,7 +95,7 @@ class Shims:
         self._fences = Table()
         self._served: dict[tuple[Shim, Call, Ref | None], Served] = {}
         self._moved: dict[tuple[object, ...], Served] = {}
-        self._refuses: dict[tuple[Shim, int, int], bool] = {}
+        self._renewed: dict[tuple[Shim, int, int], Renewed] = {}
         fence = Fence("p")
         self.first = Shim(fence=self._fences.number(KEYS.of(fence), fence), marks=(Mark(),) * operations)
 
@@ -125,8 +133,8 @@ class Shims:
             assert isinstance(decision.reply, tuple)
             return self._done(after, fence, decision.reply, others)
         if rpc in (Rpc.RESUME, Rpc.ABORT):
-            if rpc is Rpc.ABORT and after.loaded == call.operation + 1:
-                after = after._replace(loaded=0)
+            if rpc is Rpc.ABORT and after.loaded == call.operation + 1 and not after.marks[call.operation].over:
+                after = after._replace(loaded=0)  # what was resumed is nobody's any more
             answer: Payload = ("opened",)
             fence.record_end(rpc, name, answer)
             return self._done(_mark(after, call.operation, over=True), fence, answer, others)
@@ -178,24 +186,24 @@ class Shims:
             after = after._replace(loaded=operation + 1)
         return self._all(after, fence, answer, shim.followers)
 
-    def renewal_is_refused(self, shim: Shim, operation: int, epoch: int) -> bool:
-        """Whether RenewLease would be answered with a verdict."""
-        known = self._refuses.get((shim, operation, epoch))
+    def renews(self, shim: Shim, operation: int, epoch: int) -> Renewed:
+        """RenewLease. Time is not counted: whether the lease lapses is a step of its own."""
+        known = self._renewed.get((shim, operation, epoch))
         if known is None:
-            fence: Fence = clone(self.fence(shim), {})
-            verdict = fence.call(Rpc.RENEW, operation_id(operation), epoch, "", 0.0, TTL_S)
-            known = self._refuses[shim, operation, epoch] = isinstance(verdict, Refuse)
+            known = self._renewed[shim, operation, epoch] = self._renews(shim, operation, epoch)
         return known
 
-    def renews(self, shim: Shim, operation: int, epoch: int) -> Served:
-        """RenewLease of a coordinator that it serves. Time is not counted: whether the lease lapses is a step of its own."""
-        known = self._moved.get((shim, "renews", operation, epoch))
-        if known is None:
-            fence: Fence = clone(self.fence(shim), {})
-            fence.call(Rpc.RENEW, operation_id(operation), epoch, "", 0.0, TTL_S)
-            known = self._done(shim._replace(seen=max(shim.seen, epoch)), fence, (), ())
-            self._moved[shim, "renews", operation, epoch] = known
-        return known
+    def _renews(self, shim: Shim, operation: int, epoch: int) -> Renewed:
+        fence: Fence = clone(self.fence(shim), {})
+        verdict = fence.call(Rpc.RENEW, operation_id(operation), epoch, "", 0.0, TTL_S)
+        if not isinstance(verdict, Refuse):
+            return Renewed(self._done(shim._replace(seen=max(shim.seen, epoch)), fence, (), ()).shim)
+        # What it refuses may raise its epoch all the same. That counts as no call that was served: whether an older
+        # coordinator must be kept out from now on is asked where it would do harm (I5), and not of the number.
+        reason = verdict.problem.reason
+        lapsed = reason is Reason.LEASE_LAPSED
+        still = lapsed and shim.loaded == operation + 1
+        return Renewed(self._done(shim, fence, (), ()).shim, reason.name, still)
 
     # ---- time and death -----------------------------------------------------------------------------------------------
 

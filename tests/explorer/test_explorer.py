@@ -17,7 +17,8 @@ SMALL = (
     Bounds(("restore", "save"), losses=0, crashes=0, aborts=1),
 )
 # The others need minutes on a busy machine: `make explore` has them.
-QUICK = [mutant for mutant in MUTANTS if mutant.bounds["crashes"] == 0 or mutant.rule in ("I6", "I14")]
+STILL_LOADED = ("who asks by a renewal is not the newest", "still loaded, though given up")
+QUICK = [m for m in MUTANTS if m.bounds["crashes"] == 0 or m.rule in ("I6", "I14") or m.name in STILL_LOADED]
 
 
 @pytest.mark.parametrize("bounds", SMALL, ids=str)
@@ -71,5 +72,5 @@ def test_the_guards_that_matter_most_are_among_the_mutants() -> None:
     names = {mutant.name for mutant in MUTANTS}
     assert names >= {
         "no epoch check", "no incarnation check", "no tombstone", "publish without confirm", "reply not recorded",
-        "resume in the order of prepare",
+        "resume in the order of prepare", *STILL_LOADED,
     }  # fmt: skip

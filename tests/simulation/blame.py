@@ -40,8 +40,8 @@ def single(seed: int) -> tuple[Plan, str, str]:
         case _:
             fault = Event(at - 1.0, "when prepared", whom, length, kind)
     return replace(
-        plan, events=tuple(sorted((fault, Event(at, "save", value=1)), key=lambda event: event.at)), duration_s=30.0,
-        straggles=0.0, coordinator_leaves=False, power_loss_at_end=False, faults_in_restore=False, little_memory=False,
+        plan, events=tuple(sorted((fault, Event(at, "save", value=1)), key=lambda event: event.at)), duration_s=22.0,
+        restarts=False, straggles=0.0, coordinator_leaves=False, power_loss_at_end=False, faults_in_restore=False, little_memory=False,
         ages="",
     ), kind, whom  # fmt: skip
 

@@ -20,7 +20,12 @@ HITS = (
     "pause server", "pause server", "pause shim", "pause shim", "pause coordinator", "crash server", "crash shim",
     "hang and crash coordinator",
 )  # fmt: skip
-AGED = 0.12  # of the runs are long enough for that
+# Most runs are small, so that there can be many. The shares are such that 2,000 seeds have at least as many large runs,
+# restarts, and runs that age as 500 had that were all of the large kind, and four times as many faults.
+LARGE = 0.25  # of the runs; the others are short and have few rollouts
+RESTARTED = 0.6  # of the runs: the job dies at the end and goes on from its last snapshot
+USED_ON = 0.5  # of those: the job that has gone on saves and prunes again
+AGED = 0.04  # of the runs are long enough for that
 AGES = ("quiet", "crash", "power", "second", "second", "fsync")
 RELAYED = "behind relays"  # asked for with kinds of faults: some of the servers are behind relays, which fail as well
 RELAY_FAULTS = ("crash relay", "crash relay", "pause relay", "cut relay off")
@@ -59,6 +64,8 @@ class Plan:
     straggles: float
     coordinator_leaves: bool = False
     power_loss_at_end: bool = False
+    restarts: bool = True
+    used_on: bool = True
     faults_in_restore: bool = False
     ages: str = ""  # what goes wrong while what nobody needs any more is swept, at the end; "quiet": nothing
     little_memory: bool = False  # fences remember FINISHED_IDS finished operations, not 16,384
@@ -94,9 +101,10 @@ def make(seed: int, only: tuple[str, ...] = ()) -> Plan:
     ):  # fmt: skip
         for number in range(random.choice([1, 1, most])):
             servers[f"{name}-{number}"] = (kind, role)
-    duration = random.uniform(5.0, 9.0) if only else random.uniform(6.0, 15.0)
+    large = random.random() < LARGE if not only else False
+    duration = random.uniform(5.0, 9.0) if only else random.uniform(6.0, 15.0) if large else random.uniform(3.0, 6.0)
     events: list[Event] = []
-    at = random.uniform(1.0, 4.0)
+    at = random.uniform(1.0, 4.0) if large or only else random.uniform(0.5, 2.5)
     number = 0
     while at < duration:
         number += 1
@@ -109,18 +117,21 @@ def make(seed: int, only: tuple[str, ...] = ()) -> Plan:
         at += random.uniform(1.5, 7.0)
     if only or random.random() < 0.93:
         events += _faults(random, duration, list(servers), only)
+    ages, end = _ages(seed, AGED), Random(f"end {seed}")
     return Plan(
         seed=seed,
         servers=servers,
         events=tuple(sorted(events, key=lambda e: e.at)),
         duration_s=duration,
-        rows=random.randint(2, 7),
+        rows=random.randint(2, 7) if large or only else random.randint(1, 3),
         concurrency=random.randint(1, 4),
         straggles=random.choice([0.0, 0.2] if only else [0.0, 0.0, 0.03, 0.15]),
         coordinator_leaves=random.random() < 0.2,
         power_loss_at_end=random.random() < 0.6,
+        restarts=end.random() < RESTARTED or bool(only or ages),
+        used_on=end.random() < USED_ON or bool(only or ages),
         faults_in_restore=random.random() < 0.35,
-        ages=_ages(seed, AGED),
+        ages=ages,
         little_memory=random.random() < (0.5 if only else 0.12),
         same_ports=random.random() < 0.5,
         quick_restarts=random.random() < 0.3,

@@ -68,7 +68,7 @@ class Pipe(asyncio.Transport):
 
     def _received(self, data: bytes) -> None:
         if not self._closing:
-            self._process.soon(self._hand_over, data)
+            self._process.deliver(self._hand_over, data)
 
     def _hand_over(self, data: bytes) -> None:
         if not self._closing:

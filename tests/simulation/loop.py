@@ -14,6 +14,7 @@ import contextvars
 import gc
 import heapq
 import sys
+import weakref
 from collections import deque
 from collections.abc import Callable, Coroutine
 from random import Random
@@ -68,6 +69,13 @@ class Process:
         """A callback of this process, as an event from outside."""
         if self.alive:
             self.loop.call_soon(work, *args, context=self._context.copy())
+
+    def deliver(self, work: Callable[..., Any], *args: Any) -> None:
+        """Bytes for a socket of this process: they are in its buffers at once, or when it goes on. Called by a timer."""
+        if self.paused:
+            self.soon(work, *args)
+        elif self.alive:
+            self._context.run(work, *args)
 
     def kill(self) -> None:
         """As SIGKILL."""
@@ -190,35 +198,41 @@ class SimLock:
         self._held = False
 
 
-class SimHandle(asyncio.TimerHandle):
-    """A callback that waits for its turn; asyncio's own, without what only debugging needs."""
+class SimHandle:
+    """A callback that waits for its turn: of asyncio's handles what is asked for here."""
 
-    __slots__ = ("timer",)
+    __slots__ = ("_cancelled", "args", "callback", "context", "timer")
 
-    def __init__(self, callback: Any, args: Any, context: contextvars.Context, timer: bool, when: float = 0.0) -> None:
-        self._callback, self._args, self._context = callback, args, context
+    def __init__(self, callback: Any, args: Any, context: contextvars.Context, timer: bool) -> None:
+        self.callback, self.args, self.context, self.timer = callback, args, context, timer
         self._cancelled = False
-        self._when = when
-        self.timer = timer
-        self._repr = self._source_traceback = None
 
     def cancel(self) -> None:
         self._cancelled = True
-        self._callback = self._args = None
+        self.callback = self.args = None
+
+    def cancelled(self) -> bool:
+        return self._cancelled
 
 
 class SimTask(asyncio.Task[Any]):
     """A task whose place in a set is the same in each run: code that cancels all of a set does so in one order."""
 
+    __slots__ = ("serial",)
+    serial: int
+
     def __hash__(self) -> int:
-        return self.serial  # type: ignore[attr-defined, no-any-return]
+        return self.serial
 
 
 class SimFuture(asyncio.Future[Any]):
     """As SimTask."""
 
+    __slots__ = ("serial",)
+    serial: int
+
     def __hash__(self) -> int:
-        return self.serial  # type: ignore[attr-defined, no-any-return]
+        return self.serial
 
 
 class SimLoop(asyncio.BaseEventLoop):
@@ -237,6 +251,7 @@ class SimLoop(asyncio.BaseEventLoop):
         self.moved = True  # whether another process may have become able to run, or unable
         self.kept: list[Any] = []  # nothing of a dead process may be collected: its `finally` would run
         self.failures: list[str] = []  # exceptions that nobody caught: each is a bug
+        self._tasks: list[weakref.ref[SimTask]] = []
         self._thread_random = thread_random
         self._timers: list[tuple[float, int, Process, SimHandle | Callable[[], None]]] = []
         self._serial = self._made = self._processes = 0
@@ -251,15 +266,19 @@ class SimLoop(asyncio.BaseEventLoop):
     def create_future(self) -> SimFuture:
         future = SimFuture(loop=self)
         self._made += 1
-        future.serial = self._made  # type: ignore[attr-defined]
+        future.serial = self._made
         return future
 
     def create_task(self, coro: Any, *, name: Any = None, context: Any = None) -> SimTask:  # type: ignore[override]
-        task = SimTask.__new__(SimTask)
+        task = SimTask(coro, loop=self, name=name, context=context)
         self._made += 1
-        task.serial = self._made  # type: ignore[attr-defined]
-        task.__init__(coro, loop=self, name=name, context=context)  # type: ignore[misc]
+        task.serial = self._made
+        self._tasks.append(weakref.ref(task))
         return task
+
+    def tasks(self, loop: Any = None) -> set[asyncio.Task[Any]]:
+        """As `asyncio.all_tasks`, whose own list is of all loops that ever were."""
+        return {task for task in (each() for each in self._tasks) if task is not None and not task.done()}
 
     def next_process(self) -> int:
         self._processes += 1
@@ -284,20 +303,21 @@ class SimLoop(asyncio.BaseEventLoop):
         handle = SimHandle(callback, args, context, False)
         process: Process = context.get(PROCESS, self.outside)
         if process.alive:
-            if not process.ready:
+            ready = process.ready
+            if not ready:
                 self._with_work[process] = None
                 self.moved = True
-            process.ready.append(handle)
+            ready.append(handle)
         return handle
 
-    call_soon_threadsafe = call_soon
+    call_soon_threadsafe = call_soon  # type: ignore[assignment]
 
     def call_later(self, delay: float, callback: Any, *args: Any, context: Any = None) -> SimHandle:
         return self.call_at(self.time() + delay, callback, *args, context=context)
 
     def call_at(self, when: float, callback: Any, *args: Any, context: Any = None) -> SimHandle:
         context = context if context is not None else contextvars.copy_context()
-        handle = SimHandle(callback, args, context, True, when)
+        handle = SimHandle(callback, args, context, True)
         self._serial += 1
         here = self._here()
         early_s = EARLY_S * (self._serial & 1)
@@ -308,7 +328,7 @@ class SimLoop(asyncio.BaseEventLoop):
         return PROCESS.get(self.outside)
 
     def _queue(self, handle: SimHandle) -> None:
-        process: Process = handle._context.get(PROCESS, self.outside)
+        process: Process = handle.context.get(PROCESS, self.outside)
         if process.alive:
             if not process.ready:
                 self._with_work[process] = None
@@ -354,7 +374,7 @@ class SimLoop(asyncio.BaseEventLoop):
                 raise RuntimeError(f"{chosen.name} goes round and round, and no time passes")
             self.fingerprint = hash((self.fingerprint, self.now, chosen.number))
             try:
-                handle._context.run(handle._callback, *handle._args)
+                handle.context.run(handle.callback, *handle.args)
             except (SystemExit, KeyboardInterrupt):
                 raise
             except BaseException as error:
@@ -434,7 +454,7 @@ class SimLoop(asyncio.BaseEventLoop):
         for job in [j for j in self.kept if isinstance(j, Job)]:
             if not job.over:
                 job.kill()
-        for task in asyncio.all_tasks(self):
+        for task in sorted(self.tasks(), key=hash):
             task._log_destroy_pending = False  # type: ignore[attr-defined]
             with contextlib.suppress(BaseException):
                 task.get_coro().close()  # type: ignore[union-attr]
@@ -445,6 +465,7 @@ class SimLoop(asyncio.BaseEventLoop):
         try:
             self.kept.clear()
             self._timers.clear()
+            self._tasks.clear()
             self._with_work.clear()
             self._executors.clear()
             self._unix.clear()

@@ -287,7 +287,7 @@ class ServerCall:
             self.network.trace(self.process, f"{self.name}: a reply is lost")
             return
         self._last = when
-        self.network.loop.at(when, client.process, lambda: client.process.soon(what))
+        self.network.loop.at(when, client.process, lambda: client.process.deliver(what))
 
 
 class SimChannel:
@@ -403,7 +403,7 @@ class ClientCall:
     def _hand_over(self, raw: bytes) -> None:
         call = self._server
         if call is not None and call.process.alive:
-            call.process.soon(call.requests.put_nowait, raw)
+            call.process.deliver(call.requests.put_nowait, raw)
 
     # ---- what comes back ------------------------------------------------------------------------------------------------
 

@@ -29,7 +29,7 @@ from tests.simulation.loop import SimLoop
 from tests.simulation.shrink import kind_of, shrink
 from tests.simulation.story import Result, play
 
-OTHER_CLOCK_EVERY = 20
+OTHER_CLOCK_EVERY = 40
 RELAYED_EVERY = 4
 CHUNK, CHUNKS = 4, 12  # seeds that a process gets at once, and how often: then it ends, with 4 MB for each of them
 SHRUNK = 3  # failing seeds of a batch, at some 20 s each

@@ -213,7 +213,7 @@ class Http:
                     if not message.get("more_body", False):
                         when = self.network.way(server.process, source, 0.0, broken)
                         if when is not None:
-                            self.loop.at(when, source, lambda: source.soon(done, answer))
+                            self.loop.at(when, source, lambda: source.deliver(done, answer))
 
             scope = {
                 "type": "http", "method": method, "path": path, "raw_path": path.encode(), "query_string": b"",

@@ -33,6 +33,8 @@ def shrink(plan: Plan, say: Callable[[str], None] = lambda text: None) -> tuple[
         smaller = [plan.without(event) for event in reversed(plan.events)]
         smaller += [replace(plan, faults_in_restore=False)] if plan.faults_in_restore else []
         smaller += [replace(plan, power_loss_at_end=False)] if plan.power_loss_at_end else []
+        smaller += [replace(plan, restarts=False)] if plan.restarts else []
+        smaller += [replace(plan, used_on=False)] if plan.used_on else []
         smaller += [replace(plan, coordinator_leaves=False)] if plan.coordinator_leaves else []
         smaller += [replace(plan, ages="")] if plan.ages else []
         smaller += [replace(plan, straggles=0.0)] if plan.straggles else []

@@ -414,6 +414,7 @@ def made(plan: Plan) -> Generator[World]:
         (sweeping.sweep, "__kwdefaults__", {**(sweeping.sweep.__kwdefaults__ or {}), "grace_s": GRACE_S}),
         (calllog_export, "threading", SimpleNamespace(Lock=lambda: SimLock(world.loop))),
         (relay_host, "_own", lambda directory: directory.mkdir(exist_ok=True) or -1),
+        (asyncio, "all_tasks", world.loop.tasks), (asyncio.tasks._all_tasks, "add", lambda task: None),  # type: ignore[attr-defined]
         (os, "getpid", world.pid), (gate_process, "started", world.began),
         (ends, "output_of", lambda pid: ""), (socket, "gethostname", lambda: PROCESS.get(world.loop.outside).host),
     )  # fmt: skip

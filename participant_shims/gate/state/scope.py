@@ -69,8 +69,9 @@ class Scope:
     def own_modules(self) -> list[ModuleType]:
         """The server's own modules that are loaded, without doubles."""
         found: dict[int, ModuleType] = {}
+        known = self._own_cache  # asked at once: of a thousand modules a few are the server's own
         for name, module in list(sys.modules.items()):
-            if type(module) is ModuleType and self.owns(name):
+            if known.get(name, True) and type(module) is ModuleType and self.owns(name):
                 found.setdefault(id(module), module)
         return list(found.values())
 
