@@ -57,5 +57,5 @@ async def test_it_is_told_until_it_answers_and_nothing_is_saved_before(bench: Be
     assert shim.in_question
     assert bench.all_open()
     stopped.fail_on.clear()
-    await until(lambda: not shim.in_question, 10)
+    await until(lambda: not shim.in_question)
     assert (await bench.save("save-2", "step-2"))[-1].saved.snapshot.snapshot_id == "step-2"

@@ -34,7 +34,10 @@ def test_a_warning_of_excluded_rollouts_says_which(named: int, count: int, said:
 def test_what_a_save_waits_for_before_anybody_is_paused_is_named_with_its_time() -> None:
     who = [ParticipantId(f"box-{n}") for n in range(7)]
     text = checking("to come back", who, 3.21)
-    assert text == "discover: waiting 3.2 s for box-0, box-1, box-2, box-3, box-4 and 2 more to come back; nobody is paused."
+    assert (
+        text
+        == "discover: waiting 3.2 s for box-0, box-1, box-2, box-3, box-4 and 2 more to come back; nobody is paused."
+    )
     assert checking("writing ahead", [], 3.21) == "discover: writing ahead, for 3.2 s; nobody is paused."
 
 

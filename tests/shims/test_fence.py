@@ -92,7 +92,9 @@ def test_who_is_fenced_is_told_by_whose_coordinator_and_for_how_long() -> None:
     assert isinstance(refusal, Refuse)
     left = fence.lease_remaining(NOW)
     assert left
-    assert f"a of the coordinator of epoch 5 owns the pause (prepared), for {left:.1f} s more" in refusal.problem.message
+    assert (
+        f"a of the coordinator of epoch 5 owns the pause (prepared), for {left:.1f} s more" in refusal.problem.message
+    )
 
 
 def test_an_operation_that_the_participant_has_ended_itself_says_why_ever_after() -> None:
