@@ -83,6 +83,7 @@ class Operations:
         self.participants: Participants = discovery.participants
         self.active: Drive | None = None
         self.latest_snapshot_id = ""
+        self.root_mark = ""  # of the nonce that we have written below the root
         self.uploader: Uploader | None = None  # where snapshots are copied to an object store
         self.fetching: Fetching | None = None  # and back
         self.storage_lock = asyncio.Lock()  # prune never meets the beginning of an operation

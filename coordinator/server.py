@@ -54,7 +54,7 @@ from coordinator.wire.links import read_security
 from coordinator.wire.listening import Listening, check_bind, listen
 from coordinator.wire.marks import Marks, Use
 from coordinator.wire.objects import objects_at
-from coordinator.wire.record import NonceInterceptor
+from coordinator.wire.record import NonceInterceptor, mark_of
 from coordinator.wire.rpc import SERVER_OPTIONS, ErrorInterceptor
 from coordinator.wire.terms import OperationKind
 from coordinator.wire.trace import Tracer
@@ -336,6 +336,7 @@ async def serve(
     except BaseException:
         await running.kill()
         raise
+    operations.root_mark = mark_of(nonce)
     tasks.append(asyncio.create_task(running.stay_fit(), name="stay fit"))
     log.info("coordinator epoch %d of job %s serves at %s", journal.epoch, settings.job_id, address)
     return running

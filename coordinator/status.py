@@ -54,6 +54,7 @@ async def coordinator_status(
         snapshot_root=operations.settings.root,
         kept_out=map(kept_out.finding, operations.kept_out()),
         missing=map(convert.finding, gone_from(operations.discovery.registry.missing())),
+        root_mark=operations.root_mark,
         upload=operations.uploader.status() if operations.uploader is not None else None,
     )
 

@@ -34,6 +34,7 @@ from participant_shims.export import Exports, until_seen
 from participant_shims.fence import Accept, Join, Refuse, Replay, Rpc
 from participant_shims.operations import Clock, Operations
 from participant_shims.precopying import export, precopy
+from participant_shims.root_watch import RootWatch
 from participant_shims.running import Running
 from participant_shims.stored_export import StoredExports
 
@@ -72,6 +73,7 @@ class ParticipantService(participant_service_pb2_grpc.ParticipantServicer):
         self._snapshots: dict[str, str] = {}  # operation -> the snapshot it writes, to be discarded if it is aborted
         self._watchers = 0
         self.marks = Marks()  # how full the limits of this process are, once somebody looks
+        self.root_watch: RootWatch | None = None  # where somebody looks at the root
         self.operations.on_abandoned = self._discard
 
     async def start(self) -> None:
@@ -402,6 +404,8 @@ class ParticipantService(participant_service_pb2_grpc.ParticipantServicer):
             del out.warnings[: -messages.MAX_LISTED]
         if remark:
             out.waiting_for = remark
+        if self.root_watch is not None and (seen := self.root_watch.seen()) is not None:
+            out.root.CopyFrom(seen)
         if fence.state is not ParticipantState.OPEN:
             out.lease_remaining.CopyFrom(self._lease())
         return out

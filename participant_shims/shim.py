@@ -39,6 +39,7 @@ from participant_shims.ends import Predecessor, ServerWatch, own_process, report
 from participant_shims.gate.life import CALLS, bury
 from participant_shims.operations import Clock
 from participant_shims.registration import Registration
+from participant_shims.root_watch import RootWatch
 from participant_shims.service import ParticipantService
 from participant_shims.stored_export import StoredExports
 
@@ -279,6 +280,9 @@ async def serve_shim(options: ShimOptions, adapter: Adapter) -> None:
             watching = asyncio.create_task(
                 watch(shim.service.marks, lambda: uses_of(options.life)), name="watch limits"
             )
+            if not options.store:  # a look there is a request, of each shim, and the coordinator has tried the store
+                shim.service.root_watch = RootWatch(options.root)
+                shim.service.root_watch.start()
             line = json.dumps(shim.announcement())
             failpoints.reach("shim.before_announce")
             _write_announcement(options.life, line)

@@ -87,6 +87,7 @@ def _fleet(here: Circumstances) -> Iterator[Finding]:
     everybody = client.status(participants=True, max_rollouts=ROLLOUTS, timeout=CALL_S)
     yield from fleet.participants(everybody)
     yield from fleet.judged(everybody)
+    yield from fleet.roots(everybody)
     known = client.topology(refresh=True, timeout=CALL_S)
     yield from fleet.topology(known)
     yield from fleet.versions(known, machine.version_of("safepoint"))

@@ -170,6 +170,41 @@ def participants(status: pb.GetCoordinatorStatusResponse) -> Iterator[Finding]:
             yield Finding("participants", Severity.WARNING, name, warning, "See README, `Beside your own Gym servers`.")
 
 
+def roots(status: pb.GetCoordinatorStatusResponse) -> Iterator[Finding]:
+    """That every shim that has to write into the snapshot root sees the coordinator's. An older one does not say."""
+    if not status.root_mark:
+        return
+    well = 0
+    found: dict[tuple[str, str, str], list[str]] = {}  # path, problem, mark -> whose
+    for health in status.participants:
+        who, seen = health.info.capabilities, health.status.root
+        if not health.status.HasField("root") or who.role == capabilities_pb2.ROLE_AUXILIARY_MODEL:
+            continue
+        if who.checkpoint_mode == capabilities_pb2.CHECKPOINT_MODE_STATELESS:
+            continue  # writes nothing
+        if seen.mark == status.root_mark and not seen.problem:
+            well += 1
+        else:
+            found.setdefault((seen.path, seen.problem, seen.mark), []).append(who.participant_id)
+    for (path, problem, mark), names in sorted(found.items()):
+        if not path:
+            text, reason = "has no snapshot root: its part of a save cannot be written", Reason.STORAGE_FAILED
+        elif mark and mark != status.root_mark:
+            text = f"sees another coordinator's record in {path}: that is not the root {status.snapshot_root}, or an old view of it"
+            reason = Reason.SNAPSHOT_NOT_FOUND
+        else:
+            lacks = "cannot use" if mark else "does not see"
+            text = f"{lacks} the coordinator's root {status.snapshot_root} at {path}: {problem.rstrip('.')}"
+            reason = Reason.STORAGE_FAILED
+        yield Finding(
+            "participants", Severity.ERROR, _few(names), f"The shim {text}.",
+            f"Mount {status.snapshot_root} on the shim's machine, writable, and set SAFEPOINT_ROOT to it before the server "
+            "starts. If the coordinator began within the last minute, look again first.", reason,
+        )  # fmt: skip
+    if well and not found:
+        yield Finding("participants", Severity.OK, "root", f"The coordinator's root is seen by {well} shims")
+
+
 def judged(status: pb.GetCoordinatorStatusResponse) -> Iterator[Finding]:
     """That no environment waits for a policy model now: closed with the policy, it could never answer that environment.
 

@@ -12,6 +12,7 @@ again then. A call to an address that a person wrote down carries none.
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import json
 import math
 from collections.abc import Awaitable, Callable, Mapping
@@ -94,6 +95,11 @@ async def looked_up_coordinator(target: str) -> Record:
 def address_below(root: str) -> str:
     """The target that names the coordinator of a root."""
     return f"{FILE}{root.rstrip('/')}/coordinator/address.json"
+
+
+def mark_of(nonce: str) -> str:
+    """What is said of a nonce to show that one has read it, as `SeenRoot.mark`; empty for none."""
+    return hashlib.sha256(nonce.encode()).hexdigest() if nonce else ""
 
 
 def epoch_in(fields: Mapping[str, object]) -> int:

@@ -84,6 +84,51 @@ def test_a_role_that_is_likely_wrong_is_a_warning() -> None:
     assert bad(findings) == [(Severity.WARNING, "judge")]
 
 
+@pytest.mark.parametrize(
+    ("seen", "told", "reason"),
+    [
+        ({"path": "/root", "mark": "m"}, "", Reason.UNSPECIFIED),
+        ({"path": "/mnt", "mark": "m"}, "", Reason.UNSPECIFIED),  # the same by another name
+        ({"path": "/root", "mark": "other"}, "another coordinator's record in /root", Reason.SNAPSHOT_NOT_FOUND),
+        (
+            {"path": "/root", "problem": "It is not there."},
+            "does not see the coordinator's root",
+            Reason.STORAGE_FAILED,
+        ),
+        (
+            {"path": "/root", "mark": "m", "problem": "It is read-only."},
+            "cannot use the coordinator's root",
+            Reason.STORAGE_FAILED,
+        ),
+        ({}, "has no snapshot root", Reason.STORAGE_FAILED),
+    ],
+)
+def test_a_root_that_a_shim_does_not_see_is_an_error_before_a_save(
+    seen: dict[str, str], told: str, reason: Reason
+) -> None:
+    root = capabilities_pb2.SeenRoot(**seen)  # type: ignore[arg-type]
+
+    def health(name: str, role: capabilities_pb2.Role.ValueType, **more: object) -> pb.ParticipantHealth:
+        status = capabilities_pb2.ParticipantStatus(root=root)
+        return pb.ParticipantHealth(info=who(name, role, **more), reachable=True, status=status)
+
+    status = pb.GetCoordinatorStatusResponse(
+        root_mark="m", snapshot_root="/root",
+        participants=[
+            *(health(name, capabilities_pb2.ROLE_AGENT) for name in ("a", "b")),
+            health("judge", capabilities_pb2.ROLE_AUXILIARY_MODEL),  # is never saved
+            health("tool", capabilities_pb2.ROLE_RESOURCES, checkpoint_mode=capabilities_pb2.CHECKPOINT_MODE_STATELESS),
+            pb.ParticipantHealth(info=who("old", capabilities_pb2.ROLE_AGENT), reachable=True),  # does not say
+        ],
+    )  # fmt: skip
+    (found,) = fleet.roots(status)
+    assert (found.severity, found.reason) == (Severity.ERROR if told else Severity.OK, reason)
+    assert told in found.message
+    assert found.subject == ("a, b" if told else "root")
+    status.root_mark = ""
+    assert list(fleet.roots(status)) == [], "the coordinator does not say"
+
+
 def test_an_environment_that_waits_for_a_policy_model_is_told_by_the_call() -> None:
     calling = capabilities_pb2.RolloutActivity(
         rollout_id="r-7", activity=capabilities_pb2.ACTIVITY_CALLING, waiting_on="judge POST /v1/responses"

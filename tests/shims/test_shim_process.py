@@ -17,8 +17,8 @@ from typing import Any
 
 import psutil
 import pytest
+from safepoint.v1 import capabilities_pb2, participant_service_pb2_grpc
 from safepoint.v1 import participant_service_pb2 as pb
-from safepoint.v1 import participant_service_pb2_grpc
 
 from coordinator.wire.errors import Reason, SafepointError
 from coordinator.wire.rpc import channel
@@ -76,6 +76,12 @@ async def test_a_shim_process_serves_is_alone_and_opens_when_it_goes(short_path:
                 stub = participant_service_pb2_grpc.ParticipantStub(link)
                 reply = await answer(stub.GetCapabilities(pb.GetCapabilitiesRequest(), timeout=10))
                 assert reply.incarnation_id == announced["incarnation_id"]
+                seen = capabilities_pb2.ParticipantStatus()
+                while not seen.HasField("root"):  # as soon as its thread has looked
+                    seen = (await answer(stub.GetStatus(pb.GetStatusRequest(), timeout=10))).status
+                assert (seen.root.path, bool(seen.root.problem)) == (str(short_path), True), (
+                    "no coordinator has been there"
+                )
                 request = pb.PrepareRequest(context=pb.OperationContext(operation_id="op-1", coordinator_epoch=1))
                 request.lease_ttl.FromSeconds(60)
                 events = await collect(stub.Prepare(request, timeout=10))

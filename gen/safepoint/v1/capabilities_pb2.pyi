@@ -530,6 +530,7 @@ class ParticipantStatus(_message.Message):
     REPLAYED_CALLS_FIELD_NUMBER: _builtins.int
     DIVERGED_ROLLOUTS_FIELD_NUMBER: _builtins.int
     SERVED_FIELD_NUMBER: _builtins.int
+    ROOT_FIELD_NUMBER: _builtins.int
     participant_id: _builtins.str
     """REQUIRED. Who answers."""
     incarnation_id: _builtins.str
@@ -584,6 +585,12 @@ class ParticipantStatus(_message.Message):
         last, each at most 500 bytes. They stay until they are mended, at most until the server ends.
         """
 
+    @_builtins.property
+    def root(self) -> Global___SeenRoot:
+        """OPTIONAL. The snapshot root as this participant sees it, some seconds old; absent where it does not look, such as in an
+        object store.
+        """
+
     def __init__(
         self,
         *,
@@ -607,11 +614,46 @@ class ParticipantStatus(_message.Message):
         replayed_calls: _builtins.int = ...,
         diverged_rollouts: _builtins.int = ...,
         served: _builtins.bool = ...,
+        root: Global___SeenRoot | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["closed_for", b"closed_for", "lease_remaining", b"lease_remaining"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["closed_for", b"closed_for", "lease_remaining", b"lease_remaining", "root", b"root"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["anonymous_requests", b"anonymous_requests", "closed_for", b"closed_for", "coordinator_epoch", b"coordinator_epoch", "diverged_rollouts", b"diverged_rollouts", "held", b"held", "in_flight", b"in_flight", "incarnation_id", b"incarnation_id", "last_failure", b"last_failure", "lease_remaining", b"lease_remaining", "operation_id", b"operation_id", "parked", b"parked", "participant_id", b"participant_id", "replayed_calls", b"replayed_calls", "rollout_count", b"rollout_count", "rollouts", b"rollouts", "served", b"served", "state", b"state", "waiting_for", b"waiting_for", "warnings", b"warnings", "workers", b"workers"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["anonymous_requests", b"anonymous_requests", "closed_for", b"closed_for", "coordinator_epoch", b"coordinator_epoch", "diverged_rollouts", b"diverged_rollouts", "held", b"held", "in_flight", b"in_flight", "incarnation_id", b"incarnation_id", "last_failure", b"last_failure", "lease_remaining", b"lease_remaining", "operation_id", b"operation_id", "parked", b"parked", "participant_id", b"participant_id", "replayed_calls", b"replayed_calls", "rollout_count", b"rollout_count", "rollouts", b"rollouts", "root", b"root", "served", b"served", "state", b"state", "waiting_for", b"waiting_for", "warnings", b"warnings", "workers", b"workers"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___ParticipantStatus: _TypeAlias = ParticipantStatus  # noqa: Y015
+
+@_typing.final
+class SeenRoot(_message.Message):
+    """SeenRoot is the snapshot root as one participant sees it, so that a root that is not shared is found before a save is
+    refused because of it.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    PATH_FIELD_NUMBER: _builtins.int
+    MARK_FIELD_NUMBER: _builtins.int
+    PROBLEM_FIELD_NUMBER: _builtins.int
+    path: _builtins.str
+    """OPTIONAL. Where it looks; empty when it has no root. At most 1,024 bytes."""
+    mark: _builtins.str
+    """OPTIONAL. Lower-case SHA-256 hex of the nonce in <root>/coordinator/address.json as it is read there; empty when none is.
+    It is the coordinator's root_mark if and only if both see the same root.
+    """
+    problem: _builtins.str
+    """OPTIONAL. Why it cannot be used, as one sentence; empty when nothing is known against it. At most 500 bytes."""
+    def __init__(
+        self,
+        *,
+        path: _builtins.str = ...,
+        mark: _builtins.str = ...,
+        problem: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["mark", b"mark", "path", b"path", "problem", b"problem"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SeenRoot: _TypeAlias = SeenRoot  # noqa: Y015

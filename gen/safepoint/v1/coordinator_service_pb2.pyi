@@ -2053,6 +2053,7 @@ class GetCoordinatorStatusResponse(_message.Message):
     KEPT_OUT_FIELD_NUMBER: _builtins.int
     UPLOAD_FIELD_NUMBER: _builtins.int
     MISSING_FIELD_NUMBER: _builtins.int
+    ROOT_MARK_FIELD_NUMBER: _builtins.int
     coordinator_epoch: _builtins.int
     """REQUIRED."""
     job_id: _builtins.str
@@ -2061,6 +2062,10 @@ class GetCoordinatorStatusResponse(_message.Message):
     """OPTIONAL. Snapshot that was published last; empty before the first."""
     snapshot_root: _builtins.str
     """REQUIRED. Where snapshots are."""
+    root_mark: _builtins.str
+    """OPTIONAL. Lower-case SHA-256 hex of the nonce that it has written into <root>/coordinator/address.json: whoever reads that
+    nonce there sees the same root (ParticipantStatus.root). Empty when it has written none.
+    """
     @_builtins.property
     def operation(self) -> Global___OperationStatus:
         """OPTIONAL. The operation that runs, or else the last one."""
@@ -2093,10 +2098,11 @@ class GetCoordinatorStatusResponse(_message.Message):
         kept_out: _abc.Iterable[Global___Finding] | None = ...,
         upload: Global___UploadStatus | None = ...,
         missing: _abc.Iterable[Global___Finding] | None = ...,
+        root_mark: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["operation", b"operation", "upload", b"upload"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["coordinator_epoch", b"coordinator_epoch", "job_id", b"job_id", "kept_out", b"kept_out", "latest_snapshot_id", b"latest_snapshot_id", "missing", b"missing", "operation", b"operation", "participants", b"participants", "snapshot_root", b"snapshot_root", "upload", b"upload"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["coordinator_epoch", b"coordinator_epoch", "job_id", b"job_id", "kept_out", b"kept_out", "latest_snapshot_id", b"latest_snapshot_id", "missing", b"missing", "operation", b"operation", "participants", b"participants", "root_mark", b"root_mark", "snapshot_root", b"snapshot_root", "upload", b"upload"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

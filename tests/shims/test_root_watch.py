@@ -1,0 +1,69 @@
+"""A shim says whether it sees the coordinator's root, before a save has to find out."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from coordinator.client import AsyncClient
+from coordinator.server import serve
+from coordinator.settings import Settings
+from participant_shims import root_watch
+from participant_shims.root_watch import HUNG_AFTER_S, RootWatch
+
+
+async def test_a_shim_sees_the_root_of_the_coordinator_and_knows_it_from_another_ones(tmp_path: Path) -> None:
+    (ours := tmp_path / "ours").mkdir()
+    (others := tmp_path / "others").mkdir()
+    coordinator = await serve(Settings(root=str(ours)))
+    other = await serve(Settings(root=str(others)))
+    try:
+        async with AsyncClient(coordinator.address) as client:
+            mark = (await client.status()).root_mark
+    finally:
+        await coordinator.stop()
+        await other.stop()
+    assert mark
+    assert coordinator.nonce not in mark
+    found: list[tuple[str, bool, str]] = []
+    for root in (ours, others, tmp_path / "absent", None):
+        watch = RootWatch(root)
+        assert watch.seen() is None, "before the first look"
+        watch.look()
+        seen = watch.seen()
+        assert seen is not None
+        found.append((seen.path, seen.mark == mark, seen.problem))
+    assert found == [
+        (str(ours), True, ""), (str(others), False, ""),
+        (str(tmp_path / "absent"), False, "It is not there, or no directory."), ("", False, ""),
+    ]  # fmt: skip
+
+
+def test_a_root_in_which_no_coordinator_has_been_is_told(tmp_path: Path) -> None:
+    watch = RootWatch(tmp_path)
+    watch.look()
+    seen = watch.seen()
+    assert seen is not None
+    assert "none has written it yet" in seen.problem
+
+
+def test_a_root_that_hangs_is_told_and_keeps_nobody_waiting(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 100.0
+    watch = RootWatch(tmp_path, lambda: now)
+    told: list[str] = []
+
+    def hang(_: os.PathLike[str]) -> os.statvfs_result:
+        nonlocal now
+        for _waited in range(2):
+            now += HUNG_AFTER_S - 1
+            seen = watch.seen()
+            told.append(seen.problem if seen is not None else "")
+        raise OSError("at last")
+
+    monkeypatch.setattr(root_watch.os, "statvfs", hang)
+    watch.look()
+    seen = watch.seen()
+    assert seen is not None
+    assert [*told, seen.problem] == ["", "It has not answered for 8 s.", "It cannot be seen: at last."]
