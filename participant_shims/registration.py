@@ -26,6 +26,7 @@ from coordinator.wire.errors import Problem, Reason, SafepointError, Unanswered
 from coordinator.wire.record import looked_up
 from coordinator.wire.refusals import introduced
 from coordinator.wire.rpc import channel, error_from_rpc
+from participant_shims.interruptions import Interruptions
 from participant_shims.messages import seconds
 
 log = logging.getLogger(__name__)
@@ -78,6 +79,8 @@ class Registration:
         self.trouble: SafepointError | None = None  # why it is not registered; None while it is
         self.coordinator_epoch = 0  # of the coordinator that welcomed last; zero before the first
         self.welcomed = asyncio.Event()  # set while registered
+        self.interruptions = Interruptions()
+        self._welcomed_at = 0.0
 
     async def run(self) -> None:
         """Register and stay registered until cancelled. Raises AnotherJob."""
@@ -94,10 +97,17 @@ class Registration:
             except SafepointError as error:
                 self._say(error)
             if self.welcomed.is_set():
+                why = self.trouble.problem.message if self.trouble is not None else ""
+                now = asyncio.get_running_loop().time()
+                self.interruptions.note(now, self.coordinator_epoch, now - self._welcomed_at, why)
                 wait_s = self._first_wait_s
                 self.welcomed.clear()
             await asyncio.sleep(wait_s * random.uniform(0.5, 1.0))
             wait_s = min(wait_s * 2, self._max_wait_s)
+
+    def warning(self) -> str:
+        """What is to be mended, as a sentence, when its registration ends again and again; empty else."""
+        return self.interruptions.warning(asyncio.get_running_loop().time())
 
     async def say_goodbye(self, cause: str) -> None:
         """Tell why this shim ends; waits a moment for the coordinator to have heard it. Cancel `run` afterwards."""
@@ -168,6 +178,7 @@ class Registration:
         self.coordinator_epoch = welcome.coordinator_epoch
         failpoints.reach("shim.after_register")
         self.welcomed.set()
+        self._welcomed_at = asyncio.get_running_loop().time()
         self._said, self.trouble = "", None
         log.info("registered at %s, epoch %d", self._target, welcome.coordinator_epoch)
         beating = asyncio.create_task(_beat(outgoing, interval_s))

@@ -16,6 +16,7 @@ from coordinator.preflight import RUNS
 from coordinator.wire.errors import Reason
 from coordinator.wire.places import in_actor
 from coordinator.wire.refusals import KEPT_OUT
+from coordinator.wire.remarks import fix_of
 from coordinator.wire.rpc import problem_from_detail
 
 # An answer on one machine takes a millisecond. A second means that the coordinator's loop is blocked or the link is bad.
@@ -164,7 +165,8 @@ def participants(status: pb.GetCoordinatorStatusResponse) -> Iterator[Finding]:
                 "Look again in a while: a save waits some seconds for such a worker, and is refused then.",
             )  # fmt: skip
         for warning in seen.warnings:
-            yield Finding("participants", Severity.WARNING, name, warning, "See README, `Beside your own Gym servers`.")
+            fix = fix_of(warning) or "See README, `Beside your own Gym servers`."
+            yield Finding("participants", Severity.WARNING, name, warning, fix)
 
 
 def roots(status: pb.GetCoordinatorStatusResponse) -> Iterator[Finding]:
