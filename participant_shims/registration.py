@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
 
@@ -17,6 +18,7 @@ from coordinator.wire.record import Record
 from coordinator.wire.refusals import introduced
 from coordinator.wire.rpc import channel
 from coordinator.wire.staying import FIRST_WAIT_S, MAX_WAIT_S, Staying
+from participant_shims.interruptions import Interruptions
 
 
 class Registration(Staying):
@@ -41,6 +43,12 @@ class Registration(Staying):
         self._describe = describe
         self._incarnation_id = incarnation_id
         self._address = address
+        self.interruptions = Interruptions()
+        self._welcomed_at = 0.0
+
+    def warning(self) -> str:
+        """What is to be mended, as a sentence, when its registration ends again and again; empty else."""
+        return self.interruptions.warning(asyncio.get_running_loop().time())
 
     async def first(self) -> tuple[pb.RegisterRequest, Metadata]:
         """Hello."""
@@ -62,6 +70,13 @@ class Registration(Staying):
     def begun(self, welcome: pb.Welcome) -> None:
         """It is registered."""
         failpoints.reach("shim.after_register")
+        self._welcomed_at = asyncio.get_running_loop().time()
+
+    def ended(self) -> None:
+        """It is registered no more."""
+        why = self.trouble.problem.message if self.trouble is not None else ""
+        now = asyncio.get_running_loop().time()
+        self.interruptions.note(now, self.coordinator_epoch, now - self._welcomed_at, why)
 
     def said(self, error: SafepointError) -> None:
         """One that is away, or a server that is not up yet, is no news to those who start them."""

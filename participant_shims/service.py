@@ -73,6 +73,7 @@ class ParticipantService(participant_service_pb2_grpc.ParticipantServicer):
         self._snapshots: dict[str, str] = {}  # operation -> the snapshot it writes, to be discarded if it is aborted
         self._watchers = 0
         self.marks = Marks()  # how full the limits of this process are, once somebody looks
+        self.of_registration: Callable[[], str] = str  # what its registration warns of
         self.root_watch: RootWatch | None = None  # where somebody looks at the root
         self.operations.on_abandoned = self._discard
 
@@ -400,6 +401,8 @@ class ParticipantService(participant_service_pb2_grpc.ParticipantServicer):
             text = f"What restore {operations.in_question} had loaded is in the server; whether it was resumed is not known here."
             out.warnings.append(messages.warning(text))
         out.warnings.extend(messages.warning(text) for text in self.marks.warnings)
+        if text := self.of_registration():
+            out.warnings.append(messages.warning(text))
         if len(out.warnings) > messages.MAX_LISTED:
             del out.warnings[: -messages.MAX_LISTED]
         if remark:

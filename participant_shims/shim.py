@@ -185,6 +185,7 @@ class Shim:
                 self._security.tokens,
                 dial=self._dial, process=own_process(), tell=tell_server,
             )  # fmt: skip
+            self.service.of_registration = self.registration.warning
             self._registering = asyncio.create_task(self.registration.run())
         else:
             log.warning(

@@ -19,7 +19,9 @@ import pytest
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGES = ("coordinator", "participant_shims")
 
-WIRE_PURE = frozenset(f"coordinator.wire.{name}" for name in ("ids", "terms", "errors", "deadline", "access", "places"))
+WIRE_PURE = frozenset(
+    f"coordinator.wire.{name}" for name in ("ids", "terms", "errors", "deadline", "access", "places", "remarks")
+)
 FAILPOINTS = frozenset({"coordinator.wire.failpoints"})  # standard library only, and off but in tests
 # What a pure module may use of the standard library: nothing that reads a clock, a file, a socket or chance.
 NO_IO = frozenset(

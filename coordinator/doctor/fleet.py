@@ -12,6 +12,7 @@ from safepoint.v1 import capabilities_pb2
 from safepoint.v1 import coordinator_service_pb2 as pb
 
 from coordinator.doctor.finding import Finding, Severity
+from coordinator.doctor.fixes import fix_of
 from coordinator.preflight import RUNS
 from coordinator.wire.errors import Reason
 from coordinator.wire.places import in_actor
@@ -167,7 +168,7 @@ def participants(status: pb.GetCoordinatorStatusResponse) -> Iterator[Finding]:
                 "Look again in a while: a save waits some seconds for such a worker, and is refused then.",
             )  # fmt: skip
         for warning in seen.warnings:
-            yield Finding("participants", Severity.WARNING, name, warning, "See README, `Beside your own Gym servers`.")
+            yield Finding("participants", Severity.WARNING, name, warning, fix_of(warning))
 
 
 def roots(status: pb.GetCoordinatorStatusResponse) -> Iterator[Finding]:

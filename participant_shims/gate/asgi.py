@@ -191,6 +191,7 @@ class GateMiddleware:
                 return
             if gate.has_lost(identity, finished_from_headers(headers)):
                 gate.count("calls refused whose state is lost")
+                gate.elsewhere.refused(identity, executed=identity.rollout_id in gate.turns)
                 await send_answer(send, _refusal(Stale.STATE_LOST, identity, gate.name))
                 return
             if remembered is not None or any(other[:2] == key[:2] for other in gate.executions):

@@ -24,6 +24,7 @@ from participant_shims.admission import ANONYMOUS, Doors, Released, Standing
 from participant_shims.gate.calllog import FORMAT, Answer, CallLog
 from participant_shims.gate.describe import Server
 from participant_shims.gate.dispatch import Dispatches
+from participant_shims.gate.elsewhere import Elsewhere
 from participant_shims.gate.execution import Execution
 from participant_shims.gate.neighbours import Neighbours
 from participant_shims.gate.outbound import Outbound
@@ -79,6 +80,7 @@ class Gate:
             participant_id=self.participant_id,
         )
         self.remarks = Remarks()
+        self.elsewhere = Elsewhere(self.warn)
         self.dispatches = Dispatches(calls, self.outbound, self.warn)
         self.executions: dict[tuple[str, str, str], Execution] = {}  # rollout, call, digest
         self.guests: dict[tuple[str, int], tuple[Dispatch, int]] = {}  # and how many of its requests run here

@@ -8,8 +8,10 @@ from safepoint.v1 import coordinator_service_pb2 as pb
 
 from coordinator.doctor import Severity, engines, fleet
 from coordinator.doctor.finding import Finding
+from coordinator.doctor.fixes import FIXES
 from coordinator.preflight import RUNS
 from coordinator.wire.errors import Problem, Reason
+from coordinator.wire.remarks import REGISTRATION_ENDS, SESSIONS_ELSEWHERE
 from coordinator.wire.rpc import detail_from_problem
 
 
@@ -168,13 +170,16 @@ def test_whoever_does_not_answer_is_an_error_and_what_others_warn_of_are_warning
             pb.ParticipantHealth(
                 info=counter, reachable=True,
                 status=capabilities_pb2.ParticipantStatus(
-                    warnings=["an id is no id"], waiting_for=f"worker-0 does not answer. Its process (pid 7) {RUNS}",
+                    warnings=["an id is no id", f"{REGISTRATION_ENDS}: 5 times.", f"worker-0: {SESSIONS_ELSEWHERE}: r-1."], waiting_for=f"worker-0 does not answer. Its process (pid 7) {RUNS}",
                 ),
             ),
         ]
     )  # fmt: skip
     findings = list(fleet.participants(status))
-    assert bad(findings) == [(Severity.ERROR, "agent"), (Severity.WARNING, "counter"), (Severity.WARNING, "counter")]
+    assert bad(findings) == [(Severity.ERROR, "agent"), *[(Severity.WARNING, "counter")] * 4]
+    assert [finding.fix for finding in findings[2:]] == [
+        "See README, `Beside your own Gym servers`.", FIXES[REGISTRATION_ENDS], FIXES[SESSIONS_ELSEWHERE],
+    ]  # fmt: skip
     assert findings[0].reason is Reason.UNREACHABLE
     assert "10.0.0.3:7001" in findings[0].message
 

@@ -13,11 +13,13 @@ from typing import Any
 
 import pytest
 
+from coordinator.wire.remarks import SESSIONS_ELSEWHERE
 from coordinator.wire.terms import QuiesceMode, RolloutState
 from participant_shims.gate import calllog_files
-from participant_shims.identity import ATTEMPT_HEADER, CALL_HEADER, HOME_HEADER, ROLLOUT_HEADER
+from participant_shims.gate.elsewhere import Elsewhere
+from participant_shims.identity import ATTEMPT_HEADER, CALL_HEADER, HOME_HEADER, ROLLOUT_HEADER, root
 from tests.gate.test_calllog import FullDisk
-from tests.gate.world import Client, World, until
+from tests.gate.world import Client, Node, World, until
 
 HOLD = QuiesceMode.HOLD
 ROW: dict[str, Any] = {"_ng_rollout_id": "r-1", "input": "abc", "start": 5}
@@ -595,6 +597,56 @@ async def test_a_rollout_restarts_when_one_of_its_callees_alone_was_killed(world
     assert (await running).json() == EXPECTED
     assert world.agent.gate.status()["diverged"] == 1
     assert world.counter.gate.remarks.counters == {"calls refused whose state is lost": 1}
+
+
+async def test_a_server_of_which_several_processes_answer_at_one_address_is_told_and_a_restart_is_not(
+    world: World, tmp_path: Path
+) -> None:
+    """A reverse proxy, replicas of one name: each process gets a part of the calls, and none has the whole session."""
+    (other := tmp_path / "other").mkdir()
+    processes = [world.counter, Node(world, "counter", "gym.resources", "resources", other)]
+    processes[1].routes = processes[0].routes
+    turn = itertools.count()
+
+    def balance(server: str, _: str) -> None:
+        if server == "counter":
+            world.nodes["counter"] = processes[next(turn) % 2]
+
+    world.on_send = balance
+    await world.run(ROW)
+    told = [text for process in processes for text in process.gate.remarks.texts()]
+    assert told
+    assert all(text.startswith(SESSIONS_ELSEWHERE) for text in told)
+    assert "of rollout r-1 some were executed by another process" in told[0]
+    for process in processes:
+        process.log.close()
+
+
+async def test_a_server_that_was_started_anew_again_and_again_is_not_taken_for_several(
+    world: World, tmp_path: Path
+) -> None:
+    lives = itertools.count()
+
+    def restart_it(server: str, path: str) -> None:
+        if path == "/add" and (life := next(lives)) < 3:  # at an attempt's first step each
+            world.lose_counter(tmp_path / f"life-{life}")
+
+    world.on_send = restart_it
+    assert (await world.run(ROW)).json() == EXPECTED
+    assert world.agent.gate.status()["diverged"] == 3
+    assert world.counter.gate.remarks.texts() == []
+
+
+def test_who_was_refused_before_at_an_earlier_beginning_was_executed_by_somebody_else() -> None:
+    told: list[str] = []
+    elsewhere = Elsewhere(lambda _, sentence: told.append(sentence))
+    elsewhere.refused(root("r-1", 0, 0).child(1), executed=False)
+    elsewhere.refused(root("r-1", 1, 0).child(2), executed=False)  # at once, and by a repeat: the same beginning
+    elsewhere.refused(root("r-2", 0, 0).child(1), executed=False)
+    assert told == [], "so does a restart look"
+    elsewhere.refused(root("r-1", 2, 2).child(1), executed=False)
+    elsewhere.refused(root("r-3", 0, 0).child(1), executed=True)
+    assert [text.partition(" of rollout ")[2][:3] for text in told] == ["r-1", "r-3"]
 
 
 async def test_a_save_after_a_callee_alone_was_killed_does_not_bring_back_the_wrong_state(

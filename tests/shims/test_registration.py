@@ -15,8 +15,10 @@ from safepoint.v1 import capabilities_pb2, coordinator_service_pb2_grpc
 from safepoint.v1 import coordinator_service_pb2 as pb
 
 from coordinator.wire.errors import Reason, refuse
-from coordinator.wire.rpc import SERVER_OPTIONS, ErrorInterceptor
+from coordinator.wire.remarks import REGISTRATION_ENDS
+from coordinator.wire.rpc import CHANNEL_OPTIONS, SERVER_OPTIONS, ErrorInterceptor
 from coordinator.wire.staying import AnotherJob
+from participant_shims.interruptions import TIMES, WITHIN_S, Interruptions
 from participant_shims.registration import Registration
 from tests.shims.shim_fakes import until
 
@@ -30,6 +32,7 @@ class FakeCoordinator(coordinator_service_pb2_grpc.CoordinatorServicer):
         self.beats = 0
         self.silent = False
         self.refuses = 0
+        self.ends = False
         self.server: aio.Server | None = None
 
     async def Register(self, request_iterator: Any, context: Any) -> AsyncIterator[pb.RegisterEvent]:
@@ -45,6 +48,8 @@ class FakeCoordinator(coordinator_service_pb2_grpc.CoordinatorServicer):
         try:
             while True:
                 await asyncio.sleep(self.interval_s)
+                if self.ends:
+                    return
                 if not self.silent:
                     yield pb.RegisterEvent(heartbeat=pb.Heartbeat())
         finally:
@@ -236,3 +241,55 @@ async def test_a_sleep_of_its_own_is_not_taken_for_the_silence_of_the_coordinato
     answering.start()
     answering.join()  # the loop stands still until the answer is there
     assert await waiting == pb.RegisterEvent()
+
+
+async def test_registrations_that_end_again_and_again_at_one_coordinator_are_told(short_path: Path) -> None:
+    """A proxy that ends each stream after a while: everything works, and now and then a save is refused."""
+    coordinator = FakeCoordinator(epoch=3)
+    await coordinator.start(f"unix:{short_path}/c.sock")
+    shim = registration(f"unix:{short_path}/c.sock")
+    running = asyncio.create_task(shim.run())
+    await until(shim.welcomed.is_set)
+    assert shim.warning() == ""
+    coordinator.ends = True
+    await until(lambda: bool(shim.warning()))
+    assert f"ended {TIMES} times" in shim.warning()
+    assert shim.warning().startswith(REGISTRATION_ENDS)
+    running.cancel()
+    await coordinator.die()
+
+
+async def test_a_peer_that_does_not_like_our_pings_is_told_by_its_own_words() -> None:
+    """Servers ping back nothing here and send nothing, as a proxy between may: gRPC's own limits end the connection."""
+    coordinator = FakeCoordinator(interval_s=50)
+    coordinator.server = aio.server(
+        options=[("grpc.http2.min_ping_interval_without_data_ms", 300_000), ("grpc.http2.max_ping_strikes", 1)]
+    )
+    coordinator_service_pb2_grpc.add_CoordinatorServicer_to_server(coordinator, coordinator.server)
+    port = coordinator.server.add_insecure_port("127.0.0.1:0")
+    await coordinator.server.start()
+    options = list((dict(CHANNEL_OPTIONS) | {"grpc.keepalive_time_ms": 100}).items())
+    shim = Registration(
+        f"127.0.0.1:{port}", capabilities, "i-1", "127.0.0.1:7", "job", wait_s=(0.02, 0.1),
+        dial=lambda record: aio.insecure_channel(record.address, options=options),
+    )  # fmt: skip
+    running = asyncio.create_task(shim.run())
+    await until(lambda: bool(shim.interruptions.ends))
+    assert shim.interruptions.ends[0].why == "No answer (UNAVAILABLE): Too many pings"
+    running.cancel()
+    await coordinator.die()
+
+
+def test_ends_count_together_within_minutes_and_under_one_coordinator_only() -> None:
+    ends = Interruptions()
+    assert ends.warning(0.0) == ""
+    for n in range(TIMES):
+        ends.note(n, n, 1.0, "it was started anew")  # a coordinator that crashes has another epoch each time
+    assert ends.warning(TIMES) == ""
+    for n in range(TIMES):
+        assert ends.warning(100 + 60 * n) == ""
+        ends.note(100 + 60 * n, 9, 58.0 + n, "No answer (UNAVAILABLE): Socket closed.")
+    now = 100 + 60 * TIMES
+    assert f"ended {TIMES} times at a coordinator that went on, after 58 to {57 + TIMES} s each" in ends.warning(now)
+    assert ends.warning(now).endswith("the last time: No answer (UNAVAILABLE): Socket closed.")
+    assert ends.warning(now + WITHIN_S) == "", "it lasts again"
