@@ -68,7 +68,7 @@ released-proto: setup-proto ## record proto/ as the released contract that check
 check-stubs: setup ## try gen/ with the oldest and newest protobuf and grpcio, and the client and the shim on every Python here
 	$(PY) scripts/check_stubs.py
 
-.PHONY: lint format types test test-python test-ray test-vllm check check-sim demo clean
+.PHONY: lint format types test test-python test-ray test-vllm check demo clean
 lint: setup ## ruff
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
@@ -181,16 +181,12 @@ demo-vllm: setup setup-gym setup-vllm ## the same with a real vLLM, and long gen
 	$(PY) -m coordinator.cli demo --vllm
 
 # What uses one processor runs beside something else; with -O the output of each comes in one piece.
-check: ## what CI runs: check-proto, check-stubs, check-docs, lint, types, sim, mutants, test
+check: ## what CI runs: check-proto, check-stubs, check-docs, lint, types, 500 seeds of sim, mutants, test
 	$(MAKE) --no-print-directory -j3 setup setup-gym setup-proto
 	$(MAKE) --no-print-directory -j2 -O types check-stubs check-proto check-docs lint
-	$(MAKE) --no-print-directory -j2 check-sim test RERUNS=1
-
-# Tests wait half of their time: the simulation has the processors then, and hardly any other time.
-check-sim: setup
-	mkdir -p build; status=0; \
-	(nice -n 19 $(MAKE) --no-print-directory sim && nice -n 19 $(MAKE) --no-print-directory mutants) > build/check-sim.log 2>&1 \
-	|| status=$$?; cat build/check-sim.log; exit $$status
+	$(MAKE) --no-print-directory sim SIM_SEEDS=500
+	$(MAKE) --no-print-directory mutants
+	$(MAKE) --no-print-directory test RERUNS=1
 
 clean: ## remove what the targets made
 	rm -rf $(VENV) $(GYM) $(PROTOENV) $(VLLM) .gen.fresh build
