@@ -1,13 +1,15 @@
 """Ports for servers whose configuration names them before they start.
 
-The rule: never one that the system gives to connections. Between the look and the start of the server it would give some
-away, the more the busier the machine is.
+The rule: never one that the system gives to connections, nor one that another process has just chosen here. Between the look
+and the start of the server somebody would take it, the more often the busier the machine is.
 """
 
 from __future__ import annotations
 
 import random
 import socket
+import sys
+from collections import deque
 from pathlib import Path
 from typing import Final
 
@@ -16,13 +18,17 @@ _USUAL_FIRST: Final = 32768
 _FIRST: Final = 20_000  # below it, from 10002 on, Ray's workers choose theirs
 _FEWEST: Final = 1000
 
-_given: set[int] = set()
+# A name in the network's own namespace for each port that was given: it is gone with the process, and nothing is left.
+_NAME: Final = "\0safepoint-port-{}"
+_KEPT: Final = 64  # older ones are bound by their servers by now, or will never be
+
+_reserved: deque[socket.socket] = deque()
 
 
 def free_ports(count: int) -> list[int]:
-    """Ports of the loopback that nobody listens on, each given once by this process.
+    """Ports of the loopback that nobody listens on, and that no process has just got from here.
 
-    Another process may still take one before it is used: then the server says so and ends. Raises OSError when there are none.
+    Somebody else may still take one before it is used: then the server says so and ends. Raises OSError when there are none.
     """
     found: list[int] = []
     end = _first_of_the_system()
@@ -30,14 +36,29 @@ def free_ports(count: int) -> list[int]:
     for port in tries:
         if len(found) == count:
             break
-        if port not in _given and _bound(port):
+        if _bound(port) and _reserve(port):
             found.append(port)
     while len(found) < count:  # the system leaves none to choose from
         port = _bound(0)
-        if port not in _given and port not in found:
+        if port not in found and _reserve(port):
             found.append(port)
-    _given.update(found)
+    while len(_reserved) > max(_KEPT, count):
+        _reserved.popleft().close()
     return found
+
+
+def _reserve(port: int) -> bool:
+    """Keep a port for ourselves among all who choose theirs here, whatever process they are."""
+    if sys.platform != "linux":
+        return True
+    name = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+    try:
+        name.bind(_NAME.format(port))
+    except OSError:
+        name.close()
+        return False
+    _reserved.append(name)
+    return True
 
 
 def _first_of_the_system() -> int:
