@@ -7,13 +7,13 @@ that we cannot reach, may: only an address at which nobody listens says that it 
 
 from __future__ import annotations
 
-import socket
 from pathlib import Path
 from typing import Final
 
 from coordinator.presence import somebody
 from coordinator.wire.beneath import Directory
 from coordinator.wire.errors import Reason, SafepointError, Unanswered, refuse
+from coordinator.wire.sockets import connected
 
 ASK_WITHIN_S: Final = 2.0
 ASK_IT: Final = "Leave out --root: the coordinator knows what is being restored."
@@ -75,15 +75,8 @@ def _require_unseen(root: Path, how: str) -> None:
 
 def _listens(address: str) -> bool:
     """Whether anybody does, as far as we can see: a host that does not answer may be cut off from us, and not from the root."""
-    unix = address.startswith("unix:")
     try:
-        if unix:
-            with socket.socket(socket.AF_UNIX) as line:
-                line.settimeout(ASK_WITHIN_S)
-                line.connect(address.removeprefix("unix:"))
-        else:
-            host, _, port = address.rpartition(":")
-            socket.create_connection((host.strip("[]"), int(port)), ASK_WITHIN_S).close()
+        connected(address, ASK_WITHIN_S).close()
     except (ConnectionRefusedError, FileNotFoundError):
         return False
     except (OSError, ValueError):

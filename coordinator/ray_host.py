@@ -174,7 +174,7 @@ def start(
     Raises UNAVAILABLE when Ray is not connected or does not answer, REQUEST_CONFLICT when the one that runs has another
     root or job, and what `server.serve` raises.
     """
-    _connected()
+    require_ray()
     actor_class: Any = _ray.remote(CoordinatorHost)
     options = {
         "name": name,
@@ -237,7 +237,7 @@ def _key(settings: Settings) -> bytes:
 
 
 def _handle(name: str, namespace: str) -> Any:
-    _connected()
+    require_ray()
     try:
         return _ray.get_actor(name, namespace=namespace)
     except ValueError:
@@ -281,7 +281,8 @@ def _patiently(make: Callable[[], T]) -> T:
             time.sleep(0.1)
 
 
-def _connected() -> None:
+def require_ray() -> None:
+    """Raise UNAVAILABLE where this process is not connected to Ray."""
     if not ray.is_initialized():
         raise refuse(
             Reason.UNAVAILABLE, "This process is not connected to Ray.",

@@ -20,7 +20,7 @@ import ray
 from ray.exceptions import GetTimeoutError, RayActorError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from coordinator.ray_host import WILDCARDS
+from coordinator.ray_host import WILDCARDS, require_ray
 from coordinator.relay.host import RelayOptions, RelayServer, serve
 from coordinator.wire.errors import Problem, Reason, Refused, SafepointError, refuse
 from coordinator.wire.usage import raise_open_files
@@ -133,11 +133,7 @@ def _prefix(job_id: str) -> str:
 
 def _nodes(resource: str) -> dict[str, str]:
     """Node id -> its name for people."""
-    if not ray.is_initialized():
-        raise refuse(
-            Reason.UNAVAILABLE, "This process is not connected to Ray.",
-            next_step="Call coordinator.ray_host.connect first, or ray.init.",
-        )  # fmt: skip
+    require_ray()
     living = [node for node in _ray.nodes() if node["Alive"] and (not resource or resource in node["Resources"])]
     if not living:
         raise Refused(Problem(Reason.UNAVAILABLE, f"No node has {resource or 'joined'}.", "Start nodes first."))

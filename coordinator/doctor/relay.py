@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import socket
 from collections.abc import Iterator
 from contextlib import closing
 from typing import Final
@@ -10,9 +9,9 @@ from typing import Final
 from coordinator.doctor.finding import Finding, Severity
 from coordinator.wire.errors import Reason
 from coordinator.wire.record import look_up
+from coordinator.wire.sockets import connected
 
 WITHIN_S: Final = 2.0
-_UNIX: Final = "unix:"
 
 
 def relay(target: str) -> Iterator[Finding]:
@@ -21,7 +20,7 @@ def relay(target: str) -> Iterator[Finding]:
     if not record.beyond:
         return
     try:
-        with closing(_connected(record.address)):
+        with closing(connected(record.address, WITHIN_S)):
             yield Finding("relay", Severity.OK, record.address, "The relay of this node is there")
     except OSError as error:
         yield Finding(
@@ -29,17 +28,3 @@ def relay(target: str) -> Iterator[Finding]:
             "have gone on to the coordinator itself, which pays for each of them.",
             "Start it again (`safepoint relay`); shims come back to it when they register next.", Reason.UNREACHABLE,
         )  # fmt: skip
-
-
-def _connected(address: str) -> socket.socket:
-    if address.startswith(_UNIX):
-        link = socket.socket(socket.AF_UNIX)
-        link.settimeout(WITHIN_S)
-        try:
-            link.connect(address.removeprefix(_UNIX).removeprefix("//"))
-        except OSError:
-            link.close()
-            raise
-        return link
-    host, _, port = address.rpartition(":")
-    return socket.create_connection((host.strip("[]"), int(port)), WITHIN_S)

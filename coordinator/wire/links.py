@@ -20,11 +20,11 @@ from coordinator.wire.auth import Metadata, TokenFile, read_token
 from coordinator.wire.errors import Reason, SafepointError, refuse
 from coordinator.wire.record import Record
 from coordinator.wire.rpc import CHANNEL_OPTIONS
+from coordinator.wire.sockets import UNIX
 from coordinator.wire.tls import Tls, read_tls
 
 INSECURE_VARIABLE: Final = "SAFEPOINT_INSECURE"
 _SCHEMES: Final = ("dns:///", "dns:", "ipv4:", "ipv6:", "passthrough:///")
-_UNIX: Final = "unix:"
 _TRUE: Final = frozenset({"1", "true", "yes", "on"})
 
 
@@ -76,8 +76,8 @@ class Security:
     def _check_plain(self, target: str) -> None:
         if self.tokens is None or self.insecure:
             return
-        if target.startswith(_UNIX):
-            _check_socket(target.removeprefix(_UNIX).removeprefix("//"))
+        if target.startswith(UNIX):
+            _check_socket(target.removeprefix(UNIX).removeprefix("//"))
         elif not is_loopback(host_of(target)):
             raise refuse(
                 Reason.INVALID_ARGUMENT, f"The token would travel to {target} in the clear.",

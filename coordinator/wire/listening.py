@@ -15,16 +15,14 @@ import stat
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final
 
 from grpc import aio
 
 from coordinator.wire.errors import Reason, refuse
 from coordinator.wire.links import INSECURE_VARIABLE, Security, is_loopback
+from coordinator.wire.sockets import UNIX
 
 log = logging.getLogger(__name__)
-
-UNIX: Final = "unix:"
 
 
 @dataclass(slots=True)

@@ -49,9 +49,14 @@ def nobody(home: str = "") -> Scope:
 
     `home`: the rollout that it is part of, where that is known: its calls must reach the session that they began.
     """
+    if not home:
+        return _NOBODY
     scope = Scope(CallIdentity(ANONYMOUS, 0, "0"))
     scope.home = home
     return scope
+
+
+_NOBODY: Final = Scope(CallIdentity(ANONYMOUS, 0, "0"))  # of all whose rollout is not known; nobody changes it
 
 
 class Outbound:
