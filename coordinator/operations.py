@@ -538,4 +538,6 @@ def fenced(active: Drive) -> SafepointError:
     used, budget = at.phase_time(now) or (0.0, None)
     left_s = budget - used if budget is not None else None
     why = active.why_waiting(now)
-    return Refused(in_the_way(active.operation, at.stage, at.phase, active.elapsed_s, at.primary, why, left_s))
+    return Refused(
+        in_the_way(active.operation, at.stage, at.phase, active.elapsed_s, at.primary, why, left_s, at.closed)
+    )

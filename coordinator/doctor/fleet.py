@@ -40,8 +40,8 @@ def coordinator(status: pb.GetCoordinatorStatusResponse, took_s: float) -> Itera
         primary = problem_from_detail(operation.failure.primary)
         yield Finding(
             "coordinator", Severity.ERROR, operation.operation_id,
-            f"This restore of {operation.snapshot_id} has failed, and who has closed stays paused until it is aborted. It failed "
-            f"because: {primary}",
+            f"This restore of {operation.snapshot_id} has failed and waits to be aborted; who is still closed stays paused until "
+            f"then. It failed because: {primary}",
             "`safepoint abort` opens everybody without the snapshot.", Reason.FENCED,
         )  # fmt: skip
     elif status.HasField("operation") and operation.outcome == pb.OPERATION_OUTCOME_PAUSED:

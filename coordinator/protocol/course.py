@@ -236,11 +236,17 @@ class Course:
 
     # ---- failing -----------------------------------------------------------------------------------------------------
 
+    @property
+    def closed(self) -> set[ParticipantId]:
+        """Who may be closed by it still: whoever has heard of it, without the lost ones and those that opened by themselves."""
+        return self.evidence.attempted - self.lost.keys() - self.opened_alone
+
     def fail(self, problem: Problem, now: float) -> list[Effect]:
         """Give up at once: a save opens everybody, a restore leaves everybody paused."""
         if self.operation.kind == OperationKind.SAVE:
             return self.abort(problem, now)
-        step = "Who has closed stays paused: Abort opens everybody without the snapshot; then restore with a new operation_id."
+        does = "opens everybody" if self.closed else "goes on"
+        step = f"{sentences.still_closed(self.closed)}: Abort {does} without the snapshot; then restore with a new operation_id."
         held = problem if step in problem.advice else replace(problem, next_step=f"{problem.advice} {step}")
         self.stage, self.primary, self._unheld = Stage.FAILED_PAUSED, held, problem
         self._begin_to_wait(now)

@@ -5,7 +5,7 @@ PURE. The one rule: a "not yet" names phase, participant, rollouts and time. Dur
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 
 from coordinator.protocol.operation import Operation, Stage
@@ -86,7 +86,12 @@ def checking(doing: str, who: Sequence[ParticipantId], waited_s: float) -> str:
     return f"discover: {doing}, for {waited_s:.1f} s; nobody is paused."
 
 
-def standing(stage: Stage, phase: Phase, waited_s: float) -> str:
+def still_closed(closed: Collection[ParticipantId]) -> str:
+    """Who is paused by a restore that has failed: `closed` are those that have neither gone nor opened by themselves."""
+    return "Who has closed stays paused" if closed else "Nobody is paused any more, since leases have lapsed"
+
+
+def standing(stage: Stage, phase: Phase, waited_s: float, closed: Collection[ParticipantId]) -> str:
     """Why an operation is not further when no participant is waited for; empty when it has ended or not begun."""
     calls = {Stage.PREPARED: "Commit", Stage.COMMITTED: "Publish", Stage.PUBLISHED: "Resume", Stage.RESTORED: "Resume"}
     if stage in calls:
@@ -94,16 +99,20 @@ def standing(stage: Stage, phase: Phase, waited_s: float) -> str:
         return f"{done} {unattended(stage, waited_s)}" if stage == Stage.RESTORED and waited_s >= 60 else done
     if stage == Stage.PUBLISHING:
         return f"publish: writing the snapshot manifest for {waited_s:.1f} s."
-    return "restore: failed; who has closed stays paused until Abort." if stage == Stage.FAILED_PAUSED else ""
+    if stage == Stage.FAILED_PAUSED:
+        held = still_closed(closed)
+        return f"restore: failed. {held} until Abort." if closed else f"restore: failed. {held}; it waits for Abort."
+    return ""
 
 
 def in_the_way(
     operation: Operation, stage: Stage, phase: Phase, elapsed_s: float, primary: Problem | None, why: str = "",
-    left_s: float | None = None,
+    left_s: float | None = None, closed: Collection[ParticipantId] = (),
 ) -> Problem:  # fmt: skip
     """Why no other operation can begin, and which call ends that one: some end by themselves, and some never do.
 
     `why`: whom it waits for, as one sentence. `left_s`: the longest that its phase goes on by itself, when that is known.
+    `closed`: who may be closed by it still.
     """
     name = f"{operation.kind.name.lower()} {operation.operation_id}"
     text, step = (
@@ -113,9 +122,10 @@ def in_the_way(
     text += f" That phase ends in {max(0.0, left_s):.1f} s at the latest." if left_s is not None else ""
     if stage == Stage.FAILED_PAUSED:
         cause = f" It failed because: {primary.message}" if primary is not None else ""
-        text = (
-            f"{name} of {operation.snapshot_id} has failed, and who has closed stays paused until it is aborted.{cause}"
+        held = (
+            f"{still_closed(closed)} until it is aborted" if closed else f"{still_closed(closed)}; it waits for Abort"
         )
+        text = f"{name} of {operation.snapshot_id} has failed. {held}.{cause}"
         step = "`safepoint abort` opens everybody without the snapshot. `safepoint why` says what has to be mended before the next try."
     elif stage == Stage.RESTORED:
         text = f"{name} of {operation.snapshot_id} is done, and everybody is paused until it is resumed."

@@ -175,6 +175,11 @@ class Transaction:
         """Whether it has ended and nobody is to be told anything any more."""
         return self.stage == Stage.ENDED and not self.unconfirmed
 
+    @property
+    def closed(self) -> frozenset[ParticipantId]:
+        """Who may be closed by it still; those that are known to be gone or open are not among them."""
+        return frozenset(self._course.closed) if self._course is not None else frozenset()
+
     def pending(self) -> tuple[ParticipantId, ...]:
         """Who has not shown the proof of the phase; when opening, who has not opened."""
         run = self._course.run if self._course else None
@@ -194,7 +199,7 @@ class Transaction:
             return sentences.waiting(course.phase, self.unconfirmed, {}, waited)
         if course.resume_wanted and course.stage == Stage.RESTORED:
             return sentences.unheard(sorted(course.unheard), waited)
-        return sentences.standing(course.stage, course.phase, waited)
+        return sentences.standing(course.stage, course.phase, waited, course.closed)
 
     def phase_time(self, now: float) -> tuple[float, float | None] | None:
         """Seconds since the phase that runs began, and the longest that it may take; None while none runs."""
@@ -215,14 +220,14 @@ class Transaction:
             return ()
         evidence, stage = course.evidence, course.stage
         if stage in (Stage.FAILED_PAUSED, Stage.RESTORED):
-            closed = set(evidence.attempted)
+            return tuple(sorted(course.closed))
         elif stage in CALLING | OWNED or (stage == Stage.PUBLISHING and not course.late_warned):
             closed = {*evidence.prepared, *evidence.restored}
             if course.phase in CLOSING:
                 closed.update(evidence.progress)  # it says how far it is, so the call has reached it and its lease runs
         else:
             return ()
-        return tuple(sorted(closed - course.lost.keys() - course.opened_alone))
+        return tuple(sorted(closed & course.closed))
 
     @property
     def unheard(self) -> frozenset[ParticipantId]:
