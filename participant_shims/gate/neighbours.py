@@ -13,7 +13,8 @@ One connection a call, over the life's `w<n>.sock`. A frame is two lengths, a JS
     -> {"method", "path", ..., "headers": [[name, value], ...]}, body       closing it: the client has left
     <- {"status", "headers"}, b""                                           the response begins
     <- {"more": true|false}, a part of its body
-    <- {"failed": true}, b""                                                the application failed, as it would have here
+    <- {"failed": true}, b""                                                the application failed, or ended without a whole
+                                                                            response: it must not be run again for that
 """
 
 from __future__ import annotations
@@ -93,7 +94,7 @@ class Neighbours:
     async def _take(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:
             head, body = await _receive(reader)
-            given = False
+            given = answered = False
 
             async def receive() -> Message:
                 nonlocal given
@@ -104,6 +105,8 @@ class Neighbours:
                 return {"type": "http.disconnect"}
 
             async def send(message: Message) -> None:
+                nonlocal answered
+                answered = message["type"] == "http.response.body" and not message.get("more_body", False)
                 with contextlib.suppress(OSError):  # whoever has left is told of by `receive`
                     if message["type"] == "http.response.start":
                         headers = [_pair(*pair) for pair in message.get("headers", ())]
@@ -116,6 +119,8 @@ class Neighbours:
                 await self.app({**_scope_of(head), "state": dict(self.state)}, receive, send)
             except Exception:
                 log.exception("a call that worker %d was passed has failed", self.number)
+                answered = False
+            if not answered:
                 await _send(writer, {"failed": True})
         except (OSError, EOFError, ValueError, KeyError):
             log.debug("a connection between workers has ended", exc_info=True)

@@ -68,6 +68,10 @@ class Process:
             await self.go.wait()
         if scope["path"] == "/fail":
             raise ValueError("a handler failed")
+        if scope["path"] == "/begin":
+            await send({"type": "http.response.start", "status": 200, "headers": []})
+        if scope["path"] in ("/begin", "/silent"):
+            return
         if scope["path"] == "/stream":
             await send(
                 {"type": "http.response.start", "status": 200, "headers": [(b"content-type", b"text/event-stream")]}
@@ -221,6 +225,15 @@ async def test_a_handler_that_fails_at_the_home_fails_where_it_was_asked(process
     with pytest.raises(RuntimeError, match="worker-0"):
         await ask(processes[ELSEWHERE], root(rollout_id, 0, 0).child(1), "/fail")
     assert (await ask(processes[ELSEWHERE], root(rollout_id, 0, 0).child(2))).json() == 1
+
+
+@pytest.mark.parametrize("path", ["/silent", "/begin"])
+async def test_an_application_that_ends_without_a_response_at_the_home_has_failed_and_is_not_run_again(
+    processes: list[Process], path: str
+) -> None:
+    with pytest.raises(RuntimeError, match="worker-0"):
+        await ask(processes[ELSEWHERE], root(rollouts_of(HERE)[0], 0, 0).child(1), path)
+    assert processes[HERE].ran == [path]
 
 
 async def test_calls_wait_for_a_home_that_is_not_there_and_people_are_told(
