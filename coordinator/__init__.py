@@ -18,6 +18,8 @@ driver          one operation: performs the core's effects in order and feeds ba
 publication, ledger_lines, ledger_merge, pause, reporting, feed, answers, outcomes, following
                 what a driver needs: the commit point, the measured pause, events and who follows them
 operations      all operations: one at a time, bound to their ids; recovery settles them after a crash
+history, history_record, history_writing, history_files, explaining
+                what operations did: written beside them on a disk or in a store, read back, told
 settling        who has something of an operation that is over hears how it ended
 service, status the Coordinator service
 settings, server, ray_host            a running coordinator: as a process, as an actor; the only file that imports Ray

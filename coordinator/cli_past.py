@@ -16,6 +16,7 @@ from coordinator.cli_exit import spoken
 from coordinator.cli_options import DEFAULT_WAIT_S, AsJson, Root, Target, Timeout, TokenFile, Wait, make_client
 from coordinator.cli_output import emit, note, plain, quoted_once, reporting, say, short, show
 from coordinator.wire.errors import Reason, SafepointError, refuse
+from coordinator.wire.names import is_store
 from coordinator.wire.terms import Phase
 
 if TYPE_CHECKING:
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
 
 _RECORD: Final = "file:"
 _ADDRESS: Final = "address.json"
+_BELOW: Final = f"/coordinator/{_ADDRESS}"
 _ASK_S: Final = 2.0  # the root can be read instead, so nobody has to wait longer for a coordinator
 _MAX_STACKS_OF: Final = 20
 
@@ -122,10 +124,7 @@ def history(
             with make_client(target, root, token_file, _patience(here, wait), as_json) as client:
                 found = list(client.operations(limit, timeout=timeout))
         except SafepointError as error:
-            if not is_absent(error) or here is None:
-                raise
-            note(f"no coordinator answers; read from {here.path}")
-            found = [record.summary() for record in here.list(limit)]
+            found = [record.summary() for record in _instead(error, here).list(limit)]
         if as_json:
             emit({"operations": [plain(one) for one in found]})
         elif found:
@@ -296,17 +295,20 @@ def _patience(here: History | None, wait_s: float) -> float:
     """How long a coordinator is waited for: not at all where none has said that it is there, and the root can be read."""
     if here is None:
         return wait_s
-    return min(wait_s, _ASK_S) if (here.path.parent / _ADDRESS).exists() else 0.0
+    announced = not isinstance(here.path, Path) or (here.path.parent / _ADDRESS).exists()
+    return min(wait_s, _ASK_S) if announced else 0.0
 
 
 def history_here(target: str, root: str) -> History | None:
-    """The history of the root that the options name, when it can be read from here."""
+    """The history of the root that the options name, when it can be read from here. Of a root in a store that is not known yet:
+    nobody asks the store before the coordinator."""
     from coordinator.history import History
 
     if not root and target.startswith(_RECORD):
-        root = str(Path(target.removeprefix(_RECORD)).parent.parent)
+        record = target.removeprefix(_RECORD)
+        root = record.removesuffix(_BELOW) if is_store(record) else str(Path(record).parent.parent)
     history = History(root) if root else None
-    return history if history is not None and history.path.is_dir() else None
+    return history if history is not None and (is_store(root) or history.is_there()) else None
 
 
 def is_absent(error: SafepointError) -> bool:
@@ -314,10 +316,16 @@ def is_absent(error: SafepointError) -> bool:
 
 
 def _from_root(error: SafepointError, here: History | None, operation_id: str) -> pb.ExplainResponse:
-    if not is_absent(error) or here is None:
+    history = _instead(error, here)
+    found = history.explain(operation_id)
+    if found is None:
+        raise refuse(Reason.UNKNOWN_OPERATION, f"The history in {history.path} has no operation {operation_id}.")
+    return found
+
+
+def _instead(error: SafepointError, here: History | None) -> History:
+    """What is read where no coordinator answers. Raises the error where there is none."""
+    if not is_absent(error) or here is None or not here.is_there():
         raise error
     note(f"no coordinator answers; read from {here.path}")
-    found = here.explain(operation_id)
-    if found is None:
-        raise refuse(Reason.UNKNOWN_OPERATION, f"The history in {here.path} has no operation {operation_id}.")
-    return found
+    return here

@@ -15,12 +15,13 @@ import typer
 from coordinator.cli_options import DEFAULT_WAIT_S, AsJson, Root, Target, Timeout, TokenFile, Wait, make_client
 from coordinator.cli_output import emit, note, reporting, say
 from coordinator.cli_past import explained, history_here
-from coordinator.wire.errors import Reason, refuse
+from coordinator.wire.errors import Reason, SafepointError, refuse
 
 if TYPE_CHECKING:
     from safepoint.v1 import coordinator_service_pb2 as pb
 
-    from coordinator.history import History, Record
+    from coordinator.history import History
+    from coordinator.history_record import Record
 
 
 def report(
@@ -61,7 +62,7 @@ def report(
             if record is not None:
                 why = "the root cannot be read from here"
                 if here is not None:
-                    why = f"{here.path} has no file of it, as when the disk was full"
+                    why = f"{here.path} has no file of it, as when the storage was full or away"
                 note(f"{why}: the report has the last events and no curves")
         if record is None:
             raise refuse(Reason.UNKNOWN_OPERATION, "There is no operation to report yet.")
@@ -94,16 +95,20 @@ def _found(here: History | None, operation_id: str) -> Record | None:
     """The operation in the root. None when it is not there, so that the coordinator may be asked."""
     if here is None:
         return None
-    if operation_id != "latest":
-        return here.named(operation_id)
-    newest = here.list(1)
-    return here.find(newest[0].operation_id) if newest else None
+    try:
+        if operation_id != "latest":
+            return here.named(operation_id)
+        newest = here.list(1)
+        return here.find(newest[0].operation_id) if newest else None
+    except SafepointError as error:
+        note(f"the root cannot be read: {error}")
+        return None
 
 
 def from_answer(answer: pb.ExplainResponse) -> Record | None:
     """What a coordinator tells of an operation, as the history would have it: without who was how far."""
     from coordinator import convert
-    from coordinator.history import Record, Told
+    from coordinator.history_record import Record, Told
     from coordinator.wire.terms import OperationKind, Phase
 
     if not answer.HasField("operation"):

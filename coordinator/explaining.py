@@ -13,7 +13,8 @@ from typing import Any, Final, TypeVar
 
 from safepoint.v1 import coordinator_service_pb2 as pb
 
-from coordinator.history import History, Record
+from coordinator.history import History
+from coordinator.history_record import Record
 from coordinator.operations import Operations
 from coordinator.outcomes import Ended, running_status
 from coordinator.protocol.operation import Outcome
@@ -101,7 +102,7 @@ def _looked_up(history: History, operations: Operations, operation_id: str) -> R
         return history.find(operation_id)
     active = operations.active
     running = active.operation.operation_id if active is not None else ""
-    for found in history.list():
+    for found in history.newest():
         ended = operations.ended_operation(found.operation_id)
         outcome = ended.outcome is Outcome.SUCCEEDED if ended is not None else found.outcome == "succeeded"
         if not outcome and found.operation_id != running:

@@ -2,26 +2,31 @@
 
 The rule: a file of history is never trusted and never in the way. What cannot be read is passed over and counted; what is
 there is shown although a part is missing. Reading changes nothing and needs no coordinator.
+
+On a disk an operation has one file, which grows. In an object store nothing grows: there it may have several, which are read as
+one, in the order of their names.
 """
 
 from __future__ import annotations
 
-import json
 import re
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from functools import partial
+from itertools import islice
 from pathlib import Path
-from typing import Any, Final, cast
+from typing import Final
 
-from google.protobuf import json_format
 from safepoint.v1 import coordinator_service_pb2 as pb
 
-from coordinator import convert
-from coordinator.feed import HISTORY_LENGTH
+from coordinator.history_record import Record, parse
 from coordinator.wire.beneath import Directory
 from coordinator.wire.errors import Reason, SafepointError
+from coordinator.wire.folder import Folder, Place, names_below
+from coordinator.wire.folder import place as place_of
 from coordinator.wire.ids import is_wire_id
-from coordinator.wire.terms import OperationKind, Phase
+from coordinator.wire.stored_folder import StoredFolder, Where
 
 FORMAT: Final = 1
 MAX_NAMED: Final = 1000  # newest operations among which a snapshot is looked for
@@ -29,9 +34,9 @@ MAX_LATER: Final = 20
 DIRECTORY: Final = "history"
 MAX_FILE_BYTES: Final = 2 << 20
 MAX_READ_BYTES: Final = 4 << 20  # a newer version may have higher limits
-PROGRESS: Final = b'{"kind":"progress"'  # how such a line begins: a list passes over it without parsing
+_COORDINATOR: Final = "coordinator"
 _NAME: Final = re.compile(r"([0-9]{13})-(.+)\.jsonl")
-_OUTCOMES: Final = {"succeeded", "aborted", "failed_paused"}
+_AT_ONCE: Final = 16  # requests to a store; a disk is read file by file
 
 
 def file_name(began_s: float, operation_id: str) -> str:
@@ -44,131 +49,52 @@ def place(name: str) -> int:
     return int(name[:13])
 
 
-def names(directory: Directory) -> list[tuple[str, str]]:
+def names(folder: Folder) -> list[tuple[str, str]]:
     """File name and operation of each, oldest first. Raises SafepointError."""
-    found = ((name, _NAME.fullmatch(name)) for name in directory.names())
+    found = ((name, _NAME.fullmatch(name)) for name in folder.names())
     return [(name, match[2]) for name, match in found if match is not None and is_wire_id(match[2])]
 
 
-@dataclass(frozen=True, slots=True)
-class Told:
-    """One event. `at_s`: seconds since the operation began, on the clock of the coordinator that told it."""
-
-    at_s: float
-    event: pb.OperationEvent
-
-
-@dataclass(frozen=True, slots=True)
-class Record:
-    """One operation as the history has it. Seconds; `began_s` since 1970, by the coordinator's clock, for people.
-
-    `outcome`: succeeded, aborted or failed_paused; empty while it runs, or when its coordinator died and none came after.
-    `takeovers`: how often a later coordinator went on with it. `damaged`: lines that could not be read.
-    `place`: where it stands among others, which `began_s` does not say once a clock was set back.
-    `uploaded`: the line that says that its snapshot is in the object store, and where; empty when none does.
-    """
-
-    operation_id: str
-    operation: str
-    snapshot_id: str
-    began_s: float
-    job_id: str = ""
-    epoch: int = 0
-    trainer_driven: bool = False
-    mode: str = ""
-    stragglers: str = ""
-    lease_s: float = 0.0
-    participants: tuple[Mapping[str, Any], ...] = ()
-    events: tuple[Told, ...] = ()
-    outcome: str = ""
-    phase: str = ""
-    elapsed_s: float = 0.0
-    unconfirmed: tuple[str, ...] = ()
-    dropped: int = 0
-    takeovers: int = 0
-    damaged: int = 0
-    place: int = 0
-    uploaded: Mapping[str, Any] = field(default_factory=dict[str, Any])
-
-    def last(self, kind: str) -> pb.OperationEvent | None:
-        """The last event of a kind, such as "saved"."""
-        return next((told.event for told in reversed(self.events) if told.event.WhichOneof("event") == kind), None)
-
-    @property
-    def failed(self) -> pb.Failed | None:
-        """Why it did not succeed, as far as it is known."""
-        event = self.last("failed") if self.outcome != "succeeded" else None
-        return event.failed if event is not None else None
-
-    @property
-    def snapshot(self) -> pb.SnapshotInfo | None:
-        """The snapshot that was saved or restored."""
-        for kind in ("saved", "restored"):
-            if (event := self.last(kind)) is not None:
-                return cast("pb.SnapshotInfo", getattr(event, kind).snapshot)
-        return None
-
-    @property
-    def size_bytes(self) -> int:
-        """Of that snapshot; 0 when there is none."""
-        return self.snapshot.size_bytes if self.snapshot is not None else 0
-
-    @property
-    def pause_s(self) -> float | None:
-        """First admission closed to last open; None when it was not told."""
-        for kind in ("resumed", "saved"):
-            if (event := self.last(kind)) is not None:
-                return convert.seconds(getattr(event, kind).pause)
-        return None
-
-    @property
-    def coverage(self) -> float | None:
-        """The part of the rollouts that goes on after a restore; None when nothing was saved, or there were none."""
-        if self.snapshot is None:
-            return None
-        totals = self.snapshot.totals
-        kept = totals.completed + totals.parked + totals.pending
-        return kept / (kept + totals.excluded) if kept + totals.excluded else None
-
-    def kept_events(self) -> list[pb.OperationEvent]:
-        """The events that a running coordinator would have kept: the last ones, without how far anybody was."""
-        passing = ("participant_progress", "participant_called")
-        return [told.event for told in self.events if told.event.WhichOneof("event") not in passing][-HISTORY_LENGTH:]
-
-    def status(self) -> pb.OperationStatus:
-        """As GetStatus and Explain show it."""
-        status = pb.OperationStatus(
-            operation_id=self.operation_id,
-            snapshot_id=self.snapshot_id,
-            kind=_number(OperationKind, self.operation),
-            outcome=cast(Any, {"succeeded": 2, "aborted": 3, "failed_paused": 4}.get(self.outcome, 0)),
-            phase=_number(Phase, self.phase),
-            elapsed=convert.duration(self.elapsed_s),
-            failure=self.failed,
-            unconfirmed=self.unconfirmed,
-        )
-        status.begin_time.FromMilliseconds(round(self.began_s * 1000))
-        return status
-
-    def summary(self) -> pb.OperationSummary:
-        """As ListOperations shows it."""
-        pause_s = self.pause_s
-        made = pb.OperationSummary(
-            operation=self.status(),
-            snapshot=self.snapshot,
-            pause=convert.duration(pause_s) if pause_s is not None else None,
-        )
-        if self.uploaded and self.operation == "save" and made.HasField("snapshot"):
-            made.snapshot.upload.snapshot_id = self.snapshot_id
-            made.snapshot.upload.state = pb.UPLOAD_STATE_UPLOADED
-        return made
+def by_operation(folder: Folder) -> dict[str, list[str]]:
+    """The files of each operation; operations, and the files of each, oldest first. Raises SafepointError."""
+    found: dict[str, list[str]] = {}
+    for name, operation in names(folder):
+        found.setdefault(operation, []).append(name)
+    return found
 
 
 class History:
-    """The history of a root. Everything here blocks: callers on an event loop use a thread."""
+    """The history of a root, given as a path or as the URL of one in a store. Everything here blocks: callers on an event loop
+    use a thread."""
 
-    def __init__(self, root: str | Path) -> None:
-        self.path = Path(root) / "coordinator" / DIRECTORY
+    def __init__(self, root: str | Place) -> None:
+        self._root = place_of(root)
+        self.path: Place = self._root / _COORDINATOR / DIRECTORY
+
+    def is_there(self) -> bool:
+        """Whether anything was ever written of it. Raises STORAGE_FAILED when the root does not answer."""
+        try:
+            self._open().close()
+        except FileNotFoundError:
+            return False
+        return True
+
+    def newest(self, *, after: int = 0) -> Iterator[Record]:
+        """As `list`, one by one: no more is read than is asked for, or little more."""
+        try:
+            folder = self._open()
+        except FileNotFoundError:
+            return
+        with folder:
+            files = [mine for mine in by_operation(folder).values() if place(mine[0]) > after]
+            read = partial(_read, folder, progress=False)
+            if isinstance(folder, Directory):
+                yield from filter(None, map(read, reversed(files)))
+                return
+            with ThreadPoolExecutor(_AT_ONCE) as threads:
+                while files:
+                    files, some = files[:-_AT_ONCE], files[-_AT_ONCE:]
+                    yield from filter(None, threads.map(read, reversed(some)))
 
     def list(self, limit: int = 200, *, after: int = 0) -> list[Record]:
         """The newest operations, newest first, without how far participants were. A root without history has none.
@@ -176,39 +102,33 @@ class History:
 
         Raises STORAGE_FAILED when the root does not answer; a file that cannot be read is passed over.
         """
-        try:
-            with Directory.open(self.path) as directory:
-                wanted = [name for name, _ in names(directory) if place(name) > after]
-                newest = (_read(directory, name, progress=False) for name in reversed(wanted))
-                return [record for record, _ in zip(filter(None, newest), range(limit), strict=False)]
-        except FileNotFoundError:
-            return []
+        return list(islice(self.newest(after=after), limit))
 
     def find(self, operation_id: str) -> Record | None:
-        """One operation with everything that is known of it; the newest of that id. Raises as `list`."""
+        """One operation with everything that is known of it. Raises as `list`."""
         try:
-            with Directory.open(self.path) as directory:
-                mine = [name for name, operation in names(directory) if operation == operation_id]
-                return next(filter(None, (_read(directory, name, progress=True) for name in reversed(mine))), None)
+            with self._open() as folder:
+                mine = by_operation(folder).get(operation_id)
+                return _read(folder, mine, progress=True) if mine else None
         except FileNotFoundError:
             return None
 
     def later(self, operation_id: str, began_ms: int, limit: int = MAX_LATER) -> Sequence[Record]:
         """Those that began after an operation, as `list`; `began_ms` counts while no file of it is there. Raises as `list`."""
         try:
-            with Directory.open(self.path) as directory:
-                mine = [place(name) for name, operation in names(directory) if operation == operation_id]
+            with self._open() as folder:
+                mine = by_operation(folder).get(operation_id)
         except FileNotFoundError:
             return []
-        return self.list(limit, after=max(mine, default=began_ms))
+        return self.list(limit, after=place(mine[0]) if mine else began_ms)
 
     def named(self, name: str) -> Record | None:
         """As `find`; else the newest operation on the snapshot of that name. Raises as `list`."""
         found = self.find(name)
         if found is not None:
             return found
-        newest = next((one.operation_id for one in self.list(MAX_NAMED) if one.snapshot_id == name), "")
-        return self.find(newest) if newest else None
+        newest = next((one for one in islice(self.newest(), MAX_NAMED) if one.snapshot_id == name), None)
+        return self.find(newest.operation_id) if newest is not None else None
 
     def explain(self, operation_id: str = "") -> pb.ExplainResponse | None:
         """As Explain answers, for when no coordinator does: of that operation or the newest on that snapshot (None: it is not
@@ -222,136 +142,23 @@ class History:
         later = [one.status() for one in listed if one.place > found.place]
         return pb.ExplainResponse(operation=found.status(), events=found.kept_events(), later=later[:MAX_LATER])
 
-
-def _read(directory: Directory, name: str, *, progress: bool) -> Record | None:
-    try:
-        data = directory.read(name, MAX_READ_BYTES)
-    except FileNotFoundError:  # pruned meanwhile
-        return None
-    except SafepointError as error:
-        if error.reason in (Reason.LIMIT_EXCEEDED, Reason.SNAPSHOT_UNSAFE):
-            return None
-        raise
-    record = parse(data.split(b"\n"), progress=progress)
-    return None if record is None else replace(record, place=place(name))
+    def _open(self) -> Directory | StoredFolder:
+        """Raises FileNotFoundError, STORAGE_FAILED."""
+        if isinstance(self._root, Where):
+            return StoredFolder(names_below(self._root)).child(_COORDINATOR).seen(DIRECTORY)
+        return Directory.open(Path(self.path))
 
 
-def parse(lines: Iterable[bytes], *, progress: bool = True) -> Record | None:
-    """The lines of one file; None when none of them says which operation it is. Raises nothing."""
-    folding = _Folding()
-    for line in lines:
-        if not line or (not progress and line.startswith(PROGRESS)):
-            continue
+def _read(folder: Folder, files: Sequence[str], *, progress: bool) -> Record | None:
+    """What the files of one operation say; None when they do not say which it is."""
+    lines: list[bytes] = []
+    for name in files:
         try:
-            folding.take(_object(json.loads(line, parse_constant=_no_constant)))
-        except Exception:  # protobuf raises what it likes, SystemError too
-            folding.damaged += 1
-    return folding.record()
-
-
-@dataclass(slots=True)
-class _Folding:
-    first: Record | None = None
-    base_s: float = 0.0  # of the last `operation` line, after the first
-    participants: tuple[Mapping[str, Any], ...] = ()
-    events: list[Told] = field(default_factory=list[Told])
-    ended: Mapping[str, Any] = field(default_factory=dict[str, Any])
-    uploaded: Mapping[str, Any] = field(default_factory=dict[str, Any])
-    takeovers: int = 0
-    damaged: int = 0
-
-    def take(self, line: Mapping[str, Any]) -> None:
-        kind = line["kind"]
-        if kind == "operation":
-            self._operation(line)
-        elif kind == "participants":
-            self.participants = tuple(_object(each) for each in _list(line["participants"]))
-        elif kind in ("event", "progress"):
-            event = json_format.ParseDict(_object(line["event"]), pb.OperationEvent(), ignore_unknown_fields=True)
-            self.events.append(Told(self.base_s + convert.seconds(event.elapsed), event))
-        elif kind == "ended":
-            if line["outcome"] not in _OUTCOMES:
-                raise ValueError("no outcome")
-            number(line["elapsed_s"])
-            self.ended = line
-        elif kind == "uploaded":
-            number(line["time"])
-            _text(line["url"])
-            self.uploaded = line
-
-    def _operation(self, line: Mapping[str, Any]) -> None:
-        time_s = number(line["time"])
-        if self.first is not None:
-            self.takeovers += 1
-            self.base_s = max(0.0, time_s - self.first.began_s)
-            self.ended = {}
-            return
-        if not is_wire_id(line["operation_id"]) or line["operation"] not in ("save", "restore"):
-            raise ValueError("no operation")
-        self.first = Record(
-            operation_id=line["operation_id"],
-            operation=line["operation"],
-            snapshot_id=_text(line.get("snapshot_id", "")),
-            began_s=time_s,
-            job_id=_text(line.get("job_id", "")),
-            epoch=int(number(line.get("epoch", 0))),
-            trainer_driven=line.get("trainer_driven") is True,
-            mode=_text(line.get("mode", "")),
-            stragglers=_text(line.get("stragglers", "")),
-            lease_s=number(line.get("lease_s", 0)),
-        )
-
-    def record(self) -> Record | None:
-        if self.first is None:
-            return None
-        end = self.ended
-        return replace(
-            self.first,
-            participants=self.participants,
-            events=tuple(self.events),
-            outcome=str(end.get("outcome", "")),
-            phase=str(end.get("phase", "")) or self._last_phase(),
-            elapsed_s=self.base_s + float(end["elapsed_s"]) if end else max((t.at_s for t in self.events), default=0.0),
-            unconfirmed=tuple(str(name) for name in _list(end.get("unconfirmed", []))),
-            dropped=int(end.get("dropped", 0)) if type(end.get("dropped", 0)) is int else 0,
-            takeovers=self.takeovers,
-            uploaded=self.uploaded,
-            damaged=self.damaged,
-        )
-
-    def _last_phase(self) -> str:
-        for told in reversed(self.events):
-            if told.event.WhichOneof("event") == "phase_started":
-                return convert.enum(Phase, told.event.phase_started.phase).name.lower()
-        return ""
-
-
-def number(value: object) -> float:
-    """A finite number. Raises ValueError."""
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not abs(value) < 1e15:
-        raise ValueError("no number")
-    return float(value)
-
-
-def _text(value: object) -> str:
-    if not isinstance(value, str):
-        raise ValueError("no text")
-    return value
-
-
-def _object(value: object) -> dict[str, Any]:
-    if not isinstance(value, dict):
-        raise ValueError("no object")
-    return cast("dict[str, Any]", value)
-
-
-def _list(value: object) -> list[Any]:
-    return list(value) if isinstance(value, list) else []  # pyright: ignore
-
-
-def _no_constant(name: str) -> Any:
-    raise ValueError(f"{name} is no number")
-
-
-def _number(kind: type[OperationKind | Phase], name: str) -> Any:
-    return kind[name.upper()].value if name.upper() in kind.__members__ else 0
+            lines += folder.read(name, MAX_READ_BYTES).split(b"\n")
+        except FileNotFoundError:  # pruned meanwhile
+            pass
+        except SafepointError as error:
+            if error.reason not in (Reason.LIMIT_EXCEEDED, Reason.SNAPSHOT_UNSAFE):
+                raise
+    record = parse(lines, progress=progress)
+    return None if record is None else replace(record, place=place(files[0]))

@@ -27,6 +27,7 @@ from safepoint.v1 import coordinator_service_pb2, coordinator_service_pb2_grpc
 
 from coordinator.feed import Feed
 from coordinator.fetching import Fetching
+from coordinator.history_files import InStore, OnDisk
 from coordinator.history_writing import HistoryWriter
 from coordinator.journal import ADDRESS_NAME, Journal, require_no_directory
 from coordinator.journals import open_journal
@@ -281,8 +282,10 @@ async def serve(
     history: HistoryWriter | None = None
     if tracer is not None:
         operations.keep(_traces(operations, tracer))
-    if settings.history_keep and isinstance(journal, Journal):  # in a store nothing can be appended to
-        history = HistoryWriter(journal.folder, settings.job_id, settings.history_keep)
+    if settings.history_keep:
+        keep = settings.history_keep
+        files = OnDisk(journal.folder, keep) if isinstance(journal, Journal) else InStore(journal.folder, keep)
+        history = HistoryWriter(files, settings.job_id)
         operations.keep(history)
     if objects is not None:
         operations.uploader = Uploader(

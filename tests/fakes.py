@@ -28,8 +28,9 @@ from safepoint.v1 import (
     participant_service_pb2_grpc,
 )
 
-from coordinator.wire.beneath import Directory, FileDigest
+from coordinator.wire.beneath import FileDigest
 from coordinator.wire.errors import STILL_LOADED, Blocked, Problem, Reason, Refused, refuse
+from coordinator.wire.folder import Folder, open_root, place
 from coordinator.wire.ids import new_incarnation_id
 from coordinator.wire.manifest_file import read_participant_manifest, verify_files, write_participant_manifest
 from coordinator.wire.rpc import SERVER_OPTIONS, ErrorInterceptor, channel, time_budget
@@ -71,7 +72,7 @@ class FakeShim(participant_service_pb2_grpc.ParticipantServicer):
         self,
         participant_id: str,
         role: Role,
-        root: Path,
+        root: Path | str,
         knobs: Knobs | None = None,
         *,
         workers: int = 1,
@@ -404,7 +405,7 @@ class FakeShim(participant_service_pb2_grpc.ParticipantServicer):
             excluded=sum(e.state == manifest_pb2.ROLLOUT_STATE_EXCLUDED for e in entries),
         )
         with (
-            Directory.open(self.root / "snapshots" / snapshot_id) as snapshot,
+            self._snapshot(snapshot_id) as snapshot,
             snapshot.make_child(self.participant_id) as mine,
         ):
             state = b"state of " + self.participant_id.encode()
@@ -430,7 +431,7 @@ class FakeShim(participant_service_pb2_grpc.ParticipantServicer):
             )
             written = write_participant_manifest(mine, manifest)
             if self.knobs.lie == "missing-file":
-                (mine.path / "state.bin").unlink()
+                mine.remove_file("state.bin")
         digest = written.sha256 if self.knobs.lie != "digest" else "0" * 64
         return participant_service_pb2.Committed(manifest=manifest, manifest_sha256=digest)
 
@@ -463,7 +464,7 @@ class FakeShim(participant_service_pb2_grpc.ParticipantServicer):
         totals = self._of_sources(request)
         if request.manifest_sha256:
             with (
-                Directory.open(self.root / "snapshots" / request.snapshot_id) as snapshot,
+                self._snapshot(request.snapshot_id) as snapshot,
                 snapshot.child(request.source_participant_id or self.participant_id) as mine,
             ):
                 manifest, _ = read_participant_manifest(mine, request.manifest_sha256)
@@ -486,11 +487,14 @@ class FakeShim(participant_service_pb2_grpc.ParticipantServicer):
             )
         )  # fmt: skip
 
+    def _snapshot(self, snapshot_id: str) -> Folder:
+        return open_root(place(self.root)).child(f"snapshots/{snapshot_id}")
+
     def _of_sources(self, request: participant_service_pb2.RestoreRequest) -> manifest_pb2.LedgerTotals:
         """The rollouts in the ranges that it is to load, counted from the ledgers of their parts."""
         counted: Counter[str] = Counter()
         for source in request.sources:
-            path = self.root / "snapshots" / request.snapshot_id / source.participant_id / "ledger.jsonl"
+            path = Path(self.root) / "snapshots" / request.snapshot_id / source.participant_id / "ledger.jsonl"
             for line in map(json.loads, path.read_text().splitlines() if path.exists() else ()):
                 until = source.rollouts_until
                 if source.rollouts_from <= line["rollout_id"] and (not until or line["rollout_id"] < until):

@@ -11,7 +11,7 @@ import json
 import time
 from typing import Any
 
-from coordinator.history import Record
+from coordinator.history_record import Record
 from coordinator.page.serving import static
 from coordinator.page.timeline import document
 

@@ -14,7 +14,7 @@ from safepoint.v1 import capabilities_pb2
 from safepoint.v1 import coordinator_service_pb2 as pb
 
 from coordinator import convert
-from coordinator.history import Record, Told
+from coordinator.history_record import Record, Told
 from coordinator.wire.errors import Problem
 from coordinator.wire.rpc import problem_from_detail
 from coordinator.wire.terms import Phase

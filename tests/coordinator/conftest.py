@@ -24,8 +24,10 @@ from tests.fakes import FakeShim, Knobs
 class Bench:
     """H(agents, models, resources) of the bug list: a coordinator and its shims."""
 
-    def __init__(self, root: Path) -> None:
+    def __init__(self, root: Path, store: str = "") -> None:
+        """`store`: the root is there, at that URL, and not in the directory."""
         self.root = root
+        self.where = store or str(root)
         self.settings: dict[str, Any] = {"heartbeat_s": 0.2}
         self.shims: dict[str, FakeShim] = {}
         self.coordinator: Coordinator | None = None
@@ -44,11 +46,11 @@ class Bench:
         return self
 
     async def start_coordinator(self) -> Coordinator:
-        self.coordinator = await serve(Settings(root=str(self.root), **self.settings))
+        self.coordinator = await serve(Settings(root=self.where, **self.settings))
         return self.coordinator
 
     async def add(self, name: str, role: Role, knobs: Knobs | None = None, **kwargs: Any) -> FakeShim:
-        shim = FakeShim(name, role, self.root, knobs, **kwargs)
+        shim = FakeShim(name, role, self.where, knobs, **kwargs)
         self.shims[name] = shim
         await shim.start()
         await shim.register(self.running.address)

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from coordinator.alone import require_alone
+from coordinator.history_files import OnDisk
 from coordinator.journal import ADDRESS_NAME, Journal
 from coordinator.journal_file import ACCEPT, Entry
 from coordinator.server import Coordinator, serve
@@ -162,7 +163,8 @@ async def test_one_whose_root_was_replaced_by_that_of_another_ends_and_leaves_th
         first.keep_announced()  # it may have been on its way here
         assert (root / "coordinator" / ADDRESS_NAME).read_bytes() == theirs
         assert first.history is not None
-        with first.history._coordinator_directory() as folder:
+        assert isinstance(first.history.files, OnDisk)
+        with first.history.files.coordinator_directory() as folder:
             assert not folder.in_place(), "nor does it write history into a root that is not its own"
         with pytest.raises(Refused, match="another directory is there"):
             first.operations.journal.require_epoch()

@@ -13,9 +13,11 @@ from typing import Any
 import pytest
 from safepoint.v1 import coordinator_service_pb2 as pb
 
-from coordinator import history as history_files
-from coordinator import history_writing
-from coordinator.history import History, Record, parse
+from coordinator import history_files
+from coordinator.history import History, file_name, names
+from coordinator.history_files import OnDisk, after_others
+from coordinator.history_record import Record, parse
+from coordinator.history_writing import HistoryWriter
 from coordinator.wire.beneath import Directory
 from coordinator.wire.errors import Problem, Reason
 from coordinator.wire.terms import Phase, Role
@@ -200,7 +202,7 @@ async def test_a_listener_that_fails_is_left_out_and_the_save_goes_on(
 
 
 async def test_the_last_mebibyte_is_left_to_the_journal(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(history_writing, "LEAST_FREE_BYTES", 1 << 60)
+    monkeypatch.setattr(history_files, "LEAST_FREE_BYTES", 1 << 60)
     await bench.start()
     await bench.save()
     assert not list(folder(bench).glob("*"))
@@ -219,9 +221,9 @@ async def test_only_the_newest_files_stay(bench: Bench) -> None:
 def test_names_ascend_also_when_the_clock_does_not(tmp_path: Path) -> None:
     with Directory.open(tmp_path) as directory:
         for began_s, operation in ((5000.0, "op-1"), (1400.0, "op-2"), (1400.0, "op-3"), (6000.0, "op-4")):
-            name = history_writing._after_others(directory, history_files.file_name(began_s, operation))
+            name = after_others(directory, file_name(began_s, operation))
             directory.append(name, b"{}\n")
-        assert [operation for _, operation in history_files.names(directory)] == ["op-1", "op-2", "op-3", "op-4"]
+        assert [operation for _, operation in names(directory)] == ["op-1", "op-2", "op-3", "op-4"]
 
 
 async def test_after_the_clock_was_set_back_the_oldest_files_go_and_the_newest_stay(
@@ -266,7 +268,7 @@ async def test_without_history_nothing_is_written_and_why_still_answers(bench: B
 
 
 async def test_a_long_drain_of_many_stays_small_and_keeps_its_ends(tmp_path: Path) -> None:
-    writer = history_writing.HistoryWriter(lambda: Directory.open(tmp_path), "job", 5, lambda: 1000.0)
+    writer = HistoryWriter(OnDisk(lambda: Directory.open(tmp_path), 5), "job", lambda: 1000.0)
     drive: Any = _drive()
     writer.began(drive)
     for tenth in range(36_000):

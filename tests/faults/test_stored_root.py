@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from coordinator.client import AsyncClient, Budgets
+from coordinator.history import History
 from coordinator.snapshots import SnapshotStore
 from coordinator.wire.errors import SafepointError
 from tests.faults.fleet import COORDINATOR, SERVERS, Fleet
@@ -122,6 +123,10 @@ async def test_killed_anywhere_in_a_save_it_recovers_and_the_last_snapshot_resto
     assert ended["right after the commit point"]
     assert not ended["right before the commit point"]
     last = store.list().snapshots[0].snapshot_id
+    # Whoever went on after a death has told how it ended.
+    told = [(record.snapshot_id, record.outcome) for record in History(url).list()]
+    assert sorted(name for name, outcome in told if outcome == "succeeded") == sorted(there | {last})
+    assert all(outcome for _, outcome in told)
 
     left = await trainer.stop()
     fleet.kill(COORDINATOR, *SERVERS)

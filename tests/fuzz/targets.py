@@ -20,7 +20,7 @@ from typing import Any, Final
 from google.protobuf.message import DecodeError, Message
 from safepoint.v1 import capabilities_pb2, coordinator_service_pb2, errors_pb2, manifest_pb2, participant_service_pb2
 
-from coordinator import convert, history, ledger_lines
+from coordinator import convert, history_record, ledger_lines
 from coordinator.journal_file import read as read_journal
 from coordinator.protocol import records
 from coordinator.protocol.events import Record, RecordKind
@@ -189,7 +189,7 @@ def settings(data: bytes) -> None:
 def history_lines(data: bytes) -> None:
     """A file of history: what can be read of it is shown, in every way in which it is."""
     for progress in (True, False):
-        record = history.parse(data.split(b"\n"), progress=progress)
+        record = history_record.parse(data.split(b"\n"), progress=progress)
         if record is not None:
             record.summary()
             record.kept_events()

@@ -8,7 +8,7 @@ from google.protobuf.duration_pb2 import Duration
 from safepoint.v1 import coordinator_service_pb2 as pb
 from safepoint.v1 import errors_pb2, manifest_pb2
 
-from coordinator.history import Record, Told
+from coordinator.history_record import Record, Told
 from coordinator.wire.terms import Phase
 
 WHO = (

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Any, cast
 
-from coordinator.history import History, Record
+from coordinator.history import History
+from coordinator.history_record import Record
 from coordinator.page.past import SETTLED_S, Past
 from tests.page.records import record
 

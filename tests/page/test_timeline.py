@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from safepoint.v1 import errors_pb2
 
-from coordinator.history import Record
+from coordinator.history_record import Record
 from coordinator.page.timeline import MAX_LANES, MAX_POINTS, document, summary
 from coordinator.wire.terms import Phase
 from tests.page.records import a_save, called, done, failed, finished, moved, record, started
