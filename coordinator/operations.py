@@ -102,7 +102,7 @@ class Operations:
         self._loop = asyncio.get_running_loop()
         self.membership = Membership(journal, discovery.registry, self._append)
         discovery.registry.follow(self._lost, self._joined, self._explained)
-        self.settling = Settling(discovery, lambda: self.active, self.ended_operation)
+        self.settling = Settling(discovery, lambda: self.active, self.ended_operation, self._lingering.keys())
 
     # ---- beginning --------------------------------------------------------------------------------------------------
 

@@ -3,13 +3,14 @@
 The rule: nobody is asked for a cut before it has heard. A shim holds something of an operation that is over (or that
 nobody here knows) when its reply of then was lost, when the coordinator was gone, or when it replaced a shim that had
 loaded a snapshot. It is told until it answers or is gone; an operation that begins meanwhile waits a little for that.
+So it does for those whom the operation before it still tells itself, since they had not said in time that they are open.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Final
 
 from coordinator.driver import Drive
@@ -30,14 +31,22 @@ _WAIT_S: Final = 3.0
 
 
 class Settling:
-    """Who is being told. `active`: the operation that runs; `ended`: how one ended, if its id is used up."""
+    """Who is being told. `active`: the operation that runs; `ended`: how one ended, if its id is used up.
+
+    `lingering`: operations that have ended and tell on by themselves.
+    """
 
     def __init__(
-        self, discovery: Discovery, active: Callable[[], Drive | None], ended: Callable[[str], Ended | None]
+        self,
+        discovery: Discovery,
+        active: Callable[[], Drive | None],
+        ended: Callable[[str], Ended | None],
+        lingering: Collection[Drive],
     ) -> None:
         self._discovery = discovery
         self._active = active
         self._ended = ended
+        self._lingering = lingering
         self._tasks: dict[ParticipantId, asyncio.Task[None]] = {}
 
     def begin(self, who: Participant) -> None:
@@ -53,12 +62,20 @@ class Settling:
 
     def waiting(self) -> list[ParticipantId]:
         """Who has not heard yet."""
-        return sorted(self._tasks)
+        return sorted({*self._tasks, *(name for drive in self._lingering for name in self._told_by(drive))})
 
     async def wait(self, longest_s: float) -> None:
         """Until everybody has heard, at most so long: who has not refuses what it may not do yet."""
-        if self._tasks:
-            await asyncio.wait(set(self._tasks.values()), timeout=max(0.0, min(longest_s, _WAIT_S)))
+        telling = {*self._tasks.values(), *(d.task for d in self._lingering if d.task and self._told_by(d))}
+        if telling:
+            await asyncio.wait(telling, timeout=max(0.0, min(longest_s, _WAIT_S)))
+
+    def _told_by(self, drive: Drive) -> list[ParticipantId]:
+        """Whom an operation that has ended tells still; nobody waits for those that are gone."""
+        if not drive.unconfirmed:
+            return []
+        members = {each.participant_id: each for each in drive.transaction.topology.participants}
+        return [name for name in drive.unconfirmed if self._is_here(members[name])]
 
     async def stop(self) -> None:
         """Tell nobody anything more."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+
 import pytest
 
 from coordinator.wire.errors import Problem, Reason, SafepointError
@@ -59,3 +61,20 @@ async def test_it_is_told_until_it_answers_and_nothing_is_saved_before(bench: Be
     stopped.fail_on.clear()
     await until(lambda: not shim.in_question)
     assert (await bench.save("save-2", "step-2"))[-1].saved.snapshot.snapshot_id == "step-2"
+
+
+async def test_who_has_not_said_that_it_is_open_after_a_save_is_waited_for_by_the_next_one(bench: Bench) -> None:
+    await bench.start(resources_0=Knobs(hang_on={"Resume"}))
+    saved = (await bench.save(timeout=30))[-1].saved
+    assert list(saved.unconfirmed) == ["resources-0"]
+    saving = asyncio.create_task(bench.save("save-2", "step-2", timeout=30))
+    async with asyncio.timeout(10):
+        while not await waits_for(bench, "save-2", "resources-0"):
+            await asyncio.sleep(0.01)
+    bench.shims["resources-0"].knobs.hang_on.clear()  # it is told again
+    assert (await saving)[-1].saved.snapshot.snapshot_id == "step-2"
+
+
+async def waits_for(bench: Bench, operation_id: str, name: str) -> bool:
+    operation = (await bench.status()).operation
+    return operation.operation_id == operation_id and name in operation.waiting_for
