@@ -7,7 +7,7 @@ callers know how to treat that, and a status of ours they would take for the ser
 own: a call of an attempt that a restore has replaced is answered 409. Whoever closes a connection after an answer has
 said so in that answer: a client that keeps connections would write its next request into one that is just going.
 
-GET, HEAD, OPTIONS and upgraded connections pass untouched.
+GET, HEAD, OPTIONS and websockets pass untouched.
 """
 
 from __future__ import annotations
@@ -382,7 +382,20 @@ class Proxy:
             await self._doors.hold(entry)
 
     async def _tunnel(self, client: Link, requests: Messages, head: Head, upstream: Upstream) -> None:
-        await upstream.link.send(head.encode() + requests.raw)
+        """A websocket. When the server will not have it, the connection ends with its answer: what came after it would be HTTP,
+        and has to pass the doors."""
+        messages = upstream.messages
+        await upstream.link.send(head.encode())
+        answer = await messages.next()
+        if not isinstance(answer, Head):
+            raise ConnectionResetError("the server closed the connection before its response")
+        if answer.status != 101:
+            answer.say_close()
+            messages.put_back(answer)
+            await self._send_response(client, upstream, head, None)
+            return
+        await upstream.link.send(requests.raw)
+        await client.send(answer.encode() + messages.raw)
 
         async def pump(source: asyncio.StreamReader, to: Link) -> None:
             while data := await source.read(READ_BYTES):

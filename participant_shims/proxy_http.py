@@ -1,8 +1,10 @@
 """HTTP/1.1 as the proxy needs it: heads, bodies and ends as events, in both directions, passed on as they came.
 
 The rule: what is passed on is what was received: names, order and values of headers, status and reason. Only the framing
-of chunked bodies is written anew. Bytes are taken from the socket only when somebody wants the next event, so that a
-slow reader slows the writer and nothing piles up in between.
+of chunked bodies is written anew, and an offer to go on in another protocol is taken out of a request: it is made to the
+next hop, and the server may pass over it (RFC 9110, 7.8). A websocket is the exception, which only begins with such an offer.
+Bytes are taken from the socket only when somebody wants the next event, so that a slow reader slows the writer and nothing
+piles up in between.
 """
 
 from __future__ import annotations
@@ -11,7 +13,7 @@ import asyncio
 import importlib
 import re
 from collections import deque
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Final, NamedTuple, cast
 
 from coordinator.wire.errors import Reason, refuse
@@ -22,6 +24,7 @@ MAX_HEAD_BYTES: Final = 256 << 10
 _X: Final = frozenset({b"x-", b"X-"})
 _OURS: Final = re.compile(rb"x-safepoint-", re.IGNORECASE)
 _NO_BODY: Final = frozenset({204, 304})
+_OFFERS: Final = frozenset({b"upgrade", b"http2-settings"})  # headers, and words of Connection
 Header = tuple[bytes, bytes]
 
 
@@ -77,6 +80,23 @@ class Head:
     def ends_with_connection(self, method: bytes) -> bool:
         """Whether only the end of the connection ends the body of this response."""
         return self.response_has_body(method) and not self.chunked and not self.value(b"content-length")
+
+    def opens_websocket(self) -> bool:
+        """Whether a request that asks for another protocol is the beginning of a websocket."""
+        return self.method == b"GET" and self.value(b"upgrade").lower() == b"websocket"
+
+    def without_offer(self) -> bytes:
+        """The bytes of the head of a request, without what asks for another protocol."""
+        kept: list[Header] = []
+        for name, value in self.headers:
+            if name.lower() == b"connection":
+                words = [word.strip() for word in value.split(b",")]
+                value = b", ".join(word for word in words if word.lower() not in _OFFERS)
+                if not value:
+                    continue
+            if name.lower() not in _OFFERS:
+                kept.append((name, value))
+        return replace(self, headers=kept).encode()
 
     def say_close(self) -> None:
         """Tell the receiver that its connection ends with this message."""
@@ -178,10 +198,27 @@ class Messages:
         try:
             self._parser.feed_data(data)
         except self._tools.HttpParserUpgrade as upgrade:
-            self.raw = data[cast(int, upgrade.args[0]) :]
+            self._upgraded(data[cast(int, upgrade.args[0]) :])
         except self._tools.HttpParserError as error:
             raise BrokenMessage(str(error)) from error
         return self._events
+
+    def put_back(self, event: Event) -> None:
+        """Let `next` give it again."""
+        self._events.appendleft(event)
+
+    def _upgraded(self, rest: bytes) -> None:
+        head = self._head
+        if self._responses or head.opens_websocket():
+            self.raw = rest
+            return
+        if head.method == b"CONNECT":
+            raise BrokenMessage("it asks for a tunnel")
+        # The parser takes what follows for the other protocol; it is told anew what has come, without the offer.
+        self._events.pop()
+        self._events.pop()
+        self.renew()
+        self.feed(head.without_offer() + rest)
 
     # ---- called by the parser -------------------------------------------------------------------------------------
 

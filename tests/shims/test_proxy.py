@@ -12,6 +12,7 @@ from typing import Any
 
 import aiohttp
 import pytest
+from aiohttp import web
 
 from coordinator.wire.errors import Reason, SafepointError
 from coordinator.wire.terms import Activity, QuiesceMode
@@ -225,6 +226,76 @@ async def test_pipelined_requests_are_answered_in_order(bench: Bench) -> None:
 async def test_a_client_that_waits_for_100_continue_gets_it(bench: Bench) -> None:
     async with bench.http.post(bench.url + "/echo", data=b"abc", expect100=True) as response:
         assert (await response.json())["size"] == 3
+
+
+H2C = b"connection: Upgrade, HTTP2-Settings\r\nupgrade: h2c\r\nhttp2-settings: AAMAAABkAAQAAP__\r\n"
+
+
+@pytest.mark.parametrize("asks", [H2C, b"connection: keep-alive, upgrade\r\nupgrade: websocket\r\n"])
+async def test_a_request_that_offers_another_protocol_passes_the_doors_like_any_other(
+    bench: Bench, asks: bytes
+) -> None:
+    host, _, port = bench.proxy.address.partition(":")
+    reader, writer = await asyncio.open_connection(host, int(port))
+    bench.close()
+    one = b"POST /echo HTTP/1.1\r\nhost: x\r\nx-seen: yes\r\n" + asks + b"content-length: 3\r\n\r\nabc"
+    writer.write(one + b"POST /echo HTTP/1.1\r\nhost: x\r\nconnection: close\r\ncontent-length: 2\r\n\r\nde")
+    await until(lambda: bench.doors.counts().parked == 1)
+    assert bench.server.paths == []
+    bench.doors.open()
+    answers = await asyncio.wait_for(reader.read(), 5)
+    assert answers.index(b'"size":3') < answers.index(b'"size":2')
+    assert b'"seen":"yes"' in answers
+    assert bench.server.paths == ["/echo", "/echo"]
+    writer.close()
+
+
+async def test_a_connection_that_the_server_does_not_upgrade_ends_with_its_answer(bench: Bench) -> None:
+    host, _, port = bench.proxy.address.partition(":")
+    reader, writer = await asyncio.open_connection(host, int(port))
+    bench.close()
+    writer.write(b"GET /big HTTP/1.1\r\nhost: x\r\nconnection: upgrade\r\nupgrade: websocket\r\n\r\n")
+    writer.write(b"POST /echo HTTP/1.1\r\nhost: x\r\ncontent-length: 2\r\n\r\nde")
+    answer = await asyncio.wait_for(reader.read(), 5)
+    assert answer.startswith(b"HTTP/1.1 200")
+    assert b"connection: close" in answer
+    assert answer.endswith(b"z" * 1_000_000)
+    assert bench.server.paths == ["/big"]
+    writer.close()
+
+
+async def test_nobody_gets_a_tunnel_for_the_asking(bench: Bench) -> None:
+    host, _, port = bench.proxy.address.partition(":")
+    reader, writer = await asyncio.open_connection(host, int(port))
+    writer.write(b"CONNECT x:80 HTTP/1.1\r\nhost: x\r\n\r\nPOST /echo HTTP/1.1\r\nhost: x\r\n\r\n")
+    assert await asyncio.wait_for(reader.read(), 5) == b""
+    assert bench.server.paths == []
+    writer.close()
+
+
+async def test_a_websocket_passes_closed_doors() -> None:
+    async def greet(request: web.Request) -> web.WebSocketResponse:
+        socket = web.WebSocketResponse()
+        await socket.prepare(request)
+        await socket.send_str("hello " + await socket.receive_str())
+        await socket.close()
+        return socket
+
+    app = web.Application()
+    app.add_routes([web.get("/ws", greet)])
+    runner = web.AppRunner(app)
+    await runner.setup()
+    await web.TCPSite(runner, "127.0.0.1", 0).start()
+    doors = Doors()
+    proxy = Proxy("127.0.0.1:0", f"127.0.0.1:{runner.addresses[0][1]}", doors)
+    await proxy.start()
+    doors.close("op-1", QuiesceMode.HOLD, 60)
+    async with aiohttp.ClientSession() as http, http.ws_connect(f"http://{proxy.address}/ws") as socket:
+        await socket.send_str("you")
+        assert await socket.receive_str() == "hello you"
+        assert (await socket.receive()).type is aiohttp.WSMsgType.CLOSE
+    await proxy.stop()
+    await runner.cleanup()
 
 
 async def test_an_answer_that_comes_before_its_request_is_whole_says_that_the_connection_ends_with_it(
