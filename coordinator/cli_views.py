@@ -12,6 +12,7 @@ from safepoint.v1 import coordinator_service_pb2 as pb
 from coordinator.cli_exit import spoken
 from coordinator.cli_output import short
 from coordinator.client_results import SnapshotSummary, seconds, size_text
+from coordinator.roots_seen import REASONS as ROOT_REASONS
 from coordinator.wire.places import Placement
 from coordinator.wire.refusals import KEPT_OUT
 from coordinator.wire.rpc import problem_from_detail
@@ -118,12 +119,13 @@ def _range(p: Placement) -> str:
 
 
 # A cause before what follows from it: a shim that is refused is missed by somebody.
-_HEADS: Final = ("REFUSED", "BLOCKING", "costs")
+_HEADS: Final = ("REFUSED", "BLOCKING", "WARNING", "costs")
 
 
 def _headed(finding: pb.Finding) -> tuple[str, pb.Finding]:
     refused = not finding.blocking and int(finding.reason) in KEPT_OUT
-    return "BLOCKING" if finding.blocking else "REFUSED" if refused else "costs", finding
+    warns = "WARNING" if int(finding.reason) in ROOT_REASONS else "costs"
+    return "BLOCKING" if finding.blocking else "REFUSED" if refused else warns, finding
 
 
 def snapshots_view(published: Sequence[SnapshotSummary], invalid: Mapping[str, str]) -> Group:

@@ -90,15 +90,11 @@ class Discovery:
         registered = [p for p in self.registry.participants() if p.address not in static]
         return problems + [p for p in await asyncio.gather(*map(self._ask_registered, registered)) if p is not None]
 
-    async def ask_workers(self) -> list[Problem]:
-        """Whose worker processes would keep a save from closing them. Who does not answer in time is no news of a worker."""
-
-        async def one(who: Participant) -> Problem | None:
-            status = await self._status(who)
-            return workers_problem(who, status) if status is not None else None
-
+    async def ask_how_they_are(self) -> list[tuple[Participant, capabilities_pb2.ParticipantStatus]]:
+        """Everybody whom a save would close, with its status. Who does not answer in time is left out."""
         joins = [who for who in self.registry.participants() if who.role is not Role.AUXILIARY_MODEL]
-        return [problem for problem in await asyncio.gather(*map(one, joins)) if problem is not None]
+        told = await asyncio.gather(*map(self._status, joins))
+        return [(who, status) for who, status in zip(joins, told, strict=True) if status is not None]
 
     async def ask_fresh(self, operation: Operation) -> None:
         """That nobody of a restore has done work. Raises NOT_FRESH with all who have; who does not say is asked by Restore."""

@@ -11,23 +11,24 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import logging
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
 from contextlib import suppress
 from itertools import islice
 from typing import Any, Final
 
 from google.protobuf.message import Message
 from grpc import aio
+from safepoint.v1 import capabilities_pb2, coordinator_service_pb2_grpc, manifest_pb2
 from safepoint.v1 import coordinator_service_pb2 as pb
-from safepoint.v1 import coordinator_service_pb2_grpc, manifest_pb2
 
-from coordinator import convert, kept_out, ledger_lines, pruning
+from coordinator import convert, kept_out, ledger_lines, pruning, roots_seen
 from coordinator.answers import COMMIT, PUBLISH, RESUME, START
 from coordinator.driver import Drive, Identity
 from coordinator.explaining import explain, list_operations
 from coordinator.following import follow_answer, replay, watch
 from coordinator.operations import Operations, fenced
 from coordinator.outcomes import Ended
+from coordinator.preflight import workers_problem
 from coordinator.protocol import events as core
 from coordinator.protocol.operation import Operation, Options, Outcome
 from coordinator.protocol.topology import Participant, fingerprint, validate
@@ -40,7 +41,7 @@ from coordinator.status import ANSWER_WITHIN_S, MAX_STACKS_OF, coordinator_statu
 from coordinator.wire.errors import CATALOG, Problem, Reason, SafepointError, refuse
 from coordinator.wire.ids import IncarnationId, OperationId, ParticipantId, SnapshotId, is_rollout_id, is_wire_id
 from coordinator.wire.rpc import time_budget
-from coordinator.wire.terms import OperationKind
+from coordinator.wire.terms import CheckpointMode, OperationKind
 from coordinator.wire.trace import incoming
 
 Context = aio.ServicerContext[Any, Any]
@@ -91,18 +92,37 @@ class CoordinatorService(coordinator_service_pb2_grpc.CoordinatorServicer):
         time_budget(context)
         discovery = self._operations.discovery
         problems = await (discovery.ask_everybody() if request.refresh else discovery.ask_static())
-        problems += await discovery.ask_workers()
+        states = await discovery.ask_how_they_are()
+        problems += filter(None, (workers_problem(who, status) for who, status in states))
         if (active := self._operations.active) is not None and active.outcome is Outcome.FAILED_PAUSED:
             problems.append(fenced(active).problem)
         topology = discovery.topology()
         findings = [_finding_from_problem(problem) for problem in problems]
         findings += [convert.finding(found) for found in validate(topology)]
         findings += map(kept_out.finding, self._operations.kept_out())
+        findings += self._unseen_roots(states)
         return pb.GetTopologyResponse(
             participants=[discovery.info(p) for p in topology.participants],
             fingerprint=fingerprint(topology.participants),
             findings=findings,
         )
+
+    def _unseen_roots(
+        self, states: Iterable[tuple[Participant, capabilities_pb2.ParticipantStatus]]
+    ) -> Iterator[pb.Finding]:
+        operations = self._operations
+        seen = [
+            (who.participant_id, status.root)
+            for who, status in states
+            if status.HasField("root") and who.checkpoint_mode is not CheckpointMode.STATELESS
+        ]
+        for one in roots_seen.unseen(operations.root_mark, operations.settings.root, seen)[0]:
+            names = one.participant_ids
+            yield pb.Finding(
+                participant_id=names[0] if len(names) == 1 else "",
+                message=f"{'' if len(names) == 1 else f'{roots_seen.few(names)}: '}The shim {one.text}.",
+                next_step=one.next_step, reason=convert.wire(one.reason),
+            )  # fmt: skip
 
     # ---- whole operations -------------------------------------------------------------------------------------------
 

@@ -22,6 +22,7 @@ EVERY_S: Final = 5.0
 HUNG_AFTER_S: Final = 5.0
 MAX_PATH_BYTES: Final = 1024
 MAX_PROBLEM_BYTES: Final = 500
+_OURS: Final = ("coordinator", "snapshots", "chunks")  # below a root; made when they are needed
 
 
 class RootWatch:
@@ -32,10 +33,15 @@ class RootWatch:
         self._clock = clock
         self._seen: capabilities_pb2.SeenRoot | None = None
         self._looks_since: float | None = None
+        self._stopped = threading.Event()
 
     def start(self) -> None:
-        """Look for as long as the process lives, beside it."""
+        """Look until `stop`, beside everything else; a look that hangs keeps no process from ending."""
         threading.Thread(target=self._run, name="look at the root", daemon=True).start()
+
+    def stop(self) -> None:
+        """Look no more. Does not wait for a look that is under way."""
+        self._stopped.set()
 
     def seen(self) -> capabilities_pb2.SeenRoot | None:
         """What the last look has found, or that the present one hangs; None before the first. Does not block."""
@@ -52,9 +58,9 @@ class RootWatch:
         self._looks_since = None
 
     def _run(self) -> None:
-        while True:
+        while not self._stopped.is_set():
             self.look()
-            time.sleep(EVERY_S)
+            self._stopped.wait(EVERY_S)
 
 
 def _look(root: Path | None) -> capabilities_pb2.SeenRoot:
@@ -63,13 +69,30 @@ def _look(root: Path | None) -> capabilities_pb2.SeenRoot:
     try:
         if not root.is_dir():
             return _seen(root, problem="It is not there, or no directory.")
+        if problem := _barred(root):
+            return _seen(root, problem=problem)
         read_only = os.statvfs(root).f_flag & os.ST_RDONLY
         mark = mark_of(look_up(address_below(str(root))).nonce)
     except SafepointError as error:  # no record: another root, or one that no coordinator has been in
         return _seen(root, problem=error.problem.message)
+    except PermissionError as error:
+        return _seen(root, problem=f"The shim's user (uid {os.geteuid()}) may not look there: {error.strerror}.")
     except (OSError, ValueError) as error:
         return _seen(root, problem=f"It cannot be seen: {error}.")
     return _seen(root, mark, "It is mounted read-only there." if read_only else "")
+
+
+def _barred(root: Path) -> str:
+    """Why this user cannot work in the root, as one sentence; empty when it can. What the coordinator makes there is its user's
+    alone."""
+    for name in _OURS:
+        folder = root / name
+        if folder.exists() and not os.access(folder, os.R_OK | os.W_OK | os.X_OK, effective_ids=True):
+            return (
+                f"The shim's user (uid {os.geteuid()}) may not write in {folder}, which belongs to uid {folder.stat().st_uid}: "
+                "coordinator and servers run as one user."
+            )
+    return ""
 
 
 def _seen(root: Path | None, mark: str = "", problem: str = "") -> capabilities_pb2.SeenRoot:

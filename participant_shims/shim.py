@@ -208,6 +208,8 @@ class Shim:
         """Leave: no longer announced, admission open, then no longer there."""
         if self.registration is not None and self.ends_because:
             await self.registration.say_goodbye(self.ends_because)
+        if self.service.root_watch is not None:
+            self.service.root_watch.stop()
         for task in (self._registering, self._reporting):
             if task is not None:
                 task.cancel()
@@ -219,6 +221,12 @@ class Shim:
             await self._server.stop(STOP_GRACE_S)
         if self._listening is not None:
             self._listening.close()
+
+    def watch_root(self) -> None:
+        """Look at the root now and then until the shim stops, and tell what is seen with the status."""
+        if not self._options.store:  # a look there is a request, of each shim, and the coordinator has tried the store
+            self.service.root_watch = RootWatch(self._options.root)
+            self.service.root_watch.start()
 
     def announcement(self) -> dict[str, object]:
         """What is printed once it can be called. `listens`: where a proxy takes its server's calls."""
@@ -281,9 +289,7 @@ async def serve_shim(options: ShimOptions, adapter: Adapter) -> None:
             watching = asyncio.create_task(
                 watch(shim.service.marks, lambda: uses_of(options.life)), name="watch limits"
             )
-            if not options.store:  # a look there is a request, of each shim, and the coordinator has tried the store
-                shim.service.root_watch = RootWatch(options.root)
-                shim.service.root_watch.start()
+            shim.watch_root()
             line = json.dumps(shim.announcement())
             failpoints.reach("shim.before_announce")
             _write_announcement(options.life, line)

@@ -5,12 +5,13 @@ PURE: it reads what `Client.topology` and `Client.status` have answered.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Final
 
 from safepoint.v1 import capabilities_pb2
 from safepoint.v1 import coordinator_service_pb2 as pb
 
+from coordinator import roots_seen
 from coordinator.doctor.finding import Finding, Severity
 from coordinator.doctor.fixes import fix_of
 from coordinator.preflight import RUNS
@@ -22,7 +23,6 @@ from coordinator.wire.rpc import problem_from_detail
 # An answer on one machine takes a millisecond. A second means that the coordinator's loop is blocked or the link is bad.
 SLOW_ANSWER_S: Final = 1.0
 SKEW_S: Final = 5.0  # more than an answer takes
-SHOWN: Final = 5
 
 
 def coordinator(status: pb.GetCoordinatorStatusResponse, took_s: float) -> Iterator[Finding]:
@@ -87,15 +87,11 @@ def versions(answer: pb.GetTopologyResponse, ours: str) -> Iterator[Finding]:
             found.setdefault(info.capabilities.shim_version, []).append(info.capabilities.participant_id)
     if not ours or found.keys() <= {ours}:
         return
-    each = "; ".join(f"{version}: {_few(names)}" for version, names in sorted(found.items()))
+    each = "; ".join(f"{version}: {roots_seen.few(names)}" for version, names in sorted(found.items()))
     yield Finding(
         "participants", Severity.NOTE, "versions", f"Not everybody is of version {ours}, which is here: {each}.",
         "Works within one version of the contract; install one version everywhere when you can.",
     )  # fmt: skip
-
-
-def _few(names: Sequence[str]) -> str:
-    return ", ".join(names[:SHOWN]) + (f" and {len(names) - SHOWN} more" if len(names) > SHOWN else "")
 
 
 def upload(status: pb.GetCoordinatorStatusResponse) -> Iterator[Finding]:
@@ -127,6 +123,8 @@ def topology(answer: pb.GetTopologyResponse) -> Iterator[Finding]:
     for finding in [*refused, *(found for found in answer.findings if found not in refused)]:
         if finding.reason == int(Reason.FENCED):
             continue  # the operation's own status has said it
+        if not finding.blocking and _reason(finding.reason) in roots_seen.REASONS:
+            continue  # `roots` has
         severity = Severity.ERROR if finding.blocking else Severity.NOTE
         if severity is Severity.NOTE and _reason(finding.reason) is Reason.ROLE_INVALID:
             severity = Severity.WARNING  # a role that is declared, and likely wrong
@@ -173,35 +171,16 @@ def participants(status: pb.GetCoordinatorStatusResponse) -> Iterator[Finding]:
 
 def roots(status: pb.GetCoordinatorStatusResponse) -> Iterator[Finding]:
     """That every shim that has to write into the snapshot root sees the coordinator's. An older one does not say."""
-    if not status.root_mark:
-        return
-    well = 0
-    found: dict[tuple[str, str, str], list[str]] = {}  # path, problem, mark -> whose
+    seen: list[tuple[str, capabilities_pb2.SeenRoot]] = []
     for health in status.participants:
-        who, seen = health.info.capabilities, health.status.root
-        if not health.status.HasField("root") or who.role == capabilities_pb2.ROLE_AUXILIARY_MODEL:
-            continue
-        if who.checkpoint_mode == capabilities_pb2.CHECKPOINT_MODE_STATELESS:
-            continue  # writes nothing
-        if seen.mark == status.root_mark and not seen.problem:
-            well += 1
-        else:
-            found.setdefault((seen.path, seen.problem, seen.mark), []).append(who.participant_id)
-    for (path, problem, mark), names in sorted(found.items()):
-        if not path:
-            text, reason = "has no snapshot root: its part of a save cannot be written", Reason.STORAGE_FAILED
-        elif mark and mark != status.root_mark:
-            text = f"sees another coordinator's record in {path}: that is not the root {status.snapshot_root}, or an old view of it"
-            reason = Reason.SNAPSHOT_NOT_FOUND
-        else:
-            lacks = "cannot use" if mark else "does not see"
-            text = f"{lacks} the coordinator's root {status.snapshot_root} at {path}: {problem.rstrip('.')}"
-            reason = Reason.STORAGE_FAILED
-        yield Finding(
-            "participants", Severity.ERROR, _few(names), f"The shim {text}.",
-            f"Mount {status.snapshot_root} on the shim's machine, writable, and set SAFEPOINT_ROOT to it before the server "
-            "starts. If the coordinator began within the last minute, look again first.", reason,
-        )  # fmt: skip
+        who = health.info.capabilities
+        writes = who.checkpoint_mode != capabilities_pb2.CHECKPOINT_MODE_STATELESS
+        if health.status.HasField("root") and writes and who.role != capabilities_pb2.ROLE_AUXILIARY_MODEL:
+            seen.append((who.participant_id, health.status.root))
+    found, well = roots_seen.unseen(status.root_mark, status.snapshot_root, seen)
+    for one in found:
+        names = roots_seen.few(one.participant_ids)
+        yield Finding("participants", Severity.ERROR, names, f"The shim {one.text}.", one.next_step, one.reason)
     if well and not found:
         yield Finding("participants", Severity.OK, "root", f"The coordinator's root is seen by {well} shims")
 

@@ -68,6 +68,7 @@ class HeldEngine:
 
     async def __aenter__(self) -> HeldEngine:
         await self._shim.__aenter__()
+        self._shim.watch_root()
         return self
 
     async def __aexit__(self, *error: object) -> None:

@@ -147,6 +147,10 @@ def test_a_shim_that_was_refused_is_no_cost_but_refused(capsys: pytest.CaptureFi
     refused = pb.Finding(reason=int(Reason.UNAUTHENTICATED), message="A shim on 10.0.0.3 was refused", next_step="-")  # type: ignore[arg-type]
     show(topology_view(pb.GetTopologyResponse(findings=[refused])))
     assert "REFUSED: A shim on 10.0.0.3" in capsys.readouterr().out
+    unseen = pb.Finding(participant_id="agent", message="The shim does not see it")
+    unseen.reason = int(Reason.STORAGE_FAILED)  # type: ignore[assignment]
+    show(topology_view(pb.GetTopologyResponse(findings=[unseen])))
+    assert "WARNING: agent: The shim does not see it" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("count", [0, 1])

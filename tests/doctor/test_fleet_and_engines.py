@@ -155,6 +155,13 @@ def test_an_environment_that_waits_for_a_policy_model_is_told_by_the_call() -> N
     assert list(fleet.judged(status)) == [], "the topology has refused it"
 
 
+def test_a_root_that_the_topology_names_too_is_told_once() -> None:
+    unseen = pb.Finding(
+        reason=errors_pb2.REASON_STORAGE_FAILED, message="The shim does not see it", next_step="mount it"
+    )
+    assert not bad(list(fleet.topology(pb.GetTopologyResponse(findings=[unseen]))))
+
+
 def test_a_shim_that_is_kept_out_is_a_warning_and_blocks_nothing() -> None:
     refused = pb.Finding(reason=errors_pb2.REASON_UNAUTHENTICATED, message="A shim was refused", next_step="a token")
     (finding, well) = fleet.topology(pb.GetTopologyResponse(findings=[refused]))

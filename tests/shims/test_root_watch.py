@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
+import sys
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -67,3 +70,42 @@ def test_a_root_that_hangs_is_told_and_keeps_nobody_waiting(tmp_path: Path, monk
     seen = watch.seen()
     assert seen is not None
     assert [*told, seen.problem] == ["", "It has not answered for 8 s.", "It cannot be seen: at last."]
+
+
+def test_a_root_in_which_the_shims_user_may_not_write_is_told_with_both_users(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (folder := tmp_path / "snapshots").mkdir()
+    asked: list[tuple[str, bool]] = []
+
+    def access(path: Path, mode: int, *, effective_ids: bool) -> bool:
+        asked.append((Path(path).name, effective_ids and mode == os.R_OK | os.W_OK | os.X_OK))
+        return Path(path) != folder
+
+    monkeypatch.setattr(root_watch.os, "access", access)
+    monkeypatch.setattr(root_watch.os, "geteuid", lambda: 4711)
+    watch = RootWatch(tmp_path)
+    watch.look()
+    seen = watch.seen()
+    assert seen is not None
+    assert f"(uid 4711) may not write in {folder}, which belongs to uid {folder.stat().st_uid}" in seen.problem
+    assert asked == [("snapshots", True)]
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root may become another user")
+async def test_a_shim_of_another_user_than_the_coordinators_is_told() -> None:
+    """What a coordinator makes is its user's alone."""
+    with tempfile.TemporaryDirectory(prefix="root-", dir="/tmp") as folder:  # where others may look
+        Path(folder).chmod(0o755)  # noqa: ASYNC240
+        coordinator = await serve(Settings(root=f"{folder}/root"))
+        try:
+            look = (
+                "import os; from pathlib import Path; from participant_shims.root_watch import RootWatch; os.setuid(65534); "
+                f"watch = RootWatch(Path('{folder}/root')); watch.look(); print(watch.seen().problem)"
+            )
+            process = await asyncio.create_subprocess_exec(sys.executable, "-c", look, stdout=asyncio.subprocess.PIPE)
+            told, _ = await process.communicate()
+        finally:
+            await coordinator.stop()
+    assert "The shim's user (uid 65534) may not write in" in told.decode()
+    assert "which belongs to uid 0" in told.decode()

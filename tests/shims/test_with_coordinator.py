@@ -6,13 +6,14 @@ import asyncio
 import json
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import aiohttp
 import pytest
 from safepoint.v1 import coordinator_service_pb2 as pb
-from safepoint.v1 import coordinator_service_pb2_grpc
+from safepoint.v1 import coordinator_service_pb2_grpc, errors_pb2
 
 from coordinator.server import Coordinator, serve
 from coordinator.settings import Settings
@@ -124,6 +125,30 @@ async def test_a_dead_coordinator_leaves_nobody_closed_beyond_the_lease(short_pa
         await until(lambda: all(not adapter.doors.closed for _, adapter in running.values()), 5)
         for shim, _ in running.values():
             await until(lambda shim=shim: "lease" in shim.service.operations.last_failure)
+
+
+async def test_the_topology_says_whose_shim_sees_another_root(short_path: Path) -> None:
+    """Nobody has to be paused to learn it; and nothing is refused by it, since a view of a shared directory may be old."""
+    for name in ("root", "elsewhere"):
+        (short_path / name).mkdir()
+    async with running_server() as server, shims(short_path, server) as running:
+        running["sandbox"][0]._options = replace(running["sandbox"][0]._options, root=short_path / "elsewhere")
+        async with coordinating(short_path) as coordinator, stub_of(coordinator) as stub:
+            await registered(running, coordinator.epoch)
+            for name in ("agent", "sandbox"):
+                running[name][0].watch_root()
+
+            async def told() -> list[pb.Finding]:
+                found = (await answer(stub.GetTopology(pb.GetTopologyRequest(), timeout=10))).findings
+                return [each for each in found if each.reason == errors_pb2.REASON_STORAGE_FAILED]
+
+            while not (findings := await told()):
+                await asyncio.sleep(0.02)
+            ((who, blocks, text),) = [(each.participant_id, each.blocking, each.message) for each in findings]
+            assert (who, blocks) == ("sandbox", False)
+            assert f"does not see the coordinator's root {short_path}/root at {short_path}/elsewhere" in text
+        watches = [running[name][0].service.root_watch for name in ("agent", "sandbox")]
+    assert all(watch is not None and watch._stopped.is_set() for watch in watches)
 
 
 @pytest.fixture(autouse=True)

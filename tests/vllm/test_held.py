@@ -7,16 +7,24 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from safepoint.v1 import capabilities_pb2
 
+from coordinator.client import AsyncClient
+from coordinator.server import serve
+from coordinator.settings import Settings
 from coordinator.wire.errors import Reason, SafepointError
 from coordinator.wire.terms import QuiesceMode
 from participant_shims.adapter import Exported, Loaded
 from participant_shims.adapters.vllm import VllmAdapter
+from participant_shims.adapters.vllm_held import HeldEngine
 from participant_shims.engine.held import Ended, HeldFront
 from participant_shims.engine.requests_file import read_requests
 from participant_shims.identity import CallIdentity
-from tests.vllm.held_fake import FakeLLM, Kind, Output, Params, held
+from tests.vllm.held_fake import KIT, FakeLLM, Kind, Output, Params, held
 from tests.vllm.test_control import freeze, until
+from tests.vllm.test_engine_shim import short_path
+
+__all__ = ["short_path"]
 
 PROMPT = [1, 2, 3]
 GREEDY = {"temperature": 0.0, "max_tokens": 8, "logprobs": 0}
@@ -253,3 +261,30 @@ async def test_steering_waits_for_the_doors_and_a_pause_waits_for_it(tmp_path: P
         order.append("frozen")
         await steering
         assert order == ["refit", "refit over", "frozen"]
+
+
+async def test_an_engine_that_a_trainer_holds_takes_part_and_says_whether_it_sees_the_root(short_path: Path) -> None:
+    root = short_path / "root"
+    core = await serve(Settings(root=str(root), bind=f"unix:{short_path}/c.sock", heartbeat_s=0.2))
+    life = short_path / "life"
+    life.mkdir(mode=0o700)
+    record = f"file:{root}/coordinator/address.json"
+    try:
+        async with AsyncClient(core.address) as client:
+            async with HeldEngine(
+                FakeLLM(), "engine-0", life=life, root=str(root), coordinator=record, bind="unix", kit=KIT
+            ):
+                seen = capabilities_pb2.SeenRoot()
+                async with asyncio.timeout(20):
+                    while not seen.path:
+                        people = (await client.status(participants=True)).participants
+                        seen = people[0].status.root if people else seen
+                        await asyncio.sleep(0.02)
+                assert (seen.path, seen.problem) == (str(root), "")
+                assert seen.mark == (await client.status()).root_mark
+                assert not [finding for finding in (await client.topology()).findings if finding.blocking]
+            async with asyncio.timeout(20):
+                while (await client.status()).participants:  # it said goodbye
+                    await asyncio.sleep(0.02)
+    finally:
+        await core.kill()
