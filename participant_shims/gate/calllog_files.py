@@ -12,7 +12,10 @@ from __future__ import annotations
 
 import base64
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import re
+import sqlite3
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final, cast
@@ -25,6 +28,7 @@ from coordinator.wire.terms import RolloutState
 from participant_shims.adapter import LedgerLine
 from participant_shims.gate.calllog import UNCOUNTED, CallLog
 from participant_shims.gate.calllog_export import FILE, FORMAT, ROPE, export
+from participant_shims.identity import MAX_ATTEMPT
 
 __all__ = ["FILE", "ROPE", "LogLoad", "export", "keep", "load", "loaded_by", "read", "unload"]
 
@@ -68,7 +72,7 @@ def load(
     counted: set[str] = set()
     recorded = sessions = 0
     failpoints.reach("calllog.before_install")
-    with log.together():
+    with _nothing_twice(files), log.together():
         if not log.is_fresh():
             raise refuse(Reason.NOT_FRESH, f"{log.path.parent.name} has served rollouts since it started.")
         _clear(log)
@@ -139,6 +143,15 @@ def load(
                 sessions += 1
     failpoints.reach("calllog.after_install")
     return LogLoad(totals, tuple(restarted), recorded, sessions)
+
+
+@contextmanager
+def _nothing_twice(files: Sequence[Path]) -> Generator[None]:
+    try:
+        yield
+    except sqlite3.IntegrityError as error:  # the disk has no part in it
+        names = ", ".join(sorted({path.name for path in files}))
+        raise refuse(Reason.SNAPSHOT_CORRUPT, f"{names} says something twice: {error}.") from error
 
 
 def _wanted(
@@ -241,6 +254,7 @@ _FIELDS: Final[Mapping[str, Mapping[str, str]]] = {
     "count": {"rollout_id": _S, "attempt": _I, "base": _I, "executed": _I},
 }  # fmt: skip
 _ORDER: Final = ("excluded", "rollout", "call", "executed", "session", "mark", "count")
+_CALL_ID: Final = re.compile(r"[0-9]{1,10}(\.[0-9]{1,10})*")
 _STATES: Final = (RolloutState.COMPLETED, RolloutState.PARKED, RolloutState.PENDING, RolloutState.EXCLUDED)
 
 
@@ -346,6 +360,11 @@ def _checked_fields(record: dict[str, Any]) -> dict[str, Any]:
             raise ValueError(f"{name} is not of type {kind}")
     if not is_rollout_id(record["rollout_id"]):
         raise ValueError("malformed rollout_id")
+    attempt = record.get("attempt", 0)
+    if attempt > MAX_ATTEMPT or record.get("base", 0) > attempt:
+        raise ValueError("an attempt or base that no call can have")
+    if _CALL_ID.fullmatch(record.get("call_id", "0")) is None:
+        raise ValueError("malformed call_id")
     if record["t"] == "rollout" and record["state"] not in _STATES:
         raise ValueError("unknown state")
     return record

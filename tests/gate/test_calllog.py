@@ -17,7 +17,7 @@ from coordinator.wire.errors import Reason, Refused, SafepointError
 from coordinator.wire.terms import RolloutState
 from participant_shims.gate import calllog, calllog_files
 from participant_shims.gate.calllog import Answer, CallLog, Stale, Verdict
-from participant_shims.identity import CallIdentity, root
+from participant_shims.identity import MAX_ATTEMPT, CallIdentity, root
 
 BINARY = Answer(
     200, (("Content-Type", "application/octet-stream"), ("Set-Cookie", "a=1"), ("Set-Cookie", "b=2")), b"\x00\xff"
@@ -257,6 +257,54 @@ def test_a_load_may_be_repeated_until_the_first_dispatch(log: CallLog, tmp_path:
     new.claim("r-1", "sha", b"", "")
     with pytest.raises(Refused):
         calllog_files.load(new, [file])
+    new.close()
+
+
+@pytest.mark.parametrize("kind", ["rollout", "call", "executed", "count", "session"])
+def test_a_line_that_comes_twice_is_damage_and_no_failure_of_the_disk(log: CallLog, tmp_path: Path, kind: str) -> None:
+    dispatched(log)
+    log.remember(CallIdentity("r-9", 0, "0.4"), "dig", TEXT, "session-1", counted=True)
+    file = written(log, tmp_path / "out")
+    lines = file.read_bytes().splitlines()
+    at = next(n for n, line in enumerate(lines) if json.loads(line)["t"] == kind)
+    file.write_bytes(b"\n".join([*lines[: at + 1], *lines[at:], b""]))
+    new = CallLog(tmp_path / "new.db")
+    if kind == "session":  # says the same again
+        assert calllog_files.load(new, [file]).totals == {RolloutState.PENDING: 1}
+    else:
+        with pytest.raises(Refused) as refused:
+            calllog_files.load(new, [file])
+        assert refused.value.reason is Reason.SNAPSHOT_CORRUPT
+        assert new.attempt_of("r-1") == -1
+    new.close()
+
+
+@pytest.mark.parametrize(
+    ("kind", "change"),
+    [
+        ("rollout", {"attempt": MAX_ATTEMPT + 1}),  # its calls would carry no identity that anybody reads
+        ("rollout", {"base": 1}),
+        ("executed", {"base": 7}),
+        ("count", {"base": 7}),
+        ("call", {"call_id": "0.x"}),
+        ("call", {"call_id": "../1"}),
+        ("executed", {"call_id": ""}),
+    ],
+)
+def test_what_no_gate_has_written_is_refused(
+    log: CallLog, tmp_path: Path, kind: str, change: dict[str, object]
+) -> None:
+    dispatched(log, calls=3)
+    log.remember(CallIdentity("r-9", 0, "0.4"), "dig", TEXT, "session-1", counted=True)
+    file = written(log, tmp_path / "out")
+    records = [json.loads(line) for line in file.read_bytes().splitlines()]
+    next(r for r in records if r["t"] == kind).update(change)
+    file.write_bytes(b"".join(json.dumps(r).encode() + b"\n" for r in records))
+    new = CallLog(tmp_path / "new.db")
+    with pytest.raises(Refused) as refused:
+        calllog_files.load(new, [file])
+    assert refused.value.reason is Reason.SNAPSHOT_CORRUPT
+    assert new.attempt_of("r-1") == -1
     new.close()
 
 
