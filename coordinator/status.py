@@ -10,6 +10,7 @@ import asyncio
 from collections.abc import Collection, Coroutine
 from typing import Any, Final
 
+from google.protobuf.timestamp_pb2 import Timestamp
 from safepoint.v1 import coordinator_service_pb2
 
 from coordinator import convert, kept_out, outcomes
@@ -55,8 +56,16 @@ async def coordinator_status(
         kept_out=map(kept_out.finding, operations.kept_out()),
         missing=map(convert.finding, gone_from(operations.discovery.registry.missing())),
         root_mark=operations.root_mark,
+        wall_time=_now(),
         upload=operations.uploader.status() if operations.uploader is not None else None,
     )
+
+
+def _now() -> Timestamp:
+    """What the clock of this machine says, for people."""
+    at = Timestamp()
+    at.GetCurrentTime()
+    return at
 
 
 def operation_status(operations: Operations) -> coordinator_service_pb2.OperationStatus | None:

@@ -411,6 +411,7 @@ class ParticipantService(participant_service_pb2_grpc.ParticipantServicer):
             out.root.CopyFrom(seen)
         if fence.state is not ParticipantState.OPEN:
             out.lease_remaining.CopyFrom(self._lease())
+        out.wall_time.GetCurrentTime()  # for people
         return out
 
     # ---- parts ----------------------------------------------------------------------------------------------------

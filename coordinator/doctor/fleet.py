@@ -22,7 +22,7 @@ from coordinator.wire.rpc import problem_from_detail
 
 # An answer on one machine takes a millisecond. A second means that the coordinator's loop is blocked or the link is bad.
 SLOW_ANSWER_S: Final = 1.0
-SKEW_S: Final = 5.0  # more than an answer takes
+SKEW_S: Final = 5.0  # more than an answer takes (`examine.CALL_S`)
 
 
 def coordinator(status: pb.GetCoordinatorStatusResponse, took_s: float) -> Iterator[Finding]:
@@ -59,24 +59,32 @@ def coordinator(status: pb.GetCoordinatorStatusResponse, took_s: float) -> Itera
 
 
 def clock(status: pb.GetCoordinatorStatusResponse, wall_s: float) -> Iterator[Finding]:
-    """How far the coordinator's clock is from ours, as far as its operation tells. `wall_s`: seconds since 1970, here.
-
-    An operation that runs says what time it is there; one that has ended only that it cannot have begun in the future.
+    """How far the coordinator's clock is from ours, and those of shims from the coordinator's. `wall_s`: seconds since 1970,
+    here, when the answer had come. Who does not say what time it is there is left out.
     """
-    operation = status.operation
-    if not operation.HasField("begin_time"):
+    if not status.HasField("wall_time"):
         return
-    runs = operation.outcome == pb.OPERATION_OUTCOME_RUNNING
-    there_s = operation.begin_time.ToMilliseconds() / 1e3 + (operation.elapsed.ToMilliseconds() / 1e3 if runs else 0.0)
-    ahead_s = there_s - wall_s
-    if ahead_s > SKEW_S or (runs and ahead_s < -SKEW_S):
+    there_s = status.wall_time.ToMilliseconds() / 1e3
+    off = {"the coordinator's is": there_s - wall_s} if abs(there_s - wall_s) > SKEW_S else {}
+    compared = 1
+    for health in status.participants:
+        if health.status.HasField("wall_time"):
+            ahead_s = health.status.wall_time.ToMilliseconds() / 1e3 - there_s
+            compared += 1
+            if abs(ahead_s) > SKEW_S:
+                off[f"that of {health.info.capabilities.participant_id}"] = ahead_s
+    if not off:
         yield Finding(
-            "coordinator", Severity.WARNING, "clock",
-            f"The coordinator's clock is {'at least ' if not runs else ''}{abs(ahead_s):.0f} s "
-            f"{'ahead of' if ahead_s > 0 else 'behind'} the one here. No decision rests on it; certificates, object stores and "
-            "the times in lists do.",
-            "Let NTP or chrony set the clocks of all machines.",
-        )  # fmt: skip
+            "coordinator", Severity.OK, "clock", f"Clocks agree within {SKEW_S:.0f} s: the one here and {compared} more"
+        )
+        return
+    each = [f"{name} {abs(s):.0f} s {'ahead' if s > 0 else 'behind'}" for name, s in off.items()]
+    yield Finding(
+        "coordinator", Severity.WARNING, "clock",
+        f"Clocks differ: {roots_seen.few(each)} (the coordinator's against the one here, others against the coordinator's). No "
+        "decision rests on them; certificates, object stores and the times in lists and logs do.",
+        "Let NTP or chrony set the clocks of all machines.",
+    )  # fmt: skip
 
 
 def versions(answer: pb.GetTopologyResponse, ours: str) -> Iterator[Finding]:

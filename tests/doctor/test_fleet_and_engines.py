@@ -44,27 +44,29 @@ def test_blocking_findings_are_errors_with_the_reason_of_the_refusal_and_costs_a
     assert all(finding.fix for finding in findings)
 
 
-@pytest.mark.parametrize(
-    ("outcome", "ahead_s", "told"),
-    [
-        (pb.OPERATION_OUTCOME_RUNNING, 60, "is 60 s ahead of"),
-        (pb.OPERATION_OUTCOME_RUNNING, -60, "is 60 s behind"),
-        (pb.OPERATION_OUTCOME_RUNNING, 2, ""),
-        (pb.OPERATION_OUTCOME_SUCCEEDED, 60, "is at least 60 s ahead of"),
-        (pb.OPERATION_OUTCOME_SUCCEEDED, -3600, ""),  # it was an hour ago
-    ],
-)
-def test_a_clock_that_is_off_is_told_as_far_as_an_operation_shows_it(
-    outcome: pb.OperationOutcome.ValueType, ahead_s: int, told: str
-) -> None:
-    status = pb.GetCoordinatorStatusResponse(operation=pb.OperationStatus(outcome=outcome))
-    assert list(fleet.clock(status, 1e9)) == [], "nothing has run yet"
-    status.operation.elapsed.FromSeconds(10)
-    begun = 1_000_000_000 + ahead_s - (10 if outcome == pb.OPERATION_OUTCOME_RUNNING else 0)
-    status.operation.begin_time.FromSeconds(begun)
-    found = list(fleet.clock(status, 1e9))
-    assert [f.severity for f in found] == [Severity.WARNING] * bool(told)
-    assert all(told in f.message for f in found)
+@pytest.mark.parametrize(("ahead_s", "told"), [(60, "is 60 s ahead"), (-60, "is 60 s behind"), (2, "")])
+def test_a_clock_that_is_off_is_told_while_nothing_runs(ahead_s: int, told: str) -> None:
+    status = pb.GetCoordinatorStatusResponse()
+    assert list(fleet.clock(status, 1e9)) == [], "it does not say"
+    status.wall_time.FromSeconds(1_000_000_000 + ahead_s)
+    (found,) = fleet.clock(status, 1e9)
+    assert found.severity is (Severity.WARNING if told else Severity.OK)
+    assert told in found.message
+
+
+def test_shims_whose_clocks_are_off_are_told_by_name() -> None:
+    status = pb.GetCoordinatorStatusResponse()
+    status.wall_time.FromSeconds(1_000_000_000)
+    for name, ahead_s in (("agent", 3600), ("model", 1), ("tool", -7), ("old", None)):
+        health = status.participants.add(info=who(name, capabilities_pb2.ROLE_AGENT), reachable=True)
+        if ahead_s is not None:
+            health.status.wall_time.FromSeconds(1_000_000_000 + ahead_s)
+    (found,) = fleet.clock(status, 1e9)
+    assert found.severity is Severity.WARNING
+    assert "that of agent 3600 s ahead, that of tool 7 s behind (" in found.message
+    del status.participants[0], status.participants[1]
+    (well,) = fleet.clock(status, 1e9)
+    assert (well.severity, "the one here and 2 more" in well.message) == (Severity.OK, True)
 
 
 def test_shims_of_other_versions_are_told_with_their_names() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import time
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import replace
@@ -15,6 +16,7 @@ import pytest
 from safepoint.v1 import coordinator_service_pb2 as pb
 from safepoint.v1 import coordinator_service_pb2_grpc, errors_pb2
 
+from coordinator.doctor import fleet
 from coordinator.server import Coordinator, serve
 from coordinator.settings import Settings
 from coordinator.wire.rpc import channel
@@ -82,6 +84,9 @@ async def test_a_save_a_crash_of_the_coordinator_and_a_restore(short_path: Path)
                 await registered(running, coordinator.epoch)
                 topology = await answer(stub.GetTopology(pb.GetTopologyRequest(), timeout=10))
                 assert [p.capabilities.participant_id for p in topology.participants] == sorted(SERVERS)
+                everybody = pb.GetCoordinatorStatusRequest(participants=True)
+                (clocks,) = fleet.clock(await answer(stub.GetStatus(everybody, timeout=10)), time.time())
+                assert clocks.message.endswith("the one here and 4 more"), "nothing has run yet"
                 assert await post(http, running["agent"][1], "/echo") == 200
                 calling = asyncio.create_task(post(http, running["sandbox"][1], "/slow"))
                 await until(lambda: server.paths == ["/echo", "/slow"])

@@ -23,41 +23,42 @@ _sym_db = _symbol_database.Default()
 
 
 from google.protobuf import duration_pb2 as google_dot_protobuf_dot_duration__pb2
+from google.protobuf import timestamp_pb2 as google_dot_protobuf_dot_timestamp__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1fsafepoint/v1/capabilities.proto\x12\x0csafepoint.v1\x1a\x1egoogle/protobuf/duration.proto\"\x92\x03\n\x0c\x43\x61pabilities\x12\x16\n\x0eparticipant_id\x18\x01 \x01(\t\x12 \n\x04role\x18\x02 \x01(\x0e\x32\x12.safepoint.v1.Role\x12\x0c\n\x04kind\x18\x03 \x01(\t\x12\x35\n\x0f\x63heckpoint_mode\x18\x04 \x01(\x0e\x32\x1c.safepoint.v1.CheckpointMode\x12\x1e\n\x16\x63heckpoint_mode_reason\x18\x05 \x01(\t\x12\x30\n\rquiesce_modes\x18\x06 \x03(\x0e\x32\x19.safepoint.v1.QuiesceMode\x12\x1a\n\x12\x63onfigured_workers\x18\x07 \x01(\r\x12\x14\n\x0cstate_schema\x18\x08 \x01(\t\x12\x12\n\ndepends_on\x18\t \x03(\t\x12\x1a\n\x12upstream_endpoints\x18\n \x03(\t\x12\x15\n\rconfig_digest\x18\x0b \x01(\t\x12\x10\n\x08\x66\x65\x61tures\x18\x0c \x03(\t\x12\x14\n\x0cshim_version\x18\r \x01(\t\x12\x10\n\x08\x61\x63tor_id\x18\x0e \x01(\t\"D\n\x0cWorkerStatus\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x0b\n\x03pid\x18\x02 \x01(\r\x12\x14\n\x0c\x61\x63knowledged\x18\x03 \x01(\x08\"\xdc\x01\n\x0fRolloutActivity\x12\x12\n\nrollout_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\r\x12\x0c\n\x04turn\x18\x03 \x01(\x04\x12(\n\x08\x61\x63tivity\x18\x04 \x01(\x0e\x32\x16.safepoint.v1.Activity\x12&\n\x03\x61ge\x18\x05 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x12\n\nwaiting_on\x18\x06 \x01(\t\x12\x30\n\rno_client_for\x18\x07 \x01(\x0b\x32\x19.google.protobuf.Duration\"j\n\tTaskStack\x12\x12\n\nrollout_id\x18\x01 \x01(\t\x12\x11\n\tworker_id\x18\x02 \x01(\t\x12\x0c\n\x04task\x18\x03 \x01(\t\x12(\n\x06\x66rames\x18\x04 \x03(\x0b\x32\x18.safepoint.v1.StackFrame\":\n\nStackFrame\x12\x0c\n\x04\x66ile\x18\x01 \x01(\t\x12\x0c\n\x04line\x18\x02 \x01(\r\x12\x10\n\x08\x66unction\x18\x03 \x01(\t\"\xee\x04\n\x11ParticipantStatus\x12\x16\n\x0eparticipant_id\x18\x01 \x01(\t\x12\x16\n\x0eincarnation_id\x18\x02 \x01(\t\x12-\n\x05state\x18\x03 \x01(\x0e\x32\x1e.safepoint.v1.ParticipantState\x12\x14\n\x0coperation_id\x18\x04 \x01(\t\x12\x19\n\x11\x63oordinator_epoch\x18\x05 \x01(\x04\x12\x32\n\x0flease_remaining\x18\x06 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x11\n\tin_flight\x18\x07 \x01(\x04\x12\x0e\n\x06parked\x18\x08 \x01(\x04\x12\x0c\n\x04held\x18\t \x01(\x04\x12+\n\x07workers\x18\n \x03(\x0b\x32\x1a.safepoint.v1.WorkerStatus\x12/\n\x08rollouts\x18\x0b \x03(\x0b\x32\x1d.safepoint.v1.RolloutActivity\x12\x15\n\rrollout_count\x18\x0c \x01(\x04\x12\x13\n\x0bwaiting_for\x18\r \x01(\t\x12\x14\n\x0clast_failure\x18\x0e \x01(\t\x12\x1a\n\x12\x61nonymous_requests\x18\x0f \x01(\x04\x12-\n\nclosed_for\x18\x10 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x10\n\x08warnings\x18\x11 \x03(\t\x12\x16\n\x0ereplayed_calls\x18\x12 \x01(\x04\x12\x19\n\x11\x64iverged_rollouts\x18\x13 \x01(\x04\x12\x0e\n\x06served\x18\x14 \x01(\x08\x12$\n\x04root\x18\x15 \x01(\x0b\x32\x16.safepoint.v1.SeenRoot\"7\n\x08SeenRoot\x12\x0c\n\x04path\x18\x01 \x01(\t\x12\x0c\n\x04mark\x18\x02 \x01(\t\x12\x0f\n\x07problem\x18\x03 \x01(\t*\x82\x01\n\x04Role\x12\x14\n\x10ROLE_UNSPECIFIED\x10\x00\x12\x15\n\x11ROLE_POLICY_MODEL\x10\x01\x12\x18\n\x14ROLE_AUXILIARY_MODEL\x10\x02\x12\x0e\n\nROLE_AGENT\x10\x03\x12\x12\n\x0eROLE_RESOURCES\x10\x04\x12\x0f\n\x0bROLE_ENGINE\x10\x05*\xb3\x01\n\x05Phase\x12\x15\n\x11PHASE_UNSPECIFIED\x10\x00\x12\x12\n\x0ePHASE_DISCOVER\x10\x01\x12\x11\n\rPHASE_PREPARE\x10\x02\x12\x10\n\x0cPHASE_COMMIT\x10\x03\x12\x11\n\rPHASE_CONFIRM\x10\x04\x12\x11\n\rPHASE_PUBLISH\x10\x05\x12\x11\n\rPHASE_RESTORE\x10\x06\x12\x10\n\x0cPHASE_RESUME\x10\x07\x12\x0f\n\x0bPHASE_ABORT\x10\x08*\xb2\x01\n\x0e\x43heckpointMode\x12\x1f\n\x1b\x43HECKPOINT_MODE_UNSPECIFIED\x10\x00\x12\"\n\x1e\x43HECKPOINT_MODE_EXPORT_RESTORE\x10\x01\x12\x1a\n\x16\x43HECKPOINT_MODE_REPLAY\x10\x02\x12 \n\x1c\x43HECKPOINT_MODE_RESTART_ONLY\x10\x03\x12\x1d\n\x19\x43HECKPOINT_MODE_STATELESS\x10\x04*r\n\x0bQuiesceMode\x12\x1c\n\x18QUIESCE_MODE_UNSPECIFIED\x10\x00\x12\x15\n\x11QUIESCE_MODE_HOLD\x10\x01\x12\x16\n\x12QUIESCE_MODE_DRAIN\x10\x02\x12\x16\n\x12QUIESCE_MODE_ABORT\x10\x03*l\n\x0fStragglerPolicy\x12 \n\x1cSTRAGGLER_POLICY_UNSPECIFIED\x10\x00\x12\x1c\n\x18STRAGGLER_POLICY_EXCLUDE\x10\x01\x12\x19\n\x15STRAGGLER_POLICY_FAIL\x10\x02*\xbc\x02\n\x10ParticipantState\x12!\n\x1dPARTICIPANT_STATE_UNSPECIFIED\x10\x00\x12\x1a\n\x16PARTICIPANT_STATE_OPEN\x10\x01\x12\x1f\n\x1bPARTICIPANT_STATE_PREPARING\x10\x02\x12\x1e\n\x1aPARTICIPANT_STATE_PREPARED\x10\x03\x12 \n\x1cPARTICIPANT_STATE_COMMITTING\x10\x04\x12\x1f\n\x1bPARTICIPANT_STATE_COMMITTED\x10\x05\x12\x1f\n\x1bPARTICIPANT_STATE_RESTORING\x10\x06\x12$\n PARTICIPANT_STATE_RESTORE_FAILED\x10\x07\x12\x1e\n\x1aPARTICIPANT_STATE_RESTORED\x10\x08*x\n\x08\x41\x63tivity\x12\x18\n\x14\x41\x43TIVITY_UNSPECIFIED\x10\x00\x12\x14\n\x10\x41\x43TIVITY_RUNNING\x10\x01\x12\x13\n\x0f\x41\x43TIVITY_PARKED\x10\x02\x12\x11\n\rACTIVITY_HELD\x10\x03\x12\x14\n\x10\x41\x43TIVITY_CALLING\x10\x04\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1fsafepoint/v1/capabilities.proto\x12\x0csafepoint.v1\x1a\x1egoogle/protobuf/duration.proto\x1a\x1fgoogle/protobuf/timestamp.proto\"\x92\x03\n\x0c\x43\x61pabilities\x12\x16\n\x0eparticipant_id\x18\x01 \x01(\t\x12 \n\x04role\x18\x02 \x01(\x0e\x32\x12.safepoint.v1.Role\x12\x0c\n\x04kind\x18\x03 \x01(\t\x12\x35\n\x0f\x63heckpoint_mode\x18\x04 \x01(\x0e\x32\x1c.safepoint.v1.CheckpointMode\x12\x1e\n\x16\x63heckpoint_mode_reason\x18\x05 \x01(\t\x12\x30\n\rquiesce_modes\x18\x06 \x03(\x0e\x32\x19.safepoint.v1.QuiesceMode\x12\x1a\n\x12\x63onfigured_workers\x18\x07 \x01(\r\x12\x14\n\x0cstate_schema\x18\x08 \x01(\t\x12\x12\n\ndepends_on\x18\t \x03(\t\x12\x1a\n\x12upstream_endpoints\x18\n \x03(\t\x12\x15\n\rconfig_digest\x18\x0b \x01(\t\x12\x10\n\x08\x66\x65\x61tures\x18\x0c \x03(\t\x12\x14\n\x0cshim_version\x18\r \x01(\t\x12\x10\n\x08\x61\x63tor_id\x18\x0e \x01(\t\"D\n\x0cWorkerStatus\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x0b\n\x03pid\x18\x02 \x01(\r\x12\x14\n\x0c\x61\x63knowledged\x18\x03 \x01(\x08\"\xdc\x01\n\x0fRolloutActivity\x12\x12\n\nrollout_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\r\x12\x0c\n\x04turn\x18\x03 \x01(\x04\x12(\n\x08\x61\x63tivity\x18\x04 \x01(\x0e\x32\x16.safepoint.v1.Activity\x12&\n\x03\x61ge\x18\x05 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x12\n\nwaiting_on\x18\x06 \x01(\t\x12\x30\n\rno_client_for\x18\x07 \x01(\x0b\x32\x19.google.protobuf.Duration\"j\n\tTaskStack\x12\x12\n\nrollout_id\x18\x01 \x01(\t\x12\x11\n\tworker_id\x18\x02 \x01(\t\x12\x0c\n\x04task\x18\x03 \x01(\t\x12(\n\x06\x66rames\x18\x04 \x03(\x0b\x32\x18.safepoint.v1.StackFrame\":\n\nStackFrame\x12\x0c\n\x04\x66ile\x18\x01 \x01(\t\x12\x0c\n\x04line\x18\x02 \x01(\r\x12\x10\n\x08\x66unction\x18\x03 \x01(\t\"\x9d\x05\n\x11ParticipantStatus\x12\x16\n\x0eparticipant_id\x18\x01 \x01(\t\x12\x16\n\x0eincarnation_id\x18\x02 \x01(\t\x12-\n\x05state\x18\x03 \x01(\x0e\x32\x1e.safepoint.v1.ParticipantState\x12\x14\n\x0coperation_id\x18\x04 \x01(\t\x12\x19\n\x11\x63oordinator_epoch\x18\x05 \x01(\x04\x12\x32\n\x0flease_remaining\x18\x06 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x11\n\tin_flight\x18\x07 \x01(\x04\x12\x0e\n\x06parked\x18\x08 \x01(\x04\x12\x0c\n\x04held\x18\t \x01(\x04\x12+\n\x07workers\x18\n \x03(\x0b\x32\x1a.safepoint.v1.WorkerStatus\x12/\n\x08rollouts\x18\x0b \x03(\x0b\x32\x1d.safepoint.v1.RolloutActivity\x12\x15\n\rrollout_count\x18\x0c \x01(\x04\x12\x13\n\x0bwaiting_for\x18\r \x01(\t\x12\x14\n\x0clast_failure\x18\x0e \x01(\t\x12\x1a\n\x12\x61nonymous_requests\x18\x0f \x01(\x04\x12-\n\nclosed_for\x18\x10 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x10\n\x08warnings\x18\x11 \x03(\t\x12\x16\n\x0ereplayed_calls\x18\x12 \x01(\x04\x12\x19\n\x11\x64iverged_rollouts\x18\x13 \x01(\x04\x12\x0e\n\x06served\x18\x14 \x01(\x08\x12$\n\x04root\x18\x15 \x01(\x0b\x32\x16.safepoint.v1.SeenRoot\x12-\n\twall_time\x18\x16 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\"7\n\x08SeenRoot\x12\x0c\n\x04path\x18\x01 \x01(\t\x12\x0c\n\x04mark\x18\x02 \x01(\t\x12\x0f\n\x07problem\x18\x03 \x01(\t*\x82\x01\n\x04Role\x12\x14\n\x10ROLE_UNSPECIFIED\x10\x00\x12\x15\n\x11ROLE_POLICY_MODEL\x10\x01\x12\x18\n\x14ROLE_AUXILIARY_MODEL\x10\x02\x12\x0e\n\nROLE_AGENT\x10\x03\x12\x12\n\x0eROLE_RESOURCES\x10\x04\x12\x0f\n\x0bROLE_ENGINE\x10\x05*\xb3\x01\n\x05Phase\x12\x15\n\x11PHASE_UNSPECIFIED\x10\x00\x12\x12\n\x0ePHASE_DISCOVER\x10\x01\x12\x11\n\rPHASE_PREPARE\x10\x02\x12\x10\n\x0cPHASE_COMMIT\x10\x03\x12\x11\n\rPHASE_CONFIRM\x10\x04\x12\x11\n\rPHASE_PUBLISH\x10\x05\x12\x11\n\rPHASE_RESTORE\x10\x06\x12\x10\n\x0cPHASE_RESUME\x10\x07\x12\x0f\n\x0bPHASE_ABORT\x10\x08*\xb2\x01\n\x0e\x43heckpointMode\x12\x1f\n\x1b\x43HECKPOINT_MODE_UNSPECIFIED\x10\x00\x12\"\n\x1e\x43HECKPOINT_MODE_EXPORT_RESTORE\x10\x01\x12\x1a\n\x16\x43HECKPOINT_MODE_REPLAY\x10\x02\x12 \n\x1c\x43HECKPOINT_MODE_RESTART_ONLY\x10\x03\x12\x1d\n\x19\x43HECKPOINT_MODE_STATELESS\x10\x04*r\n\x0bQuiesceMode\x12\x1c\n\x18QUIESCE_MODE_UNSPECIFIED\x10\x00\x12\x15\n\x11QUIESCE_MODE_HOLD\x10\x01\x12\x16\n\x12QUIESCE_MODE_DRAIN\x10\x02\x12\x16\n\x12QUIESCE_MODE_ABORT\x10\x03*l\n\x0fStragglerPolicy\x12 \n\x1cSTRAGGLER_POLICY_UNSPECIFIED\x10\x00\x12\x1c\n\x18STRAGGLER_POLICY_EXCLUDE\x10\x01\x12\x19\n\x15STRAGGLER_POLICY_FAIL\x10\x02*\xbc\x02\n\x10ParticipantState\x12!\n\x1dPARTICIPANT_STATE_UNSPECIFIED\x10\x00\x12\x1a\n\x16PARTICIPANT_STATE_OPEN\x10\x01\x12\x1f\n\x1bPARTICIPANT_STATE_PREPARING\x10\x02\x12\x1e\n\x1aPARTICIPANT_STATE_PREPARED\x10\x03\x12 \n\x1cPARTICIPANT_STATE_COMMITTING\x10\x04\x12\x1f\n\x1bPARTICIPANT_STATE_COMMITTED\x10\x05\x12\x1f\n\x1bPARTICIPANT_STATE_RESTORING\x10\x06\x12$\n PARTICIPANT_STATE_RESTORE_FAILED\x10\x07\x12\x1e\n\x1aPARTICIPANT_STATE_RESTORED\x10\x08*x\n\x08\x41\x63tivity\x12\x18\n\x14\x41\x43TIVITY_UNSPECIFIED\x10\x00\x12\x14\n\x10\x41\x43TIVITY_RUNNING\x10\x01\x12\x13\n\x0f\x41\x43TIVITY_PARKED\x10\x02\x12\x11\n\rACTIVITY_HELD\x10\x03\x12\x14\n\x10\x41\x43TIVITY_CALLING\x10\x04\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'safepoint.v1.capabilities_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_ROLE']._serialized_start=1630
-  _globals['_ROLE']._serialized_end=1760
-  _globals['_PHASE']._serialized_start=1763
-  _globals['_PHASE']._serialized_end=1942
-  _globals['_CHECKPOINTMODE']._serialized_start=1945
-  _globals['_CHECKPOINTMODE']._serialized_end=2123
-  _globals['_QUIESCEMODE']._serialized_start=2125
-  _globals['_QUIESCEMODE']._serialized_end=2239
-  _globals['_STRAGGLERPOLICY']._serialized_start=2241
-  _globals['_STRAGGLERPOLICY']._serialized_end=2349
-  _globals['_PARTICIPANTSTATE']._serialized_start=2352
-  _globals['_PARTICIPANTSTATE']._serialized_end=2668
-  _globals['_ACTIVITY']._serialized_start=2670
-  _globals['_ACTIVITY']._serialized_end=2790
-  _globals['_CAPABILITIES']._serialized_start=82
-  _globals['_CAPABILITIES']._serialized_end=484
-  _globals['_WORKERSTATUS']._serialized_start=486
-  _globals['_WORKERSTATUS']._serialized_end=554
-  _globals['_ROLLOUTACTIVITY']._serialized_start=557
-  _globals['_ROLLOUTACTIVITY']._serialized_end=777
-  _globals['_TASKSTACK']._serialized_start=779
-  _globals['_TASKSTACK']._serialized_end=885
-  _globals['_STACKFRAME']._serialized_start=887
-  _globals['_STACKFRAME']._serialized_end=945
-  _globals['_PARTICIPANTSTATUS']._serialized_start=948
-  _globals['_PARTICIPANTSTATUS']._serialized_end=1570
-  _globals['_SEENROOT']._serialized_start=1572
-  _globals['_SEENROOT']._serialized_end=1627
+  _globals['_ROLE']._serialized_start=1710
+  _globals['_ROLE']._serialized_end=1840
+  _globals['_PHASE']._serialized_start=1843
+  _globals['_PHASE']._serialized_end=2022
+  _globals['_CHECKPOINTMODE']._serialized_start=2025
+  _globals['_CHECKPOINTMODE']._serialized_end=2203
+  _globals['_QUIESCEMODE']._serialized_start=2205
+  _globals['_QUIESCEMODE']._serialized_end=2319
+  _globals['_STRAGGLERPOLICY']._serialized_start=2321
+  _globals['_STRAGGLERPOLICY']._serialized_end=2429
+  _globals['_PARTICIPANTSTATE']._serialized_start=2432
+  _globals['_PARTICIPANTSTATE']._serialized_end=2748
+  _globals['_ACTIVITY']._serialized_start=2750
+  _globals['_ACTIVITY']._serialized_end=2870
+  _globals['_CAPABILITIES']._serialized_start=115
+  _globals['_CAPABILITIES']._serialized_end=517
+  _globals['_WORKERSTATUS']._serialized_start=519
+  _globals['_WORKERSTATUS']._serialized_end=587
+  _globals['_ROLLOUTACTIVITY']._serialized_start=590
+  _globals['_ROLLOUTACTIVITY']._serialized_end=810
+  _globals['_TASKSTACK']._serialized_start=812
+  _globals['_TASKSTACK']._serialized_end=918
+  _globals['_STACKFRAME']._serialized_start=920
+  _globals['_STACKFRAME']._serialized_end=978
+  _globals['_PARTICIPANTSTATUS']._serialized_start=981
+  _globals['_PARTICIPANTSTATUS']._serialized_end=1650
+  _globals['_SEENROOT']._serialized_start=1652
+  _globals['_SEENROOT']._serialized_end=1707
 # @@protoc_insertion_point(module_scope)

@@ -12,6 +12,7 @@ from collections import abc as _abc
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import duration_pb2 as _duration_pb2
 from google.protobuf import message as _message
+from google.protobuf import timestamp_pb2 as _timestamp_pb2
 from google.protobuf.internal import containers as _containers
 from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
 import builtins as _builtins
@@ -531,6 +532,7 @@ class ParticipantStatus(_message.Message):
     DIVERGED_ROLLOUTS_FIELD_NUMBER: _builtins.int
     SERVED_FIELD_NUMBER: _builtins.int
     ROOT_FIELD_NUMBER: _builtins.int
+    WALL_TIME_FIELD_NUMBER: _builtins.int
     participant_id: _builtins.str
     """REQUIRED. Who answers."""
     incarnation_id: _builtins.str
@@ -591,6 +593,10 @@ class ParticipantStatus(_message.Message):
         object store.
         """
 
+    @_builtins.property
+    def wall_time(self) -> _timestamp_pb2.Timestamp:
+        """OPTIONAL. The wall clock of the participant's machine when it answered, for people: nothing is decided by it."""
+
     def __init__(
         self,
         *,
@@ -615,10 +621,11 @@ class ParticipantStatus(_message.Message):
         diverged_rollouts: _builtins.int = ...,
         served: _builtins.bool = ...,
         root: Global___SeenRoot | None = ...,
+        wall_time: _timestamp_pb2.Timestamp | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["closed_for", b"closed_for", "lease_remaining", b"lease_remaining", "root", b"root"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["closed_for", b"closed_for", "lease_remaining", b"lease_remaining", "root", b"root", "wall_time", b"wall_time"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["anonymous_requests", b"anonymous_requests", "closed_for", b"closed_for", "coordinator_epoch", b"coordinator_epoch", "diverged_rollouts", b"diverged_rollouts", "held", b"held", "in_flight", b"in_flight", "incarnation_id", b"incarnation_id", "last_failure", b"last_failure", "lease_remaining", b"lease_remaining", "operation_id", b"operation_id", "parked", b"parked", "participant_id", b"participant_id", "replayed_calls", b"replayed_calls", "rollout_count", b"rollout_count", "rollouts", b"rollouts", "root", b"root", "served", b"served", "state", b"state", "waiting_for", b"waiting_for", "warnings", b"warnings", "workers", b"workers"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["anonymous_requests", b"anonymous_requests", "closed_for", b"closed_for", "coordinator_epoch", b"coordinator_epoch", "diverged_rollouts", b"diverged_rollouts", "held", b"held", "in_flight", b"in_flight", "incarnation_id", b"incarnation_id", "last_failure", b"last_failure", "lease_remaining", b"lease_remaining", "operation_id", b"operation_id", "parked", b"parked", "participant_id", b"participant_id", "replayed_calls", b"replayed_calls", "rollout_count", b"rollout_count", "rollouts", b"rollouts", "root", b"root", "served", b"served", "state", b"state", "waiting_for", b"waiting_for", "wall_time", b"wall_time", "warnings", b"warnings", "workers", b"workers"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

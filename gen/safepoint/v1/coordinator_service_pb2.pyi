@@ -2054,6 +2054,7 @@ class GetCoordinatorStatusResponse(_message.Message):
     UPLOAD_FIELD_NUMBER: _builtins.int
     MISSING_FIELD_NUMBER: _builtins.int
     ROOT_MARK_FIELD_NUMBER: _builtins.int
+    WALL_TIME_FIELD_NUMBER: _builtins.int
     coordinator_epoch: _builtins.int
     """REQUIRED."""
     job_id: _builtins.str
@@ -2086,6 +2087,10 @@ class GetCoordinatorStatusResponse(_message.Message):
     def missing(self) -> _containers.RepeatedCompositeFieldContainer[Global___Finding]:
         """OPTIONAL. Who has taken part and is gone, as in the topology; a save is refused while one of these blocks."""
 
+    @_builtins.property
+    def wall_time(self) -> _timestamp_pb2.Timestamp:
+        """OPTIONAL. The wall clock of the coordinator's machine when it answered, for people: nothing is decided by it."""
+
     def __init__(
         self,
         *,
@@ -2099,10 +2104,11 @@ class GetCoordinatorStatusResponse(_message.Message):
         upload: Global___UploadStatus | None = ...,
         missing: _abc.Iterable[Global___Finding] | None = ...,
         root_mark: _builtins.str = ...,
+        wall_time: _timestamp_pb2.Timestamp | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["operation", b"operation", "upload", b"upload"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["operation", b"operation", "upload", b"upload", "wall_time", b"wall_time"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["coordinator_epoch", b"coordinator_epoch", "job_id", b"job_id", "kept_out", b"kept_out", "latest_snapshot_id", b"latest_snapshot_id", "missing", b"missing", "operation", b"operation", "participants", b"participants", "root_mark", b"root_mark", "snapshot_root", b"snapshot_root", "upload", b"upload"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["coordinator_epoch", b"coordinator_epoch", "job_id", b"job_id", "kept_out", b"kept_out", "latest_snapshot_id", b"latest_snapshot_id", "missing", b"missing", "operation", b"operation", "participants", b"participants", "root_mark", b"root_mark", "snapshot_root", b"snapshot_root", "upload", b"upload", "wall_time", b"wall_time"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
