@@ -46,6 +46,7 @@ class Knobs:
 
     inflight: int = 0  # requests that must end before Prepared
     drain_after_s: float = 0.0  # they end so long after closing; math.inf: never
+    ebbs: bool = False  # they end one by one, and their responses are held
     hang_on: set[str] = field(default_factory=set)  # never answers these
     fail_on: dict[str, Problem] = field(default_factory=dict)  # refuses these, each time
     crash_on: set[str] = field(default_factory=set)  # raises something unexpected
@@ -345,9 +346,10 @@ class FakeShim(participant_service_pb2_grpc.ParticipantServicer):
                 row.age.FromMicroseconds(int(waited * 1e6))
             yield participant_service_pb2.PrepareEvent(
                 drain_progress=participant_service_pb2.DrainProgress(
-                    in_flight=self.knobs.inflight, waiting_for=rows, waiting_for_count=self.knobs.inflight
+                    in_flight=self.knobs.inflight - (ended := self._ended(waited)), held=ended, waiting_for=rows,
+                    waiting_for_count=self.knobs.inflight,
                 )
-            )
+            )  # fmt: skip
             if waited >= budget_s:
                 raise Refused(
                     Problem(
@@ -486,6 +488,10 @@ class FakeShim(participant_service_pb2_grpc.ParticipantServicer):
                 admission_generation=self.generation,
             )
         )  # fmt: skip
+
+    def _ended(self, waited_s: float) -> int:
+        """How many of those in flight have, so long after closing."""
+        return int(self.knobs.inflight * waited_s / self.knobs.drain_after_s) if self.knobs.ebbs else 0
 
     def _snapshot(self, snapshot_id: str) -> Folder:
         return open_root(place(self.root)).child(f"snapshots/{snapshot_id}")

@@ -18,13 +18,18 @@ from tests.page.browser import browsing, chromium
 
 PICTURE = Path(__file__).resolve().parents[2] / "docs" / "images" / "page.png"
 FLEET: tuple[tuple[str, Role, dict[str, Any], tuple[str, ...]], ...] = (
-    ("policy-0", Role.POLICY_MODEL, {"inflight": 41, "drain_after_s": 0.5}, ("vllm-0",)),
-    ("policy-1", Role.POLICY_MODEL, {"inflight": 9, "drain_after_s": 0.2}, ("vllm-1",)),
+    ("policy-0", Role.POLICY_MODEL, {"inflight": 41, "drain_after_s": 0.5, "ebbs": True}, ("vllm-0",)),
+    ("policy-1", Role.POLICY_MODEL, {"inflight": 9, "drain_after_s": 0.2, "ebbs": True}, ("vllm-1",)),
     ("vllm-0", Role.ENGINE, {"slow_s": {"Commit": 0.1}}, ()),
     ("vllm-1", Role.ENGINE, {}, ()),
     ("math-agent", Role.AGENT, {"rollouts": 120}, ("policy-0", "sandbox", "judge")),
     ("code-agent", Role.AGENT, {"rollouts": 80, "slow_s": {"Commit": 0.15}}, ("policy-0", "policy-1", "sandbox")),
-    ("sandbox", Role.RESOURCES, {"inflight": 3, "drain_after_s": 0.3, "slow_s": {"Commit": 0.25}}, ("judge",)),
+    (
+        "sandbox",
+        Role.RESOURCES,
+        {"inflight": 3, "drain_after_s": 0.3, "ebbs": True, "slow_s": {"Commit": 0.25}},
+        ("judge",),
+    ),
     ("judge", Role.AUXILIARY_MODEL, {}, ()),
 )
 
