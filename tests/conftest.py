@@ -19,6 +19,7 @@ from __future__ import annotations
 import os
 import secrets
 import signal
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -134,6 +135,8 @@ def _wait_until_empty(look: Callable[[], list[Any]], within_s: float) -> list[An
 
 @pytest.hookimpl(trylast=True)
 def pytest_sessionfinish(session: pytest.Session) -> None:
+    if warm := sys.modules.get("tests.gym.warm"):  # where no server was started there is nothing to end
+        warm.end()
     for row in _wait_until_empty(_ours, ENDING_S):
         what = f"process {row.pid} ({command_of(row.pid)[:160]})"
         try:

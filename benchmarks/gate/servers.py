@@ -93,7 +93,7 @@ def _agents(fleets: dict[str, Fleet]) -> dict[str, Server]:
 def _spawn(stack: ExitStack, root: Path, name: str, contender: str) -> Fleet:
     folder = root / f"{name}-{contender.replace(', ', '-').replace(' ', '-')}"
     folder.mkdir()
-    fleet = Fleet(counter_config("http://127.0.0.1:9/v1"), folder, gated=contender.startswith("gate"))
+    fleet = Fleet(counter_config("http://127.0.0.1:9/v1"), folder, gated=contender.startswith("gate"), warm=False)
     fleet.environment |= (
         _ON if contender == ALL_ON else _OFF if contender == ALL_OFF else _OFF | {"SAFEPOINT_SHIM": "spawn"}
     )

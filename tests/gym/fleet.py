@@ -20,6 +20,7 @@ from typing import Any
 from coordinator.demo.ports import free_ports
 from participant_shims.gate import bootstrap_path
 from tests.conftest import gym_python
+from tests.gym.warm import Server
 
 TYPES = ("resources_servers", "responses_api_agents", "responses_api_models")
 OWN = Path(__file__).resolve().parent / "servers"  # applications of ours, where the installed ones lack something
@@ -87,10 +88,11 @@ class Fleet:
     directory: Path
     gated: bool = True
     environment: dict[str, str] = field(default_factory=dict)
-    processes: dict[str, subprocess.Popen[bytes]] = field(default_factory=dict)
+    processes: dict[str, subprocess.Popen[bytes] | Server] = field(default_factory=dict)
     # Servers behind a proxy: the port that they bind instead of the one of the configuration. They have no gate.
     proxied: dict[str, int] = field(default_factory=dict)
     hooks: Path | None = None  # a folder with a sitecustomize, loaded instead of the gate
+    warm: bool = True  # forked from a process that has imported what is neither Gym's nor ours
 
     @property
     def run_dir(self) -> Path:
@@ -142,6 +144,9 @@ class Fleet:
         env["PYTHONPATH"] = os.pathsep.join([*path, str(tree), str(tree / "gen")])
         log = (self.directory / f"{name}.log").open("ab")
         with log:
+            if self.warm:
+                self.processes[name] = Server(values["entrypoint"], folder, env, log)
+                return
             self.processes[name] = subprocess.Popen(
                 [str(gym_python()), values["entrypoint"]], cwd=folder, env=env, stdout=log, stderr=log,
                 start_new_session=True,
