@@ -336,20 +336,20 @@ class FakeShim(participant_service_pb2_grpc.ParticipantServicer):
         await self._die_at("Prepare")
         while self.knobs.inflight and time.monotonic() - began < self.knobs.drain_after_s:
             waited = time.monotonic() - began
+            left = self.knobs.inflight - self._ended(waited)
             rows = [
                 capabilities_pb2.RolloutActivity(
                     rollout_id=f"r{n + 1}", turn=3, activity=S.ACTIVITY_RUNNING, waiting_on="judge"
                 )
-                for n in range(min(20, self.knobs.inflight))
+                for n in range(min(20, left))
             ]
             for row in rows:
                 row.age.FromMicroseconds(int(waited * 1e6))
             yield participant_service_pb2.PrepareEvent(
                 drain_progress=participant_service_pb2.DrainProgress(
-                    in_flight=self.knobs.inflight - (ended := self._ended(waited)), held=ended, waiting_for=rows,
-                    waiting_for_count=self.knobs.inflight,
+                    in_flight=left, held=self.knobs.inflight - left, waiting_for=rows, waiting_for_count=left
                 )
-            )  # fmt: skip
+            )
             if waited >= budget_s:
                 raise Refused(
                     Problem(
