@@ -56,10 +56,23 @@ def _proxies(here: Circumstances) -> Iterator[Finding]:
 def _settings(here: Circumstances) -> Iterator[Finding]:
     if not here.config:
         return
+    from coordinator.doctor.ports import ports
     from coordinator.settings import load_settings
+    from coordinator.wire.links import read_security
 
-    load_settings(here.config, here.environ)
+    settings = load_settings(here.config, here.environ)
     yield Finding("settings", Severity.OK, here.config, "Every setting is known and valid")
+    security = read_security(settings.token_file or None, settings.tls_dir or None, settings.insecure)
+    yield from ports(settings, security, lambda: _answers(here.client))
+
+
+def _answers(client: Client | None) -> bool:
+    if client is None:
+        return False
+    with suppress(SafepointError):
+        client.status(timeout=CALL_S)
+        return True
+    return False
 
 
 def _credentials(here: Circumstances) -> Iterator[Finding]:

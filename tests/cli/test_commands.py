@@ -11,6 +11,8 @@ import signal
 import subprocess
 import sys
 import types
+from collections.abc import Iterator
+from typing import Any
 
 import pytest
 from safepoint.v1 import coordinator_service_pb2 as pb
@@ -194,6 +196,25 @@ async def test_every_command_teaches_with_an_example(safepoint: Safepoint) -> No
         assert f"Example: safepoint {' '.join(path)}" in (command.help or ""), path
         for parameter in command.params:
             assert getattr(parameter, "help", None) or parameter.name == "ctx", (path, parameter.name)
+
+
+# They print JSON as they are, or what a server of the user's prints.
+WITHOUT_JSON = {("coordinator",), ("relay",), ("shim",), ("serve",), ("config", "schema")}
+
+
+def test_every_command_that_answers_can_answer_in_json() -> None:
+    from typer.main import get_command
+
+    from coordinator.cli import app
+
+    def leaves(command: Any, path: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], Any]]:
+        for name, below in getattr(command, "commands", {}).items():
+            yield from leaves(below, (*path, name))
+        if not hasattr(command, "commands"):
+            yield path, command
+
+    without = {path for path, one in leaves(get_command(app), ()) if not any("--json" in p.opts for p in one.params)}
+    assert without == WITHOUT_JSON
 
 
 def run_process(*arguments: str, target: str = "", **kwargs) -> subprocess.Popen:

@@ -83,12 +83,34 @@ def test_the_dashboard_asks_for_nothing_that_is_not_there() -> None:
     metrics = Metrics(Seen())
     drive(metrics)
     there = {sample.name for family in metrics.registry.collect() for sample in family.samples}
+    assert asked_of_the_dashboard() <= there
+
+
+def test_every_metric_has_a_place_on_the_dashboard() -> None:
+    metrics = Metrics(Seen())
+    drive(metrics)
+    asked = asked_of_the_dashboard()
+    families = [family for family in metrics.registry.collect() if family.name.startswith("safepoint_")]
+    assert families
+    assert not [f.name for f in families if not asked & {sample.name for sample in f.samples}]
+
+
+def test_panels_lie_beside_each_other() -> None:
     panels = json.loads(DASHBOARD.read_text(encoding="utf-8"))["panels"]
-    asked = {
+    places = [panel["gridPos"] for panel in panels]
+    cells = [
+        (x, y) for at in places for x in range(at["x"], at["x"] + at["w"]) for y in range(at["y"], at["y"] + at["h"])
+    ]
+    assert len(cells) == len(set(cells))
+    assert max(x for x, _ in cells) < 24
+    assert len({panel["id"] for panel in panels}) == len(panels)
+
+
+def asked_of_the_dashboard() -> set[str]:
+    panels = json.loads(DASHBOARD.read_text(encoding="utf-8"))["panels"]
+    return {
         name for panel in panels for target in panel["targets"] for name in re.findall(r"safepoint_\w+", target["expr"])
     }
-    assert asked
-    assert asked <= there
 
 
 def drive(metrics: Metrics) -> None:
