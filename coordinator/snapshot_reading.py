@@ -25,6 +25,7 @@ from safepoint.v1 import manifest_pb2
 from coordinator import convert, ledger_lines
 from coordinator.protocol import ledger
 from coordinator.protocol.ledger import Line
+from coordinator.protocol.phases import waves
 from coordinator.protocol.topology import Participant, fingerprint
 from coordinator.wire.beneath import GONE, FileDigest
 from coordinator.wire.errors import Reason, SafepointError, refuse
@@ -288,11 +289,17 @@ def _check_fingerprint(directory: Folder, manifest: manifest_pb2.SnapshotManifes
     # A restore compares it with who is here: it must be that of the participants whose parts are read, and of no others.
     where = directory.path / MANIFEST_NAME
     try:
-        found = fingerprint(map(as_it_was, manifest.participants))
+        participants = [as_it_was(reference) for reference in manifest.participants]
     except SafepointError as error:
         raise refuse(Reason.SNAPSHOT_CORRUPT, f"{where} is damaged: {error.problem.message}") from error
-    if manifest.topology_fingerprint != found:
+    if manifest.topology_fingerprint != fingerprint(participants):
         raise refuse(Reason.SNAPSHOT_CORRUPT, f"{where} is damaged: its fingerprint is not that of its participants.")
+    # Without this a part whose digest was taken out would be left out of the restore, and its rollouts with it.
+    committed = {name for wave in waves(Phase.COMMIT, participants) for name in wave}
+    bound = {reference.participant_id for reference in manifest.participants if reference.manifest_sha256}
+    if odd := sorted(committed ^ bound):
+        what = "binds no manifest of" if odd[0] in committed else "binds a manifest, which it cannot have, of"
+        raise refuse(Reason.SNAPSHOT_CORRUPT, f"{where} is damaged: it {what} {odd[0]}.", participant_id=odd[0])
 
 
 def _check_balance(directory: Folder, manifest: manifest_pb2.SnapshotManifest) -> None:

@@ -427,3 +427,18 @@ def test_a_manifest_whose_fingerprint_is_not_that_of_its_participants_is_damaged
         assert refused(call, "step-1").reason is Reason.SNAPSHOT_CORRUPT
     assert store.list().snapshots == ()
     assert "is damaged" in store.list().invalid["step-1"]
+
+
+@pytest.mark.parametrize("who", [AGENT, JUDGE])
+def test_a_manifest_that_binds_other_parts_than_those_that_were_committed_is_damaged(
+    store: SnapshotStore, tmp_path: Path, who: str
+) -> None:
+    manifest = make(store, "step-1")
+    (reference,) = [each for each in manifest.participants if each.participant_id == who]
+    reference.manifest_sha256 = "" if who == AGENT else "ab" * 32
+    path = tmp_path / "root" / "snapshots" / "step-1" / "manifest.json"
+    path.write_bytes(encode(SNAPSHOT_KIND, manifest))  # its envelope is right
+    for call in (store.load, store.verify):
+        error = refused(call, "step-1")
+        assert (error.reason, error.problem.participant_id) == (Reason.SNAPSHOT_CORRUPT, who)
+    assert store.list().snapshots == ()
