@@ -60,7 +60,7 @@ class Fleet:
 
     directory: Path
     engine: str
-    extra: dict[str, dict[str, str]] = field(default_factory=dict[str, dict[str, str]])  # environment of one server
+    extra: dict[str, dict[str, str]] = field(default_factory=dict[str, dict[str, str]])  # environment of one process
     store: str = ""  # the root, when it is not the directory
     processes: dict[str, subprocess.Popen[bytes]] = field(
         default_factory=dict[str, "subprocess.Popen[bytes]"], init=False
@@ -144,7 +144,7 @@ class Fleet:
         command = [sys.executable, "-m", "tests.faults.server"]
         if name == COORDINATOR:
             command = [sys.executable, "-m", "coordinator.cli", "coordinator", "--root", self.place]
-            environment |= settings_of_a_coordinator()
+            environment |= settings_of_a_coordinator() | self.extra.get(name, {})
         else:
             paths = [bootstrap_path(), *paths, str(Path(__file__).with_name("stub"))]
             environment |= {
