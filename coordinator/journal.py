@@ -100,7 +100,7 @@ class Journal:
     def _start(self, above: Mapping[str, int]) -> None:
         directory = self._directory
         enter(directory)
-        self.alive_before = _last_touched(directory)  # when a coordinator was here before us; zero: nobody knows
+        alive_before = _last_touched(directory)  # when a coordinator was here before us; zero: nobody knows
         for name in _NO_DIRECTORY:  # while nothing has changed yet
             require_no_directory(directory, name)
         accepted = directory.has(ACCEPT)
@@ -120,6 +120,7 @@ class Journal:
             if contents is None:
                 raise lost(directory.path, f"epoch-{self.epoch}")
             self.contents = contents
+        self.contents.nobody_is_here(alive_before)
         self.with_reserve(lambda: self._start_file(newest + 1))
         directory.remove_file(ACCEPT)
         try:

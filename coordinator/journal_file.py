@@ -75,6 +75,15 @@ class Contents:
         else:
             self.open.setdefault(entry.operation_id, []).append(entry)
 
+    def nobody_is_here(self, alive_s: float) -> None:
+        """A coordinator starts. Whoever had not been lost was heard as long as the one before us was: until `alive_s`,
+        seconds since 1970. Noted at each start, or the lives of coordinators that never heard of somebody would count."""
+        for name, data in self.members.items():
+            if "lost" not in data:
+                at = data.get("heard_at")
+                heard = float(at) if isinstance(at, (int, float)) else 0.0
+                self.members[name] = {**data, "heard_at": max(heard, alive_s), "lost": "its coordinator ended"}
+
     def entries(self) -> list[Entry]:
         """Entries that say all this again."""
         members = {**dict.fromkeys(self.dismissed), **self.members}

@@ -106,7 +106,7 @@ class StoredJournal:
         self.path = Where(names.url) / FOLDER
         self.contents = Contents()
         there = self._names.all(f"{FOLDER}/")
-        self.alive_before = max((found.written_s for found in there), default=0.0)
+        alive_before = max((found.written_s for found in there), default=0.0)
         accepted = any(found.key == f"{FOLDER}/{ACCEPT}" for found in there)
         if not accepted:
             self._look(there)  # before the epoch: a start that is refused must not end the coordinator that runs
@@ -115,6 +115,7 @@ class StoredJournal:
         if contents is None and not accepted:
             raise lost(self.path, f"epoch/{self.epoch}")
         self.contents = contents or Contents()
+        self.contents.nobody_is_here(alive_before)
         self._begin()
         self._tidy(there)
 

@@ -42,6 +42,7 @@ class Membership:
         self._writing: asyncio.Task[None] | None = None
         self._ended = False
         members = journal.contents.members
+        self._names = set(members)  # of whom the journal says that they take part, or is about to
         self.known = bool(members or journal.contents.dismissed)
         registry.recall_dismissed(journal.contents.dismissed)
         for name, data in members.items():
@@ -54,9 +55,7 @@ class Membership:
             ) as error:  # of a newer version: it can be missed no better than by name
                 log.warning("what the journal says of %s cannot be read: %r", name, error)
                 continue
-            # Whoever had not been lost was heard until the coordinator itself was no longer there.
-            at = max(_heard_at(data), 0.0 if "lost" in data else journal.alive_before)
-            registry.miss(who, f"{NEVER}; last heard {_when(at)} by the one before")
+            registry.miss(who, f"{NEVER}; last heard {_when(_heard_at(data))} by a coordinator before this one")
         registry.follow(self._lost, self._joined, gone_for_good=self._dismissed)
 
     def assume(self, members: Iterable[Participant]) -> None:
@@ -82,15 +81,19 @@ class Membership:
         self._note(who, {"lost": problem.message})
 
     def _dismissed(self, names: Iterable[ParticipantId]) -> None:
+        self._names.difference_update(names)
         self._changed |= dict.fromkeys(names)
         self._write()
 
     def _note(self, who: Participant, more: dict[str, str]) -> None:
         if who.role is not Role.AUXILIARY_MODEL:
+            self._names.add(who.participant_id)
             self._changed[who.participant_id] = {
                 "participant": participant_to_json(who), "heard_at": round(self._wall(), 3), **more,
             }  # fmt: skip
             self._write()
+        elif who.participant_id in self._names:  # its role was another one; it is missed no more
+            self._dismissed([who.participant_id])
 
     def _write(self) -> None:
         if self._writing is None and not self._ended:

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from coordinator import journal_stored
-from coordinator.journal_file import ACCEPT, Entry
+from coordinator.journal_file import ACCEPT, MEMBERS, Entry
 from coordinator.journal_stored import StoredJournal
 from coordinator.wire.errors import Reason, SafepointError, refuse
 from coordinator.wire.ids import OperationId
@@ -357,6 +357,7 @@ def test_seals_stay_and_everything_else_of_older_logs_goes(store: MemoryStore) -
 def test_that_somebody_was_here_is_noted_now_and_then_and_read_by_the_next(store: MemoryStore) -> None:
     now = [0.0]
     journal = StoredJournal(store.names(), clock=lambda: now[0])
+    journal.append(Entry(OperationId(""), MEMBERS, {"members": {"agent": {"heard_at": 7.0}}}))
     store.now_s += 100
     journal.note_alive()
     at = store.now_s
@@ -364,4 +365,4 @@ def test_that_somebody_was_here_is_noted_now_and_then_and_read_by_the_next(store
     now[0] += 5
     journal.note_alive()
     assert [o.written_s for k, o in store.objects.items() if k.startswith("coordinator/alive/")] == [at]
-    assert opened(store).alive_before == at
+    assert opened(store).contents.members["agent"]["heard_at"] == at

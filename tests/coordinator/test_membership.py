@@ -128,6 +128,28 @@ async def test_last_heard_is_when_the_coordinator_before_was_last_there_and_not_
     why = {m.participant.participant_id: m.why for m in again.registry.missing()}
     assert "last heard 1970-01-01 01:00:00 UTC" in why["agent"]
     assert "last heard 1970-01-01 01:00" not in why["left"]
+    # That one has not heard of it, however long it lives: its life says nothing.
+    again.journal.note_alive()
+    os.utime(tmp_path / "j" / f"epoch-{again.journal.epoch}", (7200, 7200))
+    again.journal.close()
+    third = Bench(tmp_path / "j")
+    assert third.registry.missing()[0].why == again.registry.missing()[0].why
+    third.journal.close()
+
+
+async def test_who_comes_back_as_an_auxiliary_model_is_missed_no_more(tmp_path: Path) -> None:
+    bench = Bench(tmp_path / "j")
+    bench.go.set()
+    bench.registry.leave(bench.registry.register(participant("judge", Role.POLICY_MODEL)), "it ended")
+    await bench.membership.settled()
+    bench.journal.close()
+    bench = Bench(tmp_path / "j")  # its role has been mended
+    bench.go.set()
+    bench.registry.leave(bench.registry.register(participant("judge", Role.AUXILIARY_MODEL)), "it ended")
+    await bench.membership.settled()
+    bench.journal.close()
+    again = Bench(tmp_path / "j")
+    assert again.missing() == []
     again.journal.close()
 
 
