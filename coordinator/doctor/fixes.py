@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Final
 
-from coordinator.wire.remarks import REGISTRATION_ENDS, SESSIONS_ELSEWHERE
+from coordinator.wire.remarks import REGISTRATION_ENDS, SESSIONS_ELSEWHERE, STATE_LOST, WORKER_AWAY
 from coordinator.wire.rpc import PING_EVERY_MS
 
 FIXES: Final[Mapping[str, str]] = MappingProxyType(
@@ -17,11 +17,15 @@ FIXES: Final[Mapping[str, str]] = MappingProxyType(
         SESSIONS_ELSEWHERE: "Let one server answer at this address: take away what spreads its calls over several processes (a "
         "reverse proxy, replicas of one name, a port that two servers share). More workers are `num_workers` in the server's "
         "configuration: each has a gate then, and calls find the one with their session.",
+        STATE_LOST: "Nothing is to be done for the rollout: it has begun again. See why the server, or one of its workers, ended: "
+        "its log and `safepoint status` say so.",
+        WORKER_AWAY: "Wait: the server starts another worker, and calls go on there. If none comes, see the server's log, and "
+        "start it again.",
     }
 )
-_ELSE: Final = "See README, `Beside your own Gym servers`."
+_ELSE: Final = "Mend what the sentence names. It stays until the server ends, also when it is mended."
 
 
 def fix_of(warning: str) -> str:
-    """What helps against a warning, which may begin with the name of a worker."""
-    return next((fix for opening, fix in FIXES.items() if opening in warning), _ELSE)
+    """What helps against a warning."""
+    return next((fix for words, fix in FIXES.items() if words in warning), _ELSE)

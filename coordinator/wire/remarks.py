@@ -1,6 +1,6 @@
-"""What warnings of a participant's status begin with that have a fix of their own.
+"""What warnings of a participant's status say that have a fix of their own.
 
-The rule: who writes such a sentence and who reads it share its beginning, so that `safepoint doctor` knows what helps; to
+The rule: who writes such a sentence and who reads it share these words, so that `safepoint doctor` knows what helps; to
 everybody else it is a sentence. PURE, and imported by gates: it costs nothing there.
 """
 
@@ -10,3 +10,5 @@ from typing import Final
 
 REGISTRATION_ENDS: Final = "Its registration does not last"
 SESSIONS_ELSEWHERE: Final = "Calls do not stay with the process that has their session"
+STATE_LOST: Final = "has lost its state of this rollout"
+WORKER_AWAY: Final = "which holds the sessions of their rollouts and cannot be reached"

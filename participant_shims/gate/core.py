@@ -208,6 +208,10 @@ class Gate:
         if self.remarks.warn(kind, sentence):
             log.warning("%s: %s", self.name, sentence)
 
+    def over(self, kind: str) -> None:
+        """What a warning of this kind told of is so no more."""
+        self.remarks.over(kind)
+
     @contextlib.contextmanager
     def unlogged(self, rollout_id: str) -> Generator[None]:
         """A second dispatch of a running id with another input runs in this block: a save meanwhile excludes the id."""

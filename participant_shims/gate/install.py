@@ -183,7 +183,7 @@ def build_gate(server: Any, life: Path, app: Any) -> Gate:
     gate = Gate(facts, calls, sessions, worker_id=worker_id)
     if facts.configured_workers > 1 and gate.keeps_state:
         number = int(worker_id.rpartition("-")[2])
-        gate.neighbours = Neighbours(life, number, facts.configured_workers, gate.warn)
+        gate.neighbours = Neighbours(life, number, facts.configured_workers, gate.warn, gate.over)
     control = Control(gate, life / SOCKET)
     gate.on_start = control.start
     gate.on_end = functools.partial(mark_ended, life)

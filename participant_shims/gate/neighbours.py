@@ -26,10 +26,12 @@ import json
 import logging
 import struct
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Final, cast
 
+from coordinator.wire.remarks import WORKER_AWAY
 from participant_shims.gate.execution import App, Message, Receive, Scope, Send, read_body
 
 log = logging.getLogger(__name__)
@@ -49,18 +51,23 @@ def home_of(rollout_id: str, workers: int) -> int:
 
 
 class Neighbours:
-    """Those of worker `number` of a server with `workers`, whose life is `life`. `warn` tells people what they should mend.
+    """Those of worker `number` of a server with `workers`, whose life is `life`. `warn` tells people what they should mend, by
+    its kind, and `over` that what a kind warned of is so no more.
 
     `app` serves what others pass on here, with what its lifespan has put into `state`; both are set from outside.
     """
 
-    def __init__(self, life: Path, number: int, workers: int, warn: Callable[[str, str], None]) -> None:
+    def __init__(
+        self, life: Path, number: int, workers: int, warn: Callable[[str, str], None], over: Callable[[str], None]
+    ) -> None:
         self.number = number
         self.app: App | None = None
         self.state: Mapping[str, Any] = {}
         self._life = life
         self._workers = workers
         self._warn = warn
+        self._over = over
+        self._waiting: Counter[int] = Counter()  # calls that wait for a home, of whom people were told
         self._serving: asyncio.Task[None] | None = None
 
     def home(self, rollout_id: str) -> int | None:
@@ -147,14 +154,19 @@ class Neighbours:
     async def _ask(self, home: int, head: Json, body: bytes, send: Send) -> None:
         begun = time.monotonic()
         warned = False
-        while not await self._ask_once(home, head, body, send):
-            if not warned and time.monotonic() - begun > WARN_AFTER_S:
-                warned = True
-                self._warn(
-                    "a worker that cannot be reached",
-                    f"Calls wait for worker-{home}, which holds the sessions of their rollouts and cannot be reached.",
-                )
-            await asyncio.sleep(RETRY_S)
+        kind = f"worker-{home} cannot be reached"
+        try:
+            while not await self._ask_once(home, head, body, send):
+                if not warned and time.monotonic() - begun > WARN_AFTER_S:
+                    warned = True
+                    self._waiting[home] += 1
+                    self._warn(kind, f"Calls wait for worker-{home}, {WORKER_AWAY}.")
+                await asyncio.sleep(RETRY_S)
+        finally:
+            if warned:
+                self._waiting[home] -= 1
+                if not self._waiting[home]:
+                    self._over(kind)
 
     async def _ask_once(self, home: int, head: Json, body: bytes, send: Send) -> bool:
         """Whether there was an answer. It is repeated else: identified calls are executed once."""

@@ -16,6 +16,7 @@ from urllib.parse import urlsplit
 
 from coordinator.wire import failpoints
 from coordinator.wire.errors import Reason, refuse
+from coordinator.wire.remarks import STATE_LOST
 from participant_shims.admission import ANONYMOUS, Doors
 from participant_shims.gate.calllog import Answer, CallLog, Stale
 from participant_shims.gate.digest import canonical, dump, request_digest
@@ -173,7 +174,7 @@ class Outbound:
         if refused:
             await response.read()
             if refused == Stale.STATE_LOST.value and scope.dispatch is not None:
-                raise self._diverge(scope, f"{server_name} has lost its state of this rollout")
+                raise self._diverge(scope, f"{server_name} {STATE_LOST}")
             if refused == Stale.LOG_LOST.value and scope.dispatch is not None:
                 scope.dispatch.outrun_by = identity.attempt
                 raise self._diverge(

@@ -31,6 +31,10 @@ class Remarks:
             del self._warnings[next(iter(self._warnings))]
         return times == 0
 
+    def over(self, kind: str) -> None:
+        """What `kind` warned of is so no more."""
+        self._warnings.pop(kind, None)
+
     def texts(self) -> list[str]:
         """The warnings as they are shown, the newest last."""
         shown = list(self._warnings.values())

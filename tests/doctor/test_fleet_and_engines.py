@@ -8,7 +8,7 @@ from safepoint.v1 import coordinator_service_pb2 as pb
 
 from coordinator.doctor import Severity, engines, fleet
 from coordinator.doctor.finding import Finding
-from coordinator.doctor.fixes import FIXES
+from coordinator.doctor.fixes import FIXES, fix_of
 from coordinator.preflight import RUNS
 from coordinator.wire.errors import Problem, Reason
 from coordinator.wire.remarks import REGISTRATION_ENDS, SESSIONS_ELSEWHERE
@@ -187,7 +187,7 @@ def test_whoever_does_not_answer_is_an_error_and_what_others_warn_of_are_warning
     findings = list(fleet.participants(status))
     assert bad(findings) == [(Severity.ERROR, "agent"), *[(Severity.WARNING, "counter")] * 4]
     assert [finding.fix for finding in findings[2:]] == [
-        "See README, `Beside your own Gym servers`.", FIXES[REGISTRATION_ENDS], FIXES[SESSIONS_ELSEWHERE],
+        fix_of("an id is no id"), FIXES[REGISTRATION_ENDS], FIXES[SESSIONS_ELSEWHERE],
     ]  # fmt: skip
     assert findings[0].reason is Reason.UNREACHABLE
     assert "10.0.0.3:7001" in findings[0].message

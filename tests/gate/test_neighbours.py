@@ -44,7 +44,7 @@ class Process:
         self.go = asyncio.Event()
         self.log = CallLog(life / "calls.db", tolerant=True)
         self.gate = Gate(Server("counter", "gym.resources", "resources", WORKERS), self.log)
-        self.neighbours = self.gate.neighbours = Neighbours(life, number, WORKERS, self.gate.warn)
+        self.neighbours = self.gate.neighbours = Neighbours(life, number, WORKERS, self.gate.warn, self.gate.over)
         self.app = GateMiddleware(self._serve, self.gate)
 
     async def start(self) -> None:
@@ -236,7 +236,7 @@ async def test_an_application_that_ends_without_a_response_at_the_home_has_faile
     assert processes[HERE].ran == [path]
 
 
-async def test_calls_wait_for_a_home_that_is_not_there_and_people_are_told(
+async def test_calls_wait_for_a_home_that_is_not_there_and_people_are_told_as_long_as_they_do(
     processes: list[Process], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(subject, "WARN_AFTER_S", 0.0)
@@ -264,10 +264,12 @@ async def test_calls_wait_for_a_home_that_is_not_there_and_people_are_told(
     gone.leave()
     await left
     assert (gone.status, broken.done()) == (0, False)
+    assert there.gate.remarks.texts(), "one of two has given up, and the other waits"
     processes.append(again := Process(tmp_path, HERE))
     await again.start()
     assert (await broken).status == 201
     assert again.ran == ["/add"], "and not the call whose client has left"
+    assert there.gate.remarks.texts() == []
 
 
 async def test_a_response_that_breaks_off_breaks_off_for_its_client(processes: list[Process]) -> None:
