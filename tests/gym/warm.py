@@ -65,11 +65,13 @@ def end() -> None:
 
 
 class Server:
-    """A forked server, with what tests use of `subprocess.Popen`."""
+    """A forked server, or another program of Gym's Python, with what tests use of `subprocess.Popen`."""
 
-    def __init__(self, program: str, folder: Path, environment: dict[str, str], log: IO[bytes]) -> None:
+    def __init__(
+        self, program: str, folder: Path, environment: dict[str, str], log: IO[bytes], *arguments: str
+    ) -> None:
         self.returncode: int | None = None
-        start = {"program": program, "folder": str(folder), "environment": environment}
+        start = {"program": program, "folder": str(folder), "environment": environment, "arguments": arguments}
         self.pid: int = parent().ask({"start": start}, log.fileno())
 
     def poll(self) -> int | None:

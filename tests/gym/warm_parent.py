@@ -61,7 +61,7 @@ def become(start: dict[str, Any], log: int, path: list[str]) -> str:
     os.environ.clear()
     os.environ.update(start["environment"])
     program = os.path.join(start["folder"], start["program"])
-    sys.argv[:] = [start["program"]]
+    sys.argv[:] = [start["program"], *start["arguments"]]
     sys.path[:] = [start["folder"], *filter(None, start["environment"].get("PYTHONPATH", "").split(os.pathsep)), *path]
     importlib.invalidate_caches()
     try:

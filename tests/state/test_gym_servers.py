@@ -5,33 +5,42 @@ from __future__ import annotations
 import json
 import os
 import subprocess
+import tempfile
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.conftest import REPOSITORY, gym_python
+from tests.gym.warm import Server
 
 pytestmark = [pytest.mark.gym, pytest.mark.timeout(180)]
 
 
-def run(arguments: list[str]) -> str:
-    environment = {
+def environment() -> dict[str, str]:
+    return {
         **os.environ,
         "PYTHONPATH": f"{REPOSITORY}{os.pathsep}{REPOSITORY / 'gen'}",
         "HF_HUB_OFFLINE": "1",
         "HF_DATASETS_OFFLINE": "1",
         "RAY_USAGE_STATS_ENABLED": "0",
     }
+
+
+def run(arguments: list[str]) -> str:
     ended = subprocess.run(
-        [str(gym_python()), *arguments], env=environment, capture_output=True, text=True, timeout=150, check=False
+        [str(gym_python()), *arguments], env=environment(), capture_output=True, text=True, timeout=150, check=False
     )
     assert ended.returncode == 0, ended.stderr[-3000:]
     return ended.stdout
 
 
 def scenario(name: str) -> dict[str, Any]:
-    out = run([str(Path(__file__).with_name("gym_scenarios.py")), name])
+    with tempfile.TemporaryFile() as log:
+        code = Server("gym_scenarios.py", Path(__file__).parent, environment(), log, name).wait(150)
+        log.seek(0)
+        out = log.read().decode()
+    assert code == 0, out[-3000:]
     [line] = [line for line in out.splitlines() if line.startswith("RESULT ")]
     found: dict[str, Any] = json.loads(line.removeprefix("RESULT "))
     return found
