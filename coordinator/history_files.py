@@ -160,8 +160,6 @@ class InStore:
         """One object of the lines of each operation, which begins with whose it is."""
         joined: dict[int, _Unsent] = {}
         for file, data in batch:
-            if file.only_there:
-                continue
             one = joined.setdefault(id(file), _Unsent(file, b"" if data == file.head else file.head))
             one.data += data
         self._unsent += joined.values()

@@ -125,9 +125,10 @@ async def test_a_root_without_a_history_is_not_taken_for_one(url: str) -> None:
     assert not History(url).later("save-1", 0)
 
 
-async def test_a_save_writes_its_history_once_and_when_everybody_is_open_again(
-    stored: Bench, client: MemoryRequests
+async def test_a_save_writes_its_history_once_and_as_soon_as_everybody_is_open_again(
+    stored: Bench, client: MemoryRequests, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(InStore, "gap_s", 3600.0)
     asked: list[tuple[str, bool]] = []
 
     def look(method: str, key: str) -> None:
@@ -180,16 +181,16 @@ async def test_an_object_whose_answer_was_lost_is_there_once(
 
     def unheard(method: str, key: str) -> None:
         nonlocal lost
-        if method == "PUT" and key.endswith(".jsonl") and lost < 4:  # more often than one request is repeated
+        if method in ("PUT", "GET") and "/history!1/" in key and lost < 3:  # until what writes it gives up, for now
             lost += 1
             raise Lost("no answer")
 
     client.before, client.after = quiet, unheard
     await stored.start()
     await stored.save()
+    await until(lambda: lost == 3)
     await stored.save("save-2", "step-2")
     await written(stored.where, "save-2")
-    assert lost == 4
     for name in ("save-1", "save-2"):
         record = await written(stored.where, name)
         numbers = [told.event.sequence for told in record.events]
@@ -222,6 +223,20 @@ async def test_what_a_crash_cut_off_is_gone_on_with_in_another_object(
     assert record.last("participant_called"), "of the coordinator that died"
     assert len(objects(stored.where)) > 1
     assert [one.operation_id for one in seen.list()] == ["save-1"]
+
+
+async def test_the_page_shows_after_a_restart_what_was_before(stored: Bench) -> None:
+    stored.settings["page_bind"] = "127.0.0.1:0"
+    await stored.start()
+    await stored.save()
+    await written(stored.where, "save-1")
+    await stored.crash()
+    await stored.restart()
+    assert stored.running.page is not None
+    page = stored.running.page.page
+    overview = await asyncio.to_thread(page.overview)
+    assert [(one["operation_id"], one["outcome"]) for one in overview["operations"]] == [("save-1", "succeeded")]
+    assert (await asyncio.to_thread(page.operation, "save-1"))["lanes"]
 
 
 async def test_only_the_newest_operations_stay_with_all_of_their_objects(
