@@ -24,6 +24,7 @@ from participant_shims.serve_engine import EngineOptions, is_vllm, run_engine
 EXIT_FAILED: Final = 1
 EXIT_USAGE: Final = 2
 EXIT_ANOTHER: Final = 3
+NOWHERE: Final = "none"  # as SAFEPOINT_COORDINATOR of a shim
 
 
 SHIM_EXAMPLES: Final = """\
@@ -67,6 +68,15 @@ def life_name(life: str) -> str:
     return Path(life).name.rpartition("-")[0] if life else ""
 
 
+def _registers_at(target: str, root: str) -> str:
+    """Whom a shim announces itself to: as it was told, else the coordinator of the root, as commands and trainers find it."""
+    from coordinator.wire.record import address_below
+
+    if target == NOWHERE:
+        return ""
+    return target or (address_below(root) if root else "")
+
+
 def run_shim(arguments: argparse.Namespace) -> int:
     """Serve one participant until told to go: the exit code."""
     # Here and not above: `serve` must start at once, and grpc takes a second to import.
@@ -98,7 +108,7 @@ def run_shim(arguments: argparse.Namespace) -> int:
             life=Path("."),
             participant_id=name or Path(arguments.life).name,
             actor_id=arguments.actor,
-            coordinator=arguments.coordinator,
+            coordinator=_registers_at(arguments.coordinator, arguments.root),
             root=Path(arguments.root) if arguments.root and not stored else None,
             store=arguments.root if stored else "",
             bind=arguments.bind,
@@ -217,7 +227,8 @@ def _parser() -> argparse.ArgumentParser:
     shim.add_argument("--checkpoint-mode", default="restart_only", choices=["stateless", "restart_only"],
                       help="with --proxy: whether the server has state (default: it has, and loses it)")  # fmt: skip
     shim.add_argument("--coordinator", default=environ("SAFEPOINT_COORDINATOR", ""),
-                      help="host:port, unix:PATH or file:ROOT/coordinator/address.json; empty: wait to be called")  # fmt: skip
+                      help="host:port, unix:PATH or file:ROOT/coordinator/address.json; empty: the one of the root; "
+                      f"{NOWHERE}: wait to be called by one that has this shim in its list")  # fmt: skip
     shim.add_argument("--root", default=environ("SAFEPOINT_ROOT", ""), help="snapshot root")
     shim.add_argument(
         "--bind", default=environ("SAFEPOINT_BIND") or "127.0.0.1:0", help="HOST:PORT, unix:PATH, or unix"

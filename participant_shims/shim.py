@@ -188,10 +188,12 @@ class Shim:
             self.service.of_registration = self.registration.warning
             self._registering = asyncio.create_task(self.registration.run())
         else:
-            log.warning(
-                "SAFEPOINT_COORDINATOR is not set: this shim registers nowhere, and is found only by a coordinator that has %s "
-                "in its list of participants", self.address,
-            )  # fmt: skip
+            text = (
+                f"its shim registers nowhere, and is found only by a coordinator that has {self.address} in its list of "
+                "participants: set SAFEPOINT_ROOT, or SAFEPOINT_COORDINATOR, where the server starts"
+            )
+            log.warning("%s", text)
+            tell_server(text)
 
     def _spans(self) -> list[SpanInterceptor]:
         """Where traces are on, a span for each phase; a shim serves without them when they cannot be taken."""

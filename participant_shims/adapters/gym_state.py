@@ -180,6 +180,7 @@ def _of_worker(link: GateLink, parts: Sequence[Part]) -> list[Json]:
         {
             "directory": str(part.directory),
             "files": [f.path for f in part.files if f.path.startswith(f"{link.worker_id}.")],
+            "sha256": [f.sha256 for f in part.files if f.path.startswith(f"{link.worker_id}.")],
             "some": not part.whole,
         }
         for part in parts

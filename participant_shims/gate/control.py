@@ -22,7 +22,8 @@ Messages (one JSON object a line; `id` is numbered by its sender):
                        ok: {"files": [{"path","size_bytes","sha256"}], "sessions", "bytes", "excluded": [...],
                             "shared_state_sha256"}
                    {"id": n, "op": "precopy", "params": {"root", "within_s"}}         ok: {"sessions"}
-                   {"id": n, "op": "load", "params": {"parts": [{"directory", "files": ["name", ...], "some"}]}}
+                   {"id": n, "op": "load", "params": {"parts": [{"directory", "files": ["name", ...], "sha256", "some"}]}}
+                       sha256: of the files, so that a load of others is told from a repeat
                        some: only sessions of rollouts that the call log, which is loaded already, has got
                        ok: {"sessions", "left", "diverged": [...], "rollouts": [the first few whose sessions these are],
                             "rollout_count"}

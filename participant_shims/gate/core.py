@@ -89,7 +89,7 @@ class Gate:
         self.served = False
         self.started = False
         # what, the reply, and the rollouts whose state came back into this process
-        self._loaded: tuple[Sequence[Mapping[str, Any]], dict[str, Any], set[str]] | None = None
+        self._loaded: tuple[Any, dict[str, Any], set[str]] | None = None
         self._clock = clock
 
     # -- the life of a worker
@@ -333,8 +333,10 @@ class Gate:
         if self.served:
             raise refuse(Reason.NOT_FRESH, f"{self.name} has served work since it started.")
         failpoints.reach("gate.before_load")
-        if self._loaded is None or self._loaded[0] != parts:
-            self._loaded = (parts, *await self._load_sessions(parts, told))
+        # Of the same files another restore may want other rollouts: after one on other actors was given up.
+        what = parts, self.log.sessions().keys() if any(part["some"] for part in parts) else ()
+        if self._loaded is None or self._loaded[0] != what:
+            self._loaded = (what, *await self._load_sessions(parts, told))
         for line in self._loaded[1]["diverged"]:  # again at a repeat: the log has been loaded anew as well
             self.log.mark(line["rollout_id"], 0, int(line.get("attempt", 0)) + 1)
         self.log.adopt(self._loaded[2])

@@ -24,7 +24,7 @@ from coordinator.wire.errors import Reason, SafepointError
 from coordinator.wire.rpc import channel
 from coordinator.wire.terms import ParticipantState
 from participant_shims.adapters.gym import GymAdapter
-from participant_shims.cli import EXIT_ANOTHER, EXIT_USAGE, main
+from participant_shims.cli import EXIT_ANOTHER, EXIT_USAGE, _registers_at, main
 from participant_shims.serve import BOOTSTRAP, ServeOptions, run_serve, serve_environment
 from participant_shims.shim import Shim, ShimOptions, only_shim_of
 from tests.shims.proxy_server import running_server
@@ -96,6 +96,37 @@ async def test_a_shim_process_serves_is_alone_and_opens_when_it_goes(short_path:
             process.send_signal(signal.SIGTERM)
             assert await asyncio.to_thread(process.wait, 10) == 0
             assert not (short_path / "life" / "shim.json").exists()
+
+
+@pytest.mark.parametrize(
+    ("target", "root", "registers_at"),
+    [
+        ("", "/data", "file:/data/coordinator/address.json"), ("", "s3://b/p/", "file:s3://b/p/coordinator/address.json"),
+        ("h:1", "/data", "h:1"), ("none", "/data", ""), ("", "", ""),
+    ],
+)  # fmt: skip
+def test_a_shim_finds_the_coordinator_of_its_root_as_commands_and_trainers_do(
+    target: str, root: str, registers_at: str
+) -> None:
+    assert _registers_at(target, root) == registers_at
+
+
+def test_a_shim_that_registers_nowhere_says_so_in_the_log_of_its_server(short_path: Path) -> None:
+    says, said = os.pipe()
+    with os.fdopen(says) as lines:
+        arguments = ["--life", str(short_path / "life"), "--name", "counter"]
+        process = subprocess.Popen(
+            [sys.executable, "-m", "participant_shims.cli", "shim", *arguments], stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL, env=environment(SAFEPOINT_SHIM_SAYS=str(said)), pass_fds=[said],
+        )  # fmt: skip
+        os.close(said)
+        try:
+            line = lines.readline()
+        finally:
+            process.terminate()
+            process.wait(10)
+    assert "registers nowhere" in line
+    assert "set SAFEPOINT_ROOT" in line
 
 
 async def test_a_killed_shim_gives_its_lock_back(short_path: Path) -> None:
