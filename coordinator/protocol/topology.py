@@ -165,7 +165,8 @@ def facts(p: Participant) -> dict[str, str]:
 
 
 def _whole(topology: Topology) -> Iterator[Finding]:
-    roles = {p.role for p in topology.participants}
+    # Who is missed is said by itself, with what helps.
+    roles = {p.role for p in (*topology.participants, *(gone.participant for gone in topology.missing))}
     invalid = Reason.TOPOLOGY_INVALID
     if not topology.participants and topology.missing:
         return  # who is missed is said one by one, with what became of them

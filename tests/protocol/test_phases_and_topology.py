@@ -146,9 +146,10 @@ def gone(name: str, since_s: float, why: str) -> Topology:
     return Topology(here, missing=(Missing(lost, since_s, why),))
 
 
-def test_whoever_is_missed_is_one_finding_and_its_callers_say_nothing_of_it() -> None:
-    finding = only(validate(gone("box", 5.0, "it was killed")))
-    assert (finding.blocking, finding.participant_id) == (True, "box")
+@pytest.mark.parametrize("who", ["agent", "policy", "box"])
+def test_whoever_is_missed_is_one_finding_and_its_callers_say_nothing_of_it(who: str) -> None:
+    finding = only(validate(gone(who, 5.0, "it was killed")))
+    assert (finding.blocking, finding.participant_id) == (True, who)
     assert "it was killed" in finding.message
 
 
