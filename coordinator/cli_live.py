@@ -317,6 +317,6 @@ def _remarks(health: pb.ParticipantHealth) -> list[str]:
     if seen.replayed_calls or seen.diverged_rollouts:
         lines.append(
             f"{name}: {seen.replayed_calls} calls answered from the call log; "
-            f"{seen.diverged_rollouts} rollouts asked something else and began again"
+            f"{seen.diverged_rollouts} rollouts began again from their input"
         )
     return lines
