@@ -378,6 +378,9 @@ class OneSession:
     warning = ""
     loads = 0
 
+    def __init__(self) -> None:
+        self.wanted: list[set[str] | None] = []
+
     def describe(self) -> dict[str, object]:
         return {"checkpoint_mode": "export_restore", "state_schema": "gym-session-v1"}
 
@@ -401,9 +404,31 @@ class OneSession:
         lost = {"rollout_id": "r-2", "attempt": 3, "reason": "it holds a socket"}
         return {"sessions": 1, "bytes": 2, "excluded": [lost], "file": {"path": path.name, "size": 2, "sha256": "0"}}
 
-    async def load(self, path: Path, *, told: object = None, **_: object) -> dict[str, object]:
+    async def load(
+        self, path: Path, *, told: object = None, only: set[str] | None = None, **_: object
+    ) -> dict[str, object]:
         self.loads += 1
+        self.wanted.append(only)
         return {"sessions": 1, "diverged": [{"rollout_id": "r-1", "attempt": 4, "reason": "it answered differently"}]}
+
+
+async def test_a_load_of_other_rollouts_of_the_same_files_or_of_other_bytes_is_no_repeat(tmp_path: Path) -> None:
+    """A restore on three actors is given up, one of them goes, and the same snapshot is restored on the other two."""
+    part = {"directory": str(tmp_path), "files": ["w.sessions.rope"], "sha256": ["a"], "some": True}
+    log = CallLog(tmp_path / "calls.db")
+    sessions = OneSession()
+    gate = Gate(Server("counter", "gym.resources", "resources", 1), log, sessions)
+    gate.close("op", QuiesceMode.HOLD, 60)
+    log.bind("s-1", "r-1", 0)
+    for _ in range(2):
+        await gate.load([part])
+    assert sessions.wanted == [{"s-1"}]
+    log.bind("s-2", "r-2", 0)
+    await gate.load([part])
+    assert sessions.wanted == [{"s-1"}, {"s-1", "s-2"}]
+    await gate.load([part | {"sha256": ["b"]}])
+    assert sessions.loads == 3
+    log.close()
 
 
 async def test_what_sessions_lose_is_excluded_at_export_and_refused_after_a_load(tmp_path: Path) -> None:

@@ -156,6 +156,27 @@ async def test_a_snapshot_of_two_actors_is_restored_on_three_and_one_of_these_on
         assert endpoint.total == 2 * 8 * (TURNS + 2), "nothing that had finished was generated again"
 
 
+async def test_a_restore_that_is_given_up_and_made_again_on_fewer_actors_brings_every_session(directory: Path) -> None:
+    rows = {f"r-{i}": row(i, TURNS, _ng_rollout_id=f"r-{i}") for i in range(6)}
+    with ScriptedEndpoint() as endpoint:
+        async with actors(directory, endpoint, ("a",)) as one:
+            endpoint.hold(after_turn=2)
+            runs = [asyncio.create_task(one.trainers["a"].run(each)) for each in rows.values()]
+            await until(lambda: endpoint.begun == 18, 120)
+            await one.client.save("cut")
+            await one.kill(runs, endpoint)
+        async with actors(directory, endpoint, ("b0", "b1", "b2")) as three:
+            assert (await three.client.restore("cut", elastic=True)).sessions == 6
+            await three.client.abort()
+            three.fleets["b2"].kill()
+            restored = await three.client.restore("cut", elastic=True, resume=True)
+            assert restored.sessions == 6, "those of b2 are in the others now"
+            where = {r.rollout_id: r.actor_id async for r in restored.rollouts()}
+            assert set(where.values()) == {"b0", "b1"}
+            results = await asyncio.gather(*(three.trainers[where[name]].run(each) for name, each in rows.items()))
+            assert [r["reward"] for r in results] == [1.0] * 6
+
+
 async def test_an_actor_that_cannot_prepare_aborts_the_cut_of_all_and_they_go_on(directory: Path) -> None:
     rows = [row(i, TURNS, _ng_rollout_id=f"r-{i}") for i in range(4)]
     with ScriptedEndpoint() as endpoint:
