@@ -445,20 +445,21 @@ async def test_a_servers_own_hook_comes_first(tmp_path: Path) -> None:
 # -- re-execution ------------------------------------------------------------------------------------------------------
 
 
-def counting(server: Server, session: str) -> Send:
+def counting(server: Server, session: str, tells: bool = True) -> Send:
     async def send(request: Request) -> Response:
         assert ("cookie", f"s={session}") in request.headers
         server.session_state[session] = server.session_state.get(session, 0) + len(request.body)
-        return Response(200, (("set-cookie", f"s={session}; Path=/"),), b'{"n": %d}' % server.session_state[session])
+        shown = server.session_state[session] if tells else 0
+        return Response(200, (("set-cookie", f"s={session}; Path=/"),), b'{"n": %d}' % shown)
 
     return send
 
 
-async def recorded(session: str, path: Path) -> None:
+async def recorded(session: str, path: Path, tells: bool = True) -> None:
     server = Server()
     state = SessionState(server, "reexecute")
     assert state.wants_requests
-    send = counting(server, session)
+    send = counting(server, session, tells)
     for body in (b"1", b"22"):
         request = Request("POST", "/add", (("cookie", f"s={session}"),), body)
         state.record(session, Exchange.of(request, await send(request)))
@@ -474,6 +475,23 @@ async def test_re_executed_sessions_come_back_and_can_be_saved_again(tmp_path: P
     assert (await state.load(tmp_path / "f"))["diverged"] == []
     assert fresh.session_state == {session: 3}
     assert (await state.export(tmp_path / "again", owners([session])))["sessions"] == 1
+
+
+@pytest.mark.parametrize("tells", [True, False], ids=["answers show the state", "answers show nothing of it"])
+async def test_what_a_restore_that_was_given_up_has_re_executed_is_not_there_twice_after_the_next(
+    tmp_path: Path, tells: bool
+) -> None:
+    [session] = ids(1)
+    await recorded(session, tmp_path / "f", tells)
+    fresh = Server()
+    state = SessionState(fresh, "reexecute", send=counting(fresh, session, tells))
+    for _ in range(2):
+        assert (await state.load(tmp_path / "f"))["diverged"] == []
+        assert fresh.session_state == {session: 3}
+    await state.export(tmp_path / "again", owners([session]))
+    another = Server()
+    await SessionState(another, "reexecute", send=counting(another, session, tells)).load(tmp_path / "again")
+    assert another.session_state == {session: 3}
 
 
 async def test_a_session_that_diverges_is_dropped_with_the_reason(tmp_path: Path) -> None:

@@ -382,6 +382,9 @@ class SessionState:
                 histories[session.session_id] = [Exchange.from_plain(p) for p in plain]
             except (codec.Malformed, TypeError) as e:
                 raise unsafe(f"session {session.session_id}", e) from e
+        for session_id in histories.keys() & self._loaded:  # by a restore that was given up: it would be there twice
+            self._drop(session_id)
+            self._requests.forget(session_id)
         outcome = await reexecute(histories, send)
         diverged: list[dict[str, Any]] = []
         for session in saved.sessions:
