@@ -10,6 +10,7 @@ The rule: `safepoint --help` answers at once, so nothing but Typer is imported b
 cli_exit         exit codes by cause
 cli_output       JSON, text, failures
 cli_options      options that many commands share
+cli_instead      the root, where no coordinator answers
 cli_progress     bars and lines while an operation runs
 cli_views, cli_live        tables; what status shows
 cli_operations, cli_status, cli_past, cli_report, cli_snapshots, cli_retention, cli_archive, cli_processes, cli_relay, cli_doctor, cli_config, cli_certs      the commands

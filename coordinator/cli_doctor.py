@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from coordinator.cli_exit import BY_REASON, ExitCode
-from coordinator.cli_options import AsJson, Root, Target, TokenFile, make_client, place_of
+from coordinator.cli_options import AsJson, Root, Target, TokenFile, agreed, make_client, place_of
 from coordinator.cli_output import emit, plain, reporting, say, show
 from coordinator.wire.errors import SafepointError
 
@@ -40,6 +40,7 @@ def doctor(
     """
     from coordinator.doctor import Circumstances, Severity, examine, worst
 
+    target, _ = agreed(target, root)  # the root of the environment is of this machine, whoever is asked
     client: Client | None = None
     no_client: SafepointError | None = None
     if target or root:

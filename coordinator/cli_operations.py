@@ -22,6 +22,7 @@ from coordinator.cli_options import (
     TokenFile,
     Wait,
     make_client,
+    said,
 )
 from coordinator.cli_output import emit, note, plain, reporting, say, show
 from coordinator.wire.errors import Reason, refuse
@@ -117,6 +118,7 @@ def restore(
         typer.Option(
             "--root",
             envvar=ROOT_VARIABLE,
+            callback=said,
             metavar="DIR|URL",
             help="The snapshot root; or the object store that the coordinator uploads to: then it fetches the snapshot first. (A root that is in a store is told from it by SAFEPOINT_ROOT.)",
         ),

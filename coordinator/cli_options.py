@@ -1,7 +1,12 @@
-"""Options that many commands share, and the client they make."""
+"""Options that many commands share, and the client they make.
+
+The rule: what is said on the command line beats the environment, also where it says the same thing in another way: `--root`
+alone means the coordinator of that root, and `-c` alone no root but its own.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import os
 from typing import TYPE_CHECKING, Annotated, Final, NoReturn
 
@@ -9,12 +14,23 @@ import typer
 
 from coordinator.cli_exit import ExitCode
 from coordinator.cli_output import fail, note
-from coordinator.wire.errors import Reason, refuse
+from coordinator.wire.errors import Reason, SafepointError, Unanswered, refuse
 from coordinator.wire.names import is_store
 from coordinator.wire.objects import check_url, is_url
 
 if TYPE_CHECKING:
     from coordinator.client import Client
+
+
+class Said(str):
+    """The value of an option that was typed; one from the environment is a bare string."""
+
+
+def said(ctx: typer.Context, param: typer.CallbackParam, value: str) -> str:
+    """The callback of such an option."""
+    source = ctx.get_parameter_source(param.name or "")
+    return Said(value) if source is not None and source.name == "COMMANDLINE" else value
+
 
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON on stdout, and nothing else there.")]
 Target = Annotated[
@@ -23,6 +39,7 @@ Target = Annotated[
         "--coordinator",
         "-c",
         envvar="SAFEPOINT_COORDINATOR",
+        callback=said,
         help="Where the coordinator is: host:port, unix:PATH, or file:ROOT/coordinator/address.json.",
         metavar="TARGET",
     ),
@@ -32,7 +49,8 @@ Root = Annotated[
     typer.Option(
         "--root",
         envvar="SAFEPOINT_ROOT",
-        help="The snapshot root; a relative path counts from where you are.",
+        callback=said,
+        help="The snapshot root, whose coordinator is meant; a relative path counts from where you are.",
         metavar="DIR",
     ),
 ]
@@ -54,23 +72,62 @@ DEFAULT_WAIT_S: Final = 5.0
 ROOT_VARIABLE: Final = "SAFEPOINT_ROOT"
 
 
+def agreed(target: str, root: str) -> tuple[str, str]:
+    """Both as they are meant: what was typed takes the other one's place where that is from the environment."""
+    if isinstance(root, Said) and root and not isinstance(target, Said):
+        target = ""
+    elif isinstance(target, Said) and target and not isinstance(root, Said):
+        root = ""
+    return target, root
+
+
 def make_client(
     target: str, root: str, token_file: str, wait_s: float, as_json: bool, *, patient: bool = True
 ) -> Client:
-    """A client for the options; ends with MISSING when nothing names a coordinator. Without patience it asks but once."""
+    """A client for the options; ends with MISSING when nothing names a coordinator. Without patience it asks but once.
+
+    Raises INVALID_ARGUMENT where both a coordinator and a root were typed, and it serves another one.
+    """
+    target, root = agreed(target, root)
     if not target and not root:
         no_coordinator(as_json)
-    if not target:
-        root = place_of(root)
     from coordinator.client import Budgets, Client
     from coordinator.wire.record import address_below
 
+    both_typed = bool(target and root) and isinstance(root, Said)
     if not target:
-        target = address_below(root)
+        target = address_below(place_of(root))
     budgets = Budgets(unreachable_s=wait_s, lost_reply_s=max(wait_s, 60.0), not_ready_s=max(wait_s, 30.0))
     if not patient:
         budgets = Budgets(unreachable_s=0.0, lost_reply_s=0.0, not_ready_s=0.0)
-    return Client(target, token_file=token_file or None, budgets=budgets)
+    client = Client(target, token_file=token_file or None, budgets=budgets)
+    if both_typed:
+        try:
+            _require_root(client, place_of(root))
+        except BaseException:
+            client.close()
+            raise
+    return client
+
+
+def _require_root(client: Client, root: str) -> None:
+    """Raise INVALID_ARGUMENT when that coordinator serves another root. One that does not answer is the command's to meet."""
+    from coordinator.wire.record import address_below, look_up, mark_of
+
+    try:
+        served = client.status()
+    except Unanswered:
+        return
+    if served.snapshot_root == root:
+        return
+    with contextlib.suppress(SafepointError):  # where it has not written is another one, whatever its path
+        nonce = look_up(address_below(root)).nonce
+        if nonce and mark_of(nonce) == served.root_mark:
+            return
+    raise refuse(
+        Reason.INVALID_ARGUMENT, f"The coordinator that -c names serves the root {served.snapshot_root}, and not {root}.",
+        next_step="Leave out -c for the coordinator of that root, or --root for that coordinator.",
+    )  # fmt: skip
 
 
 def no_coordinator(as_json: bool) -> NoReturn:

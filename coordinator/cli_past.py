@@ -7,16 +7,15 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Final
 
 import typer
 
 from coordinator.cli_exit import spoken
+from coordinator.cli_instead import history_here, is_absent, patience, root_here, say_instead
 from coordinator.cli_options import DEFAULT_WAIT_S, AsJson, Root, Target, Timeout, TokenFile, Wait, make_client
-from coordinator.cli_output import emit, note, plain, quoted_once, reporting, say, short, show
+from coordinator.cli_output import emit, plain, quoted_once, reporting, say, short, show
 from coordinator.wire.errors import Reason, SafepointError, refuse
-from coordinator.wire.names import is_store
 from coordinator.wire.terms import Phase
 
 if TYPE_CHECKING:
@@ -26,10 +25,6 @@ if TYPE_CHECKING:
     from coordinator.client import Client
     from coordinator.history import History
 
-_RECORD: Final = "file:"
-_ADDRESS: Final = "address.json"
-_BELOW: Final = f"/coordinator/{_ADDRESS}"
-_ASK_S: Final = 2.0  # the root can be read instead, so nobody has to wait longer for a coordinator
 _MAX_STACKS_OF: Final = 20
 
 
@@ -70,7 +65,7 @@ def why(
         running: pb.GetCoordinatorStatusResponse | None = None
         here = history_here(target, root)
         try:
-            with make_client(target, root, token_file, _patience(here, wait), as_json) as client:
+            with make_client(target, root, token_file, _wait_s(here, target, root, wait), as_json) as client:
                 answer = explained(client, operation_id, timeout)
                 status = _status(client, timeout)
                 refused, tried = kept_out_lines(status), list(status.kept_out)
@@ -121,7 +116,7 @@ def history(
     with reporting(as_json):
         here = history_here(target, root)
         try:
-            with make_client(target, root, token_file, _patience(here, wait), as_json) as client:
+            with make_client(target, root, token_file, _wait_s(here, target, root, wait), as_json) as client:
                 found = list(client.operations(limit, timeout=timeout))
         except SafepointError as error:
             found = [record.summary() for record in _instead(error, here).list(limit)]
@@ -291,28 +286,8 @@ def _runs(status: pb.GetCoordinatorStatusResponse, operation_id: str) -> bool:
     return runs and operation_id in ("", status.operation.operation_id)
 
 
-def _patience(here: History | None, wait_s: float) -> float:
-    """How long a coordinator is waited for: not at all where none has said that it is there, and the root can be read."""
-    if here is None:
-        return wait_s
-    announced = not isinstance(here.path, Path) or (here.path.parent / _ADDRESS).exists()
-    return min(wait_s, _ASK_S) if announced else 0.0
-
-
-def history_here(target: str, root: str) -> History | None:
-    """The history of the root that the options name, when it can be read from here. Of a root in a store that is not known yet:
-    nobody asks the store before the coordinator."""
-    from coordinator.history import History
-
-    if not root and target.startswith(_RECORD):
-        record = target.removeprefix(_RECORD)
-        root = record.removesuffix(_BELOW) if is_store(record) else str(Path(record).parent.parent)
-    history = History(root) if root else None
-    return history if history is not None and (is_store(root) or history.is_there()) else None
-
-
-def is_absent(error: SafepointError) -> bool:
-    return error.reason in (Reason.UNREACHABLE, Reason.UNAVAILABLE)
+def _wait_s(here: History | None, target: str, root: str, wait_s: float) -> float:
+    return wait_s if here is None else patience(root_here(target, root), wait_s)
 
 
 def _from_root(error: SafepointError, here: History | None, operation_id: str) -> pb.ExplainResponse:
@@ -327,5 +302,5 @@ def _instead(error: SafepointError, here: History | None) -> History:
     """What is read where no coordinator answers. Raises the error where there is none."""
     if not is_absent(error) or here is None or not here.is_there():
         raise error
-    note(f"no coordinator answers; read from {here.path}")
+    say_instead(here.path)
     return here

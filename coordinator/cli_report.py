@@ -12,9 +12,10 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from coordinator.cli_instead import history_here
 from coordinator.cli_options import DEFAULT_WAIT_S, AsJson, Root, Target, Timeout, TokenFile, Wait, make_client
 from coordinator.cli_output import emit, note, reporting, say
-from coordinator.cli_past import explained, history_here
+from coordinator.cli_past import explained
 from coordinator.wire.errors import Reason, SafepointError, refuse
 
 if TYPE_CHECKING:

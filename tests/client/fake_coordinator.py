@@ -78,6 +78,8 @@ class FakeCoordinator(CoordinatorServicer):
     blocking: tuple[str, ...] = ()  # whom the active one waits for
     findings: list[pb.Finding] = field(default_factory=list)
     address: str = ""
+    snapshot_root: str = "/snapshots"
+    root_mark: str = ""
     _records: dict[str, bytes] = field(default_factory=dict)
 
     def names(self) -> list[str]:
@@ -222,7 +224,7 @@ class FakeCoordinator(CoordinatorServicer):
     async def GetStatus(self, request, context):
         await self._unary("GetStatus", request, context)
         response = pb.GetCoordinatorStatusResponse(
-            coordinator_epoch=3, job_id="default", snapshot_root="/snapshots",
+            coordinator_epoch=3, job_id="default", snapshot_root=self.snapshot_root, root_mark=self.root_mark,
             latest_snapshot_id=self.published[0] if self.published else "",
         )  # fmt: skip
         if self.active:
