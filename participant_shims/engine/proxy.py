@@ -137,6 +137,7 @@ class EngineProxy(Proxy):
     async def _steer(self, client: Link, requests: Messages, head: Head, path: str) -> Upstream | None:
         entry = self._doors.enter(inbound=False, waiting_on=f"POST {path}")
         try:
+            await self._ask_for_body(client, head)
             raw = b"".join([piece async for piece in pieces(requests, ())])
             while True:
                 # Not parked inside a turn: opening needs the next turn for its resume.
@@ -185,6 +186,7 @@ class EngineProxy(Proxy):
             parks = entry.activity is Activity.PARKED
             if parks and not await self._pass_doors(client, requests, entry, parked):
                 raise ConnectionResetError("the client left while its request was parked")
+            await self._ask_for_body(client, head)
             raw = None if parked else requests.whole_body()
             if raw is None:
                 raw = b"".join([piece async for piece in pieces(requests, parked)])
@@ -257,6 +259,12 @@ class EngineProxy(Proxy):
 
     def _spoke(self) -> None:
         self.spoke_at = self._now()
+
+    @staticmethod
+    async def _ask_for_body(client: Link, head: Head) -> None:
+        """The caller may wait for this; the engine, which is asked when the body is here, cannot say it."""
+        if head.value(b"expect").lower() == b"100-continue":
+            await client.send(b"HTTP/1.1 100 Continue\r\n\r\n")
 
     @staticmethod
     async def _reject(client: Link) -> None:

@@ -169,3 +169,21 @@ async def test_no_connection_to_the_engine_outlives_the_one_for_which_it_was_mad
         await until(lambda: sum(not link.gone for link in made.links) <= 1)
         client.writer.close()
         await until(lambda: all(link.gone for link in made.links))
+
+
+@pytest.mark.parametrize("waits", [True, False])
+@pytest.mark.parametrize("path", ["/update_weight_version", "/v1/completions"])
+async def test_a_caller_that_sends_its_body_only_when_it_is_asked_for_is_asked(
+    tmp_path: Path, path: str, waits: bool
+) -> None:
+    async with engine() as (_, target), shim_before(target, tmp_path) as adapter:
+        client = await KeptAlive.dial(adapter.proxy.address)
+        body = json.dumps({**ASK, "max_tokens": 1}).encode()
+        head = b"POST %s HTTP/1.1\r\nhost: x\r\nexpect: 100-Continue\r\ncontent-length: %d\r\n\r\n"
+        client.writer.write(head % (path.encode(), len(body)) + (b"" if waits else body))
+        async with asyncio.timeout(5):
+            assert await client.reader.readuntil(b"\r\n\r\n") == b"HTTP/1.1 100 Continue\r\n\r\n"
+            if waits:
+                client.writer.write(body)
+            assert (await client.reader.readuntil(b"\r\n\r\n")).startswith(b"HTTP/1.1 200 OK")
+        client.writer.close()
