@@ -5,17 +5,22 @@ The rule: the coordinator is asked first, and not for long where the root can an
 
 from __future__ import annotations
 
+import contextlib
+import os
+from collections.abc import Callable, Generator
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, NamedTuple, TypeVar
 
-from coordinator.cli_options import agreed, is_stored_root, place_of
+from coordinator.cli_options import ROOT_VARIABLE, agreed, is_stored_root, make_client, place_of
 from coordinator.cli_output import note
 from coordinator.wire.errors import Reason, SafepointError
 from coordinator.wire.names import is_store
 
 if TYPE_CHECKING:
+    from coordinator.client import Client
     from coordinator.history import History
 
+T = TypeVar("T")
 _RECORD: Final = "file:"
 _ADDRESS: Final = "address.json"
 _BELOW: Final = f"/coordinator/{_ADDRESS}"
@@ -60,3 +65,63 @@ def is_absent(error: SafepointError) -> bool:
 
 def say_instead(path: object) -> None:
     note(f"no coordinator answers; read from {path}")
+
+
+class _HalfTold(Exception):
+    def __init__(self, error: SafepointError) -> None:
+        super().__init__(str(error))
+        self.error = error
+
+
+@contextlib.contextmanager
+def half_told() -> Generator[None, None, None]:
+    """Around what prints an answer as it comes: when that breaks off, the root does not tell all of it once more."""
+    try:
+        yield
+    except SafepointError as error:
+        raise _HalfTold(error) from error
+
+
+class Where(NamedTuple):
+    """The options that say which coordinator is asked, and how."""
+
+    target: str
+    token_file: str
+    wait_s: float
+    as_json: bool
+
+
+def asked_or_read(root: str, where: Where, ask: Callable[[Client], T], read: Callable[[str], T]) -> T:
+    """What the coordinator says; or what `root` says, when it was given, or that of the environment where no coordinator
+    answers."""
+    if root:
+        return read(root)
+    environment = os.environ.get(ROOT_VARIABLE, "")
+    here = root_here(where.target, environment)
+    readable = bool(here) and (is_store(here) or holds_snapshots(here))  # nobody asks the store before the coordinator
+    wait_s = patience(here, where.wait_s) if readable else where.wait_s
+    try:
+        with make_client(where.target, environment, where.token_file, wait_s, where.as_json) as client:
+            return ask(client)
+    except _HalfTold as broken:
+        raise broken.error from None
+    except SafepointError as error:
+        if not (is_absent(error) and readable and holds_snapshots(here)):
+            raise
+        say_instead(here)
+        return read(here)
+
+
+@contextlib.contextmanager
+def changing(where: Where) -> Generator[Client, None, None]:
+    """A client for what changes the root of the environment. Where no coordinator answers nothing is done: the root has to be
+    typed, and the error says so."""
+    environment = os.environ.get(ROOT_VARIABLE, "")
+    try:
+        with make_client(where.target, environment, where.token_file, where.wait_s, where.as_json) as client:
+            yield client
+    except SafepointError as error:
+        here = root_here(where.target, environment)
+        if is_absent(error) and here and not is_store(here) and holds_snapshots(here):
+            error.add_note(f"Where none is to run: `--root {here}` does it without a coordinator.")
+        raise

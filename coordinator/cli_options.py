@@ -40,7 +40,7 @@ Target = Annotated[
         "-c",
         envvar="SAFEPOINT_COORDINATOR",
         callback=said,
-        help="Where the coordinator is: host:port, unix:PATH, or file:ROOT/coordinator/address.json.",
+        help="Where the coordinator is: host:port, unix:PATH, or file:ROOT/coordinator/address.json; --root alone is the coordinator of that root.",
         metavar="TARGET",
     ),
 ]
@@ -50,7 +50,7 @@ Root = Annotated[
         "--root",
         envvar="SAFEPOINT_ROOT",
         callback=said,
-        help="The snapshot root, whose coordinator is meant; a relative path counts from where you are.",
+        help="The snapshot root; a relative path counts from where you are.",
         metavar="DIR",
     ),
 ]

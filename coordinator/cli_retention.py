@@ -6,23 +6,21 @@ deleted or pinned while one may be using the root.
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from coordinator.alone import require_alone
+from coordinator.cli_instead import Where, changing
 from coordinator.cli_options import (
     DEFAULT_WAIT_S,
-    ROOT_VARIABLE,
     AsJson,
     Target,
     Timeout,
     TokenFile,
     Wait,
     folder,
-    make_client,
 )
 from coordinator.cli_output import emit, reporting, say
 from coordinator.cli_snapshots import OfflineRoot, SnapshotName, named, newest, open_store
@@ -79,7 +77,7 @@ def prune(
             pruned = pruning.prune(store, retention, dry_run=dry_run, spare=pruning.spared(store, retention))
             deleted, size, kept = list(pruned.deleted), pruned.size_bytes, dict(pruned.kept)
         else:
-            with make_client(target, os.environ.get(ROOT_VARIABLE, ""), token_file, wait, as_json) as client:
+            with changing(Where(target, token_file, wait, as_json)) as client:
                 answer = client.prune(
                     keep, keep_every=keep_every, keep_interval=keep_interval, dry_run=dry_run, timeout=timeout
                 )
@@ -118,7 +116,7 @@ def pin(
             name = newest(store) if snapshot == "latest" else snapshot
             pruning.pin(store, name, reason)
         else:
-            with make_client(target, os.environ.get(ROOT_VARIABLE, ""), token_file, wait, as_json) as client:
+            with changing(Where(target, token_file, wait, as_json)) as client:
                 name = named(client.snapshots().published, snapshot).snapshot_id if snapshot == "latest" else snapshot
                 client.pin(name, reason, timeout=timeout)
         if as_json:
@@ -149,7 +147,7 @@ def unpin(
             reason = pruning.unpin(store, snapshot)
             there = bool(reason) or _is_there(store, snapshot)
         else:
-            with make_client(target, os.environ.get(ROOT_VARIABLE, ""), token_file, wait, as_json) as client:
+            with changing(Where(target, token_file, wait, as_json)) as client:
                 reason = client.unpin(snapshot, timeout=timeout)
                 there = bool(reason) or any(one.snapshot_id == snapshot for one in client.snapshots().published)
         if as_json:

@@ -1,28 +1,27 @@
 """Commands that look at snapshots: ls, show, verify.
 
-The rule: they ask the coordinator, or with --root read a snapshot root, or copies in an object store, themselves; nothing is
-changed in any case.
+The rule: they ask the coordinator, or with --root read a snapshot root, or copies in an object store, themselves; so they do
+with the root of SAFEPOINT_ROOT where no coordinator answers. Nothing is changed in any case.
 """
 
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from coordinator.cli_instead import Where, asked_or_read, half_told
 from coordinator.cli_options import (
     DEFAULT_WAIT_S,
-    ROOT_VARIABLE,
     AsJson,
     Target,
     Timeout,
     TokenFile,
     Wait,
     is_stored_root,
-    make_client,
     missing,
     place_of,
 )
@@ -34,6 +33,7 @@ from coordinator.wire.objects import is_url, objects_at
 if TYPE_CHECKING:
     from safepoint.v1 import manifest_pb2
 
+    from coordinator.client import Client
     from coordinator.client_results import SnapshotSummary
     from coordinator.snapshots import SnapshotStore
 
@@ -70,23 +70,24 @@ def ls(
     """
     from coordinator.cli_views import snapshots_view
 
-    with reporting(as_json):
+    def read(root: str) -> tuple[list[SnapshotSummary], dict[str, str]]:
         if is_url(root) and not is_stored_root(root):
             from coordinator import archive
 
             copied = archive.listing(objects_at(root))
-            published, invalid = [_summary(m, "") for m in copied.snapshots], dict(copied.invalid)
-        elif root:
-            from coordinator import pruning
+            return [_summary(m, "") for m in copied.snapshots], dict(copied.invalid)
+        from coordinator import pruning
 
-            store = open_store(root, as_json)
-            listing, pinned = store.list(), pruning.pins(store)
-            published = [_summary(m, pinned.get(m.snapshot_id, "")) for m in listing.snapshots]
-            invalid = dict(listing.invalid)
-        else:
-            with make_client(target, os.environ.get(ROOT_VARIABLE, ""), token_file, wait, as_json) as client:
-                found = client.snapshots(timeout=timeout)
-            published, invalid = list(found.published), dict(found.invalid)
+        store = open_store(root, as_json)
+        listing, pinned = store.list(), pruning.pins(store)
+        return [_summary(m, pinned.get(m.snapshot_id, "")) for m in listing.snapshots], dict(listing.invalid)
+
+    def ask(client: Client) -> tuple[list[SnapshotSummary], dict[str, str]]:
+        found = client.snapshots(timeout=timeout)
+        return list(found.published), dict(found.invalid)
+
+    with reporting(as_json):
+        published, invalid = asked_or_read(root, Where(target, token_file, wait, as_json), ask, read)
         if as_json:
             emit({"snapshots": plain(published), "invalid": invalid})
         else:
@@ -110,7 +111,7 @@ def show_one(
     """
     from coordinator.cli_views import snapshot_text
 
-    with reporting(as_json):
+    def read(root: str) -> SnapshotSummary | None:
         if is_url(root) and not is_stored_root(root):
             from coordinator import archive
 
@@ -118,24 +119,29 @@ def show_one(
             name = archive.newest(objects) if snapshot == "latest" else snapshot
             if rollouts:
                 _print_rollouts((plain_entry(line) for line in archive.ledger(objects, name)), as_json)
-                return
-            one = _summary(archive.load(objects, name), "")
-        elif root:
-            store = open_store(root, as_json)
-            name = newest(store) if snapshot == "latest" else snapshot
-            if rollouts:
-                _print_rollouts((plain_entry(line) for line in store.ledger(name)), as_json)
-                return
-            from coordinator import pruning
+                return None
+            return _summary(archive.load(objects, name), "")
+        store = open_store(root, as_json)
+        name = newest(store) if snapshot == "latest" else snapshot
+        if rollouts:
+            _print_rollouts((plain_entry(line) for line in store.ledger(name)), as_json)
+            return None
+        from coordinator import pruning
 
-            one = _summary(store.load(name), pruning.pins(store).get(name, ""))
-        else:
-            with make_client(target, os.environ.get(ROOT_VARIABLE, ""), token_file, wait, as_json) as client:
-                published = client.snapshots(timeout=timeout).published
-                one = named(published, snapshot)
-                if rollouts:
-                    _print_rollouts((plain(r) for r in client.ledger(one.snapshot_id, timeout=timeout)), as_json)
-                    return
+        return _summary(store.load(name), pruning.pins(store).get(name, ""))
+
+    def ask(client: Client) -> SnapshotSummary | None:
+        one = named(client.snapshots(timeout=timeout).published, snapshot)
+        if rollouts:
+            with half_told():
+                _print_rollouts((plain(r) for r in client.ledger(one.snapshot_id, timeout=timeout)), as_json)
+            return None
+        return one
+
+    with reporting(as_json):
+        one = asked_or_read(root, Where(target, token_file, wait, as_json), ask, read)
+        if one is None:
+            return
         if as_json:
             emit(plain(one))
         else:
@@ -158,41 +164,47 @@ def verify(
     """
     from coordinator.client_results import size_text
 
-    with reporting(as_json):
-        if root:
-            if is_url(root) and not is_stored_root(root):
-                from coordinator import archive
+    def read(root: str) -> _Verified:
+        if is_url(root) and not is_stored_root(root):
+            from coordinator import archive
 
-                objects = objects_at(root)
-                name = archive.newest(objects) if snapshot == "latest" else snapshot
-                checked = archive.verify(objects, name)
-            else:
-                store = open_store(root, as_json)
-                name = newest(store) if snapshot == "latest" else snapshot
-                checked = store.verify(name)
-            files, size, unlisted = checked.files, checked.size_bytes, list(checked.unlisted)
-            state = _summary(checked.manifest, "").size_bytes
+            objects = objects_at(root)
+            name = archive.newest(objects) if snapshot == "latest" else snapshot
+            checked = archive.verify(objects, name)
         else:
-            with make_client(target, os.environ.get(ROOT_VARIABLE, ""), token_file, wait, as_json) as client:
-                name = named(client.snapshots().published, snapshot).snapshot_id if snapshot == "latest" else snapshot
-                answer = client.verify(name, timeout=timeout)
-            files, size, unlisted = answer.files, answer.size_bytes, list(answer.unlisted)
-            state = _summary(answer.manifest, "").size_bytes
+            store = open_store(root, as_json)
+            name = newest(store) if snapshot == "latest" else snapshot
+            checked = store.verify(name)
+        state = _summary(checked.manifest, "").size_bytes
+        return _Verified(name, checked.files, checked.size_bytes, state, list(checked.unlisted))
+
+    def ask(client: Client) -> _Verified:
+        name = named(client.snapshots().published, snapshot).snapshot_id if snapshot == "latest" else snapshot
+        answer = client.verify(name, timeout=timeout)
+        state = _summary(answer.manifest, "").size_bytes
+        return _Verified(name, answer.files, answer.size_bytes, state, list(answer.unlisted))
+
+    with reporting(as_json):
+        one = asked_or_read(root, Where(target, token_file, wait, as_json), ask, read)
         if as_json:
-            emit(
-                {
-                    "snapshot_id": name,
-                    "files": files,
-                    "size_bytes": size,
-                    "state_bytes": state,
-                    "unlisted": unlisted,
-                }
-            )
+            emit(plain(one))
             return
         # The first is what a list says; everything that was read is that and the manifests which vouch for it.
-        say(f"{name} is whole: {files} files, {size_text(state)}, and {size_text(size - state)} of manifests")
-        if unlisted:
-            note(f"ignored, not part of it: {', '.join(unlisted)}")
+        state, manifests = size_text(one.state_bytes), size_text(one.size_bytes - one.state_bytes)
+        say(f"{one.snapshot_id} is whole: {one.files} files, {state}, and {manifests} of manifests")
+        if one.unlisted:
+            note(f"ignored, not part of it: {', '.join(one.unlisted)}")
+
+
+@dataclass(frozen=True, slots=True)
+class _Verified:
+    """What was read of a snapshot that is whole; as JSON shows it."""
+
+    snapshot_id: str
+    files: int
+    size_bytes: int
+    state_bytes: int
+    unlisted: list[str]
 
 
 def open_store(root: str, as_json: bool) -> SnapshotStore:
@@ -260,6 +272,7 @@ def plain_entry(line: bytes) -> dict[str, Any]:
 
 
 def _print_rollouts(entries: Iterator[dict[str, Any]], as_json: bool) -> None:
+    """One after the other, as they come."""
     for entry in entries:
         if as_json:
             emit(entry)

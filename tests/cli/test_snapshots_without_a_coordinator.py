@@ -1,0 +1,72 @@
+"""`snapshots ls, show, verify` where a root is known and no coordinator runs: as `why` and `history`, they read the root."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from coordinator.publication import Publisher
+from coordinator.snapshots import SnapshotStore
+from tests.cli.conftest import Safepoint
+from tests.client.fake_coordinator import FakeCoordinator, Fault, entries
+from tests.coordinator.test_snapshots import make
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    store = SnapshotStore(tmp_path / "root", "job-1")
+    make(store, "step-1", Publisher(store, 1))
+    return store.root
+
+
+@pytest.mark.parametrize("command", ["ls", "show", "verify"])
+async def test_where_no_coordinator_answers_the_root_of_the_environment_is_read(
+    safepoint: Safepoint, root: Path, command: str
+) -> None:
+    alone = {"SAFEPOINT_ROOT": str(root), "SAFEPOINT_COORDINATOR": ""}
+    ran = await safepoint("snapshots", command, env=alone)
+    assert ran.code == 0, ran.err
+    assert "step-1" in ran.out
+    assert f"no coordinator answers; read from {root}" in ran.err
+    record = root / "coordinator" / "address.json"
+    record.parent.mkdir(exist_ok=True)
+    record.write_text('{"address": "127.0.0.1:9", "epoch": 1, "nonce": "00"}')
+    by_record = {"SAFEPOINT_ROOT": "", "SAFEPOINT_COORDINATOR": f"file:{record}"}
+    documents = [
+        (await safepoint("snapshots", command, "--json", "--wait", "0.1", env=env)).json() for env in (alone, by_record)
+    ]
+    assert documents[0] == documents[1] == (await safepoint("snapshots", command, "--root", str(root), "--json")).json()
+
+
+async def test_a_coordinator_that_answers_is_asked_and_one_that_refuses_is_believed(
+    safepoint: Safepoint, fake: FakeCoordinator, root: Path
+) -> None:
+    fake.published = ["of-the-coordinator"]
+    ran = await safepoint("snapshots", "ls", env={"SAFEPOINT_ROOT": str(root)})
+    assert "of-the-coordinator" in ran.out
+    assert "step-1" not in ran.out
+    assert (await safepoint("snapshots", "verify", "step-1", env={"SAFEPOINT_ROOT": str(root)})).code == 12
+
+
+async def test_a_list_that_breaks_off_is_not_told_once_more_from_the_root(
+    safepoint: Safepoint, fake: FakeCoordinator, root: Path
+) -> None:
+    fake.published, fake.rollouts, fake.ledger_part = ["step-1"], list(entries("r-0", "r-1", "r-2")), 1
+    fake.fail("ReadLedger", Fault(after=2, hang=True))
+    ran = await safepoint("snapshots", "show", "step-1", "--rollouts", "--timeout", "1", env={"SAFEPOINT_ROOT": str(root)})
+    assert ran.code == 5
+    assert len(ran.out.splitlines()) == 2
+
+
+async def test_what_would_change_the_root_is_not_done_by_itself_and_says_how(safepoint: Safepoint, root: Path) -> None:
+    alone = {"SAFEPOINT_ROOT": str(root), "SAFEPOINT_COORDINATOR": ""}
+    for command in (("prune", "--keep", "1"), ("pin", "step-1", "-m", "mine"), ("unpin", "step-1")):
+        ran = await safepoint("snapshots", *command, "--wait", "0.1", env=alone)
+        assert ran.code == 5
+        assert f"--root {root}" in ran.err
+
+
+async def test_a_root_without_snapshots_is_not_taken_for_one(safepoint: Safepoint, tmp_path: Path) -> None:
+    alone = {"SAFEPOINT_ROOT": str(tmp_path), "SAFEPOINT_COORDINATOR": ""}
+    assert (await safepoint("snapshots", "ls", "--wait", "0.1", env=alone)).code == 5
