@@ -9,6 +9,9 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable
+from heapq import merge
+from itertools import islice
+from math import inf
 from typing import Any, Final, TypeVar
 
 from safepoint.v1 import coordinator_service_pb2 as pb
@@ -70,13 +73,19 @@ async def list_operations(operations: Operations, size: int) -> pb.ListOperation
         if ended is not None and not one.HasField("snapshot"):  # its last lines are not written yet, or never were
             one.CopyFrom(pb.OperationSummary(operation=one.operation, **_results(ended.summary())))
         one.operation.CopyFrom(_as_it_is(operations, one.operation))
-    listed = [*unwritten, *found][:size]
+    # Each is newest first. What a full disk kept from being written is older than what was written once there was room.
+    listed = list(islice(merge(unwritten, found, key=_began_ms, reverse=True), size))
     if operations.uploader is not None:
         for one in listed:
             saved = one.HasField("snapshot") and one.operation.kind == pb.OPERATION_KIND_SAVE
             if saved and operations.uploader.knows(one.snapshot.snapshot_id):
                 one.snapshot.upload.CopyFrom(operations.uploader.message(one.snapshot.snapshot_id))
     return pb.ListOperationsResponse(operations=listed)
+
+
+def _began_ms(one: pb.OperationSummary) -> float:
+    """One that does not say is as new as can be: it was gone on with by this coordinator."""
+    return one.operation.begin_time.ToMilliseconds() if one.operation.HasField("begin_time") else inf
 
 
 def _results(told: pb.OperationSummary) -> dict[str, Any]:

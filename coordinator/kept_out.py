@@ -6,7 +6,7 @@ keep those inside from saving.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import replace
 from typing import Final
 
@@ -21,6 +21,7 @@ _TOKEN: Final = (
     "Put the coordinator's token into the file that its server's SAFEPOINT_TOKEN_FILE names: it is read again, and the shim "
     "is in within seconds. A server that was started without that variable is started again with it."
 )
+_BE: Final = ("is", "are")
 # What a refused shim may be the cause of: somebody is not there.
 _ABSENCE: Final = frozenset({Reason.TOPOLOGY_INVALID, Reason.FINGERPRINT_MISMATCH, Reason.UNREACHABLE})
 
@@ -46,14 +47,29 @@ def finding(one: KeptOut) -> pb.Finding:
     )  # fmt: skip
 
 
-def blaming(problem: Problem, refused: Sequence[KeptOut]) -> Problem:
-    """The refusal of an operation because somebody is missing, with those that were kept out meanwhile."""
+def blaming(problem: Problem, refused: Sequence[KeptOut], missing: Collection[str] = ()) -> Problem:
+    """The refusal of an operation because somebody is missing, with those that were kept out meanwhile.
+
+    Where those who are `missing` are those at the door, that is the cause and comes first, and its step is the only one:
+    starting them again would not let them in. The reason stays the caller's own: it was not refused for its own token.
+    """
     if not refused or problem.reason not in _ABSENCE:
         return problem
-    named = sorted(refused, key=lambda one: one.ago_s)[:NAMED]
-    more = f" So were {len(refused) - NAMED} more." if len(refused) > NAMED else ""
+    causes = [one for one in refused if one.says in missing]
+    named = sorted(causes or refused, key=lambda one: one.ago_s)[:NAMED]
+    left = len(refused) - len(named)
+    more = f" So were {left} more." if left else ""
+    steps = dict.fromkeys(map(_step, named))
+    if causes:
+        who = ", ".join(sorted({f"`{one.says}`" for one in named}))
+        text = (
+            " ".join([*map(_sentence, named)])
+            + f"{more} That is why {who} {_BE[len(named) > 1]} missed: {problem.message}"
+        )
+        explained = {one.says for one in causes} >= set(missing)
+        return replace(problem, message=text, next_step=" ".join([*steps] if explained else [*steps, problem.advice]))
     text = " ".join([problem.message, *map(_sentence, named)]) + more
-    return replace(problem, message=text, next_step=" ".join(dict.fromkeys([*map(_step, named), problem.advice])))
+    return replace(problem, message=text, next_step=" ".join([*steps, problem.advice]))
 
 
 def _sentence(one: KeptOut) -> str:

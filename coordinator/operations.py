@@ -207,7 +207,8 @@ class Operations:
         except asyncio.CancelledError:
             drive.fail_early(_aborted_early(drive))
         except SafepointError as error:
-            problem = blaming(error.problem, self.kept_out())
+            gone = {m.participant.participant_id for m in self.discovery.registry.missing()}
+            problem = blaming(error.problem, self.kept_out(), gone)
             waited_s = problem.waited_s
             if waited_s is None and self.clock() - drive.began_at >= WORTH_SAYING_S:
                 waited_s = self.clock() - drive.began_at

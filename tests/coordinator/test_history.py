@@ -152,6 +152,19 @@ async def test_what_is_not_written_yet_is_told_from_memory(bench: Bench) -> None
     assert one.operation.outcome == pb.OPERATION_OUTCOME_SUCCEEDED
 
 
+async def test_what_was_never_written_stands_where_its_time_is(bench: Bench) -> None:
+    """A full disk kept it out, and had room again for those that came after."""
+    await bench.start()
+    for number in (1, 2, 3):
+        await bench.save(f"save-{number}", f"step-{number}")
+        await written(bench, f"save-{number}")
+        await asyncio.sleep(0.002)  # times are told in milliseconds
+    (unwritten,) = folder(bench).glob("*-save-2.jsonl")
+    unwritten.unlink()
+    answer = await unary(bench.stub().ListOperations(pb.ListOperationsRequest(), timeout=5))
+    assert [one.operation.operation_id for one in answer.operations] == ["save-3", "save-2", "save-1"]
+
+
 @pytest.mark.parametrize("fault", [errno.ENOSPC, errno.EIO, errno.EROFS])
 async def test_a_disk_that_refuses_the_history_costs_no_save(
     bench: Bench, monkeypatch: pytest.MonkeyPatch, fault: int, caplog: pytest.LogCaptureFixture
