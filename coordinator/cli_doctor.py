@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import os
 from contextlib import nullcontext
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Final
 
 import typer
 
 from coordinator.cli_exit import BY_REASON, ExitCode
 from coordinator.cli_options import AsJson, Root, Target, TokenFile, agreed, make_client, place_of
 from coordinator.cli_output import emit, plain, reporting, say, show
-from coordinator.wire.errors import SafepointError
+from coordinator.wire.errors import Reason, SafepointError
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from coordinator.client import Client
     from coordinator.doctor import Finding
 
+_AT_THE_DOOR: Final = frozenset({Reason.UNAUTHENTICATED, Reason.PERMISSION_DENIED})
 _STYLES = {"ok": "green", "note": "cyan", "warning": "yellow", "error": "bold red"}
 
 
@@ -34,7 +35,8 @@ def doctor(
 ) -> None:
     """Examine this machine, the coordinator and everybody it knows. Changes nothing, and takes less than 10 s.
 
-    The exit code is that of the worst finding's cause; notes and warnings alone are 0.
+    The exit code is that of the worst finding's cause; notes and warnings alone are 0, but for a shim that is refused for its
+    token or certificate: it takes no part in a save.
 
     Example: safepoint doctor --all
     """
@@ -58,7 +60,12 @@ def doctor(
             _print([finding for finding in shown if finding.severity is severity])
         say(_summary(findings))
     failed = worst(findings)
-    if failed is not None and failed.severity is Severity.ERROR:
+    if failed is None or failed.severity is not Severity.ERROR:
+        # Nothing is broken, and a save leaves out whoever is refused at the door.
+        failed = next(
+            (one for one in findings if one.severity is Severity.WARNING and one.reason in _AT_THE_DOOR), None
+        )
+    if failed is not None:
         # A bad finding without a reason of its own is about how things are set up.
         code = BY_REASON[failed.reason] if failed.reason else ExitCode.MISSING
         raise typer.Exit(int(code))

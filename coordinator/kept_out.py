@@ -47,6 +47,13 @@ def finding(one: KeptOut) -> pb.Finding:
     )  # fmt: skip
 
 
+def left_out(refused: Sequence[KeptOut]) -> list[str]:
+    """What a save that goes on without them warns of: a sentence for each, and what helps."""
+    named = sorted(refused, key=lambda one: one.ago_s)[:NAMED]
+    more = [f"So were {len(refused) - NAMED} more: see `safepoint topology`."] if len(refused) > NAMED else []
+    return [f"{_sentence(one)} What it holds is not in the snapshot. Next: {_step(one)}" for one in named] + more
+
+
 def blaming(problem: Problem, refused: Sequence[KeptOut], missing: Collection[str] = ()) -> Problem:
     """The refusal of an operation because somebody is missing, with those that were kept out meanwhile.
 

@@ -26,7 +26,7 @@ from coordinator.fetching import Fetching
 from coordinator.housekeeping import Housekeeping
 from coordinator.journal_file import Entry
 from coordinator.journals import AnyJournal
-from coordinator.kept_out import blaming
+from coordinator.kept_out import blaming, left_out
 from coordinator.membership import Membership
 from coordinator.outcomes import Ended
 from coordinator.participants import Participants
@@ -200,6 +200,8 @@ class Operations:
                 still = {m.participant.participant_id for m in topology.missing}
                 missing = self.discovery.registry.missing()
                 drive.restored_from = self._last_restore()
+                for text in left_out(self.kept_out()):
+                    drive.reporter.warn(text)
                 drive.left_out = tuple(
                     m.participant.participant_id for m in missing if m.participant.participant_id not in still
                 )

@@ -77,6 +77,15 @@ async def test_the_command_ends_with_the_code_of_the_worst_finding(
     assert {"check", "severity", "subject", "message", "fix", "reason"} == set(found["findings"][0])
 
 
+async def test_a_shim_that_is_refused_for_its_token_is_no_good_end(safepoint: Safepoint, fake: FakeCoordinator) -> None:
+    fake.findings = [pb.Finding(reason=errors_pb2.REASON_UNAUTHENTICATED, message="A shim was refused")]
+    ran = await safepoint("doctor")
+    assert ran.code == ExitCode.ACCESS
+    assert "error: 0" in ran.out
+    fake.findings = [pb.Finding(reason=errors_pb2.REASON_ROLE_INVALID, message="judge may be no policy")]
+    assert (await safepoint("doctor")).code == 0
+
+
 async def test_an_open_token_a_wrong_root_and_a_bad_setting_have_codes_of_their_own(
     safepoint: Safepoint, tmp_path: Path
 ) -> None:

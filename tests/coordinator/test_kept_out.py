@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from coordinator.kept_out import blaming
+from coordinator.kept_out import blaming, left_out
 from coordinator.wire.errors import Problem, Reason
 from coordinator.wire.refusals import KeptOut
+from tests.coordinator.conftest import Bench, kinds
 
 TOKEN = Problem(Reason.UNAUTHENTICATED, "The call carries no valid token.")
 MISSED = Problem(
@@ -49,3 +50,21 @@ def test_a_stranger_at_the_door_is_named_after_what_is_known() -> None:
         assert told.message.startswith("`cart` (resources")
         assert "was refused 3 times" in told.message
         assert "Start `cart` again." in told.advice
+
+
+def test_many_at_the_door_are_a_few_warnings() -> None:
+    told = left_out([at_the_door(f"shim-{n}", n) for n in range(5)])
+    assert len(told) == 4
+    assert "of `shim-0` as it says" in told[0]
+    assert "What it holds is not in the snapshot. Next: Put the coordinator's token" in told[0]
+    assert told[-1] == "So were 2 more: see `safepoint topology`."
+    assert left_out([]) == []
+
+
+async def test_a_save_without_a_shim_that_is_refused_at_the_door_says_so(bench: Bench) -> None:
+    await bench.start()
+    bench.running.operations.kept_out = lambda: [at_the_door("cart")]
+    events = await bench.save()
+    (warning,) = [one.warning.message for one in events if one.WhichOneof("event") == "warning"]
+    assert "of `cart` as it says, was refused 3 times" in warning
+    assert kinds(events)[-1] == "saved"
