@@ -14,6 +14,7 @@ import json
 import os
 import socket
 import sys
+import tempfile
 import threading
 import warnings
 from types import ModuleType
@@ -60,6 +61,7 @@ def become(start: dict[str, Any], log: int, path: list[str]) -> str:
     os.chdir(start["folder"])
     os.environ.clear()
     os.environ.update(start["environment"])
+    tempfile.tempdir = None  # it was looked up in the environment of the parent
     program = os.path.join(start["folder"], start["program"])
     sys.argv[:] = [start["program"], *start["arguments"]]
     sys.path[:] = [start["folder"], *filter(None, start["environment"].get("PYTHONPATH", "").split(os.pathsep)), *path]
