@@ -18,7 +18,7 @@ from tenacity.retry import retry_base
 from tenacity.stop import stop_base
 from tenacity.wait import wait_base
 
-from coordinator.wire.errors import Problem, Reason, Refused, SafepointError, Unanswered, refuse
+from coordinator.wire.errors import NOBODY_REACHED, Problem, Reason, Refused, SafepointError, Unanswered, refuse
 
 # What a call may be given. Less is over before an answer can come; with far more gRPC's own clock runs over, and every try
 # ends at once as if the coordinator were silent.
@@ -97,6 +97,7 @@ class Patience:
         self._kind = ""
         self._kind_since = 0.0
         self._heard = False
+        self._reached = False  # a try may have come to somebody
         self._try_began = self._began
         self._not_before_s = 0.0  # what the peer asked for
 
@@ -122,6 +123,7 @@ class Patience:
         kind = self._kind_of(error)
         if not kind:
             return False
+        self._reached |= not _nobody(error)
         hint = error.problem.retry_after_s if isinstance(error, SafepointError) else None
         self._not_before_s = hint or 0.0
         if kind != self._kind:
@@ -146,7 +148,7 @@ class Patience:
             why = f"the deadline of {self._total_s:g} s passed"
         else:
             why = f"the budget for {_BUDGET_NAMES[kind]} is {self._budget(kind):g} s"
-        tries = f"{self._tries} tries" if self._tries != 1 else "one try"
+        tries = {0: "looking", 1: "one try"}.get(self._tries, f"{self._tries} tries")
         message = f"{self._about}: {error.problem.message.rstrip('. ')}."
         if self.expired or self._budget(kind) > 0:  # who did not mean to wait has given nothing up
             message += f" Gave up after {tries} in {spent:.1f} s: {why}."
@@ -165,6 +167,10 @@ class Patience:
         return self._left() <= 0.1
 
     def _advice(self, problem: Problem, operation_id: str) -> str:
+        if not self._reached:
+            return problem.next_step or (
+                "Start one with `safepoint coordinator`, or see whether SAFEPOINT_COORDINATOR names the one that runs."
+            )
         if operation_id and self._method != "Abort":
             return (
                 f"It may have been done: `safepoint status` says how {operation_id} stands, repeating it with the same "
@@ -188,6 +194,11 @@ class Patience:
 
     def _left(self) -> float:
         return self._total_s - (self._clock() - self._began)
+
+
+def _nobody(error: BaseException) -> bool:
+    """Whether the call was never sent."""
+    return isinstance(error, Unanswered) and NOBODY_REACHED.items() <= error.problem.metadata.items()
 
 
 _WENT_WELL_S: Final = 5.0

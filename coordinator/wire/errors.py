@@ -157,6 +157,9 @@ class Blocked:
         return f"{self.rollout_id} (turn {self.turn}, {self.age_s:.0f} s{where}{orphaned})"
 
 
+# Metadata of UNREACHABLE where the call was never sent, so that it has changed nothing.
+NOBODY_REACHED: Final[Mapping[str, str]] = MappingProxyType({"reached": "nobody"})
+
 # Metadata of LEASE_LAPSED: the restore whose state the server holds still, so that a Resume of it would find everything.
 STILL_LOADED: Final = "still_loaded"
 

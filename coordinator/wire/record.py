@@ -23,7 +23,7 @@ from typing import Any, Final, cast
 import grpc
 from grpc import aio
 
-from coordinator.wire.errors import Problem, Reason, SafepointError, Unanswered, refuse
+from coordinator.wire.errors import NOBODY_REACHED, Problem, Reason, SafepointError, Unanswered, refuse
 from coordinator.wire.folder import names_below
 from coordinator.wire.names import is_store
 from coordinator.wire.stored_folder import Where
@@ -143,6 +143,5 @@ def _read(path: str) -> bytes:
 
 
 def _nowhere(message: str) -> Unanswered:
-    return Unanswered(
-        Problem(Reason.UNREACHABLE, message, next_step="Start one with `safepoint coordinator`, or correct the path.")
-    )
+    how = "Start one with `safepoint coordinator`, or correct the path."
+    return Unanswered(Problem(Reason.UNREACHABLE, message, next_step=how, metadata=NOBODY_REACHED))

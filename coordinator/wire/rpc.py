@@ -21,7 +21,17 @@ from safepoint.v1 import errors_pb2
 from coordinator.wire.access import MAX_REQUEST_BYTES, Caller
 from coordinator.wire.auth import Tokens
 from coordinator.wire.deadline import MIN_BUDGET_S, budget
-from coordinator.wire.errors import CATALOG, Blocked, Problem, Reason, Refused, SafepointError, Unanswered, refuse
+from coordinator.wire.errors import (
+    CATALOG,
+    NOBODY_REACHED,
+    Blocked,
+    Problem,
+    Reason,
+    Refused,
+    SafepointError,
+    Unanswered,
+    refuse,
+)
 from coordinator.wire.guard import CALLER, Guard, method_of, parsed, short
 from coordinator.wire.lanes import Lanes
 from coordinator.wire.terms import Phase
@@ -36,6 +46,8 @@ MAX_CONNECTIONS: Final = 12_000
 
 # What gRPC says when a peer ends the connection before the first call on it. A refused certificate is not said in words.
 _BROKEN_HANDSHAKE: Final = ("Socket closed", "SSL", "Verification", "andshake")
+# What it says of a call that was never sent.
+_NEVER_LEFT: Final = ("failed to connect to all addresses", "DNS resolution failed")
 _HANDSHAKE: Final = (
     "Both ends need certificates of one authority (SAFEPOINT_TLS_DIR), or neither; `safepoint certs ls` says until when "
     "they are valid, and the other end's log why it refused one."
@@ -162,13 +174,16 @@ def error_from_rpc(error: aio.AioRpcError | grpc.RpcError, participant_id: str =
             Problem(Reason.UNSUPPORTED, f"The peer does not know this call: {text}", participant_id=participant_id)
         )
     broken = any(sign in text for sign in _BROKEN_HANDSHAKE)
+    known = {"handshake": "broken"} if broken else {}
+    if code == grpc.StatusCode.UNAVAILABLE and text.startswith(_NEVER_LEFT) and not participant_id:
+        known |= NOBODY_REACHED
     return Unanswered(
         Problem(
             Reason.UNREACHABLE,
             f"No answer ({code.name}): {text}".rstrip(": "),
             _HANDSHAKE if broken else "",
             participant_id=participant_id,
-            metadata={"handshake": "broken"} if broken else {},
+            metadata=known,
         )
     )
 

@@ -54,7 +54,9 @@ async def test_a_list_that_breaks_off_is_not_told_once_more_from_the_root(
 ) -> None:
     fake.published, fake.rollouts, fake.ledger_part = ["step-1"], list(entries("r-0", "r-1", "r-2")), 1
     fake.fail("ReadLedger", Fault(after=2, hang=True))
-    ran = await safepoint("snapshots", "show", "step-1", "--rollouts", "--timeout", "1", env={"SAFEPOINT_ROOT": str(root)})
+    ran = await safepoint(
+        "snapshots", "show", "step-1", "--rollouts", "--timeout", "1", env={"SAFEPOINT_ROOT": str(root)}
+    )
     assert ran.code == 5
     assert len(ran.out.splitlines()) == 2
 
