@@ -90,6 +90,7 @@ class Gate:
         self.started = False
         # what, the reply, and the rollouts whose state came back into this process
         self._loaded: tuple[Any, dict[str, Any], set[str]] | None = None
+        self._one_load = asyncio.Lock()  # one that was given up goes on to its end
         self._clock = clock
 
     # -- the life of a worker
@@ -328,6 +329,10 @@ class Gate:
         A repeat of the same load, before anything was served, has the same reply: a restore that failed elsewhere is
         repeated at everybody.
         """
+        async with self._one_load:
+            return await self._load(parts, told)
+
+    async def _load(self, parts: Sequence[Mapping[str, Any]], told: Told | None) -> dict[str, Any]:
         if not self.doors.closed:
             raise refuse(Reason.WRONG_PHASE, f"Admission of {self.name} is open: nothing can be loaded.")
         if self.served:
@@ -336,6 +341,7 @@ class Gate:
         # Of the same files another restore may want other rollouts: after one on other actors was given up.
         what = parts, self.log.sessions().keys() if any(part["some"] for part in parts) else ()
         if self._loaded is None or self._loaded[0] != what:
+            self._loaded = None  # one that fails may leave a part of it: nothing is a repeat then
             self._loaded = (what, *await self._load_sessions(parts, told))
         for line in self._loaded[1]["diverged"]:  # again at a repeat: the log has been loaded anew as well
             self.log.mark(line["rollout_id"], 0, int(line.get("attempt", 0)) + 1)

@@ -380,6 +380,8 @@ class OneSession:
 
     def __init__(self) -> None:
         self.wanted: list[set[str] | None] = []
+        self.fails: Exception | None = None
+        self.waits_for: asyncio.Event | None = None
 
     def describe(self) -> dict[str, object]:
         return {"checkpoint_mode": "export_restore", "state_schema": "gym-session-v1"}
@@ -409,6 +411,10 @@ class OneSession:
     ) -> dict[str, object]:
         self.loads += 1
         self.wanted.append(only)
+        if self.waits_for is not None:
+            await self.waits_for.wait()
+        if self.fails is not None:
+            raise self.fails
         return {"sessions": 1, "diverged": [{"rollout_id": "r-1", "attempt": 4, "reason": "it answered differently"}]}
 
 
@@ -428,6 +434,40 @@ async def test_a_load_of_other_rollouts_of_the_same_files_or_of_other_bytes_is_n
     assert sessions.wanted == [{"s-1"}, {"s-1", "s-2"}]
     await gate.load([part | {"sha256": ["b"]}])
     assert sessions.loads == 3
+    log.close()
+
+
+async def test_after_a_load_that_failed_the_one_before_is_no_repeat(tmp_path: Path) -> None:
+    """A part of what has failed may lie over what the first had loaded: of the same sessions, as they were at another time."""
+    part = {"directory": str(tmp_path), "files": ["w.sessions.rope"], "sha256": ["a"], "some": False}
+    log = CallLog(tmp_path / "calls.db")
+    sessions = OneSession()
+    gate = Gate(Server("counter", "gym.resources", "resources", 1), log, sessions)
+    gate.close("op", QuiesceMode.HOLD, 60)
+    await gate.load([part])
+    sessions.fails = OSError("a disk that cannot be read")
+    with pytest.raises(OSError, match="a disk"):
+        await gate.load([part | {"sha256": ["b"]}])
+    sessions.fails = None
+    await gate.load([part])
+    assert sessions.loads == 3
+    log.close()
+
+
+async def test_a_load_waits_for_one_that_was_given_up_and_goes_on(tmp_path: Path) -> None:
+    part = {"directory": str(tmp_path), "files": ["w.sessions.rope"], "sha256": ["a"], "some": False}
+    log = CallLog(tmp_path / "calls.db")
+    sessions = OneSession()
+    sessions.waits_for = asyncio.Event()
+    gate = Gate(Server("counter", "gym.resources", "resources", 1), log, sessions)
+    gate.close("op", QuiesceMode.HOLD, 60)
+    loads = [asyncio.create_task(gate.load([part | {"sha256": [digest]}])) for digest in "ab"]
+    for _ in range(10):
+        await asyncio.sleep(0)
+    assert sessions.loads == 1, "the second would change the same sessions"
+    sessions.waits_for.set()
+    await asyncio.gather(*loads)
+    assert sessions.loads == 2
     log.close()
 
 

@@ -241,8 +241,8 @@ async def test_files_of_two_workers_load_into_one_server(tmp_path: Path) -> None
         await state.export(tmp_path / session, owners([session]))
     fresh = Server()
     target = SessionState(fresh)
-    for session in sessions:
-        assert (await target.load(tmp_path / session))["sessions"] == 1
+    for number, session in enumerate(sessions):
+        assert (await target.load(tmp_path / session, beside=number > 0))["sessions"] == 1
     assert fresh.session_state == {s: s for s in sessions}
 
 
@@ -440,6 +440,92 @@ async def test_a_servers_own_hook_comes_first(tmp_path: Path) -> None:
     fresh = HookedServer()
     assert (await SessionState(fresh).load(tmp_path / "f"))["sessions"] == 1
     assert len(fresh.session_state[good]) == 2
+
+
+# -- one restore after another, which was given up ----------------------------------------------------------------------
+
+
+async def test_what_only_a_later_snapshot_has_of_a_session_is_gone_when_an_earlier_one_is_loaded(
+    tmp_path: Path,
+) -> None:
+    server = Server()
+    state = SessionState(server)
+    one, two = ids(2)
+    server.seed_session(one, {"n": 1})
+    server._served = 2
+    await state.export(tmp_path / "earlier", owners([one]))
+    server.verify(one)
+    server.seed_session(two, {"n": 2})
+    server._metrics[one].append(5)
+    server._served = 2
+    await state.export(tmp_path / "later", owners([one, two]))
+    samples.TOTALS.clear()
+    fresh = Server()
+    again = SessionState(fresh)
+    await again.load(tmp_path / "later")
+    assert fresh._finished == {one}
+    await again.load(tmp_path / "earlier")
+    assert (list(fresh.session_state), dict(fresh._metrics), fresh._finished) == ([one], {one: [1]}, set())
+    await again.load(tmp_path / "later")
+    assert (list(fresh.session_state), dict(fresh._metrics)) == ([one, two], {one: [1, 5], two: [1]})
+    assert fresh._finished == {one}
+
+
+async def test_what_only_a_later_snapshot_has_of_the_whole_server_is_not_left_beside_an_earlier_one(
+    tmp_path: Path,
+) -> None:
+    server = Server()
+    state = SessionState(server)
+    [session] = ids(1)
+    server.session_state[session] = {"n": 1}
+    await state.export(tmp_path / "earlier", owners([session]))
+    server._served = 7
+    await state.export(tmp_path / "later", owners([session]))
+    fresh = Server()
+    again = SessionState(fresh)
+    await again.load(tmp_path / "earlier")
+    await again.load(tmp_path / "later")
+    with pytest.raises(Refused, match="_served") as refused:
+        await again.load(tmp_path / "earlier")
+    assert refused.value.reason is Reason.NOT_FRESH
+    assert (fresh._served, list(fresh.session_state)) == (7, [session]), "nothing has changed"
+    assert (await again.load(tmp_path / "later"))["sessions"] == 1
+
+
+async def test_a_server_with_a_hook_takes_one_restore_after_another(tmp_path: Path) -> None:
+    server = HookedServer()
+    one, two = ids(2)
+    server.session_state |= {one: [1], two: [1, 2]}
+    state = SessionState(server)
+    await state.export(tmp_path / "later", owners([one, two]))
+    await state.export(tmp_path / "earlier", owners([one]))
+    fresh = HookedServer()
+    again = SessionState(fresh)
+    await again.load(tmp_path / "later")
+    await again.load(tmp_path / "earlier")
+    assert list(fresh.session_state) == [one]
+
+
+async def test_a_save_after_a_second_restore_has_the_requests_of_that_one(tmp_path: Path) -> None:
+    """Nothing was served between the two, so no request has told that the session is another than at the save before."""
+    [session] = ids(1)
+    server = Server()
+    before = SessionState(server, "reexecute", send=counting(server, session))
+    for number, body in enumerate((b"1", b"22")):
+        request = Request("POST", "/add", (("cookie", f"s={session}"),), body)
+        before.record(session, Exchange.of(request, await counting(server, session)(request)))
+        await before.export(tmp_path / f"f{number}", owners([session]))
+    fresh = Server()
+    state = SessionState(fresh, "reexecute", send=counting(fresh, session))
+    for number in range(2):
+        await state.load(tmp_path / f"f{number}")
+        part = tmp_path / "snapshots" / f"s-{number}" / "counter"
+        part.mkdir(parents=True)
+        await state.export(part / "w.sessions.rope", owners([session]), root=tmp_path)
+    assert fresh.session_state == {session: 3}
+    another = Server()
+    await SessionState(another, "reexecute", send=counting(another, session)).load(part / "w.sessions.rope")
+    assert another.session_state == {session: 3}
 
 
 # -- re-execution ------------------------------------------------------------------------------------------------------

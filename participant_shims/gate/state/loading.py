@@ -103,6 +103,15 @@ class Load:
         self._ready[saved.session_id] = state
         return ""
 
+    @property
+    def brought(self) -> set[tuple[str, object]]:
+        """What of the whole server is put in place: names of places, and keys where others stay beside them."""
+        return {
+            (name, key)
+            for name, value in self._values.items()
+            for key in (value if name in self._empties and keyed(value) else (None,))
+        }
+
     def activate(self) -> int:
         """Put everything in place; how many sessions."""
         for name, empty in self._empties.items():

@@ -92,6 +92,9 @@ class SessionState:
         self._served = False
         self._loaded: set[str] = set()
         self._whole: Whole | None = None  # of the file that was loaded last
+        self._brought: Set[tuple[str, object]] = (
+            frozenset()
+        )  # what is there by a load and belongs to the server as a whole
         self._shelf: Shelf | None = None
         self._precopying: tuple[Saving, asyncio.Task[int]] | None = None
         # Whether a session changes by requests of its own alone, as far as the source can tell.
@@ -318,13 +321,14 @@ class SessionState:
             case "codec":
                 loaded = await self._load_codec(saved, done, beside)
             case "hook":
-                loaded = await self._load_hook(saved)
+                loaded = await self._load_hook(saved, beside)
             case "reexecute":
-                loaded = await self._load_requests(saved, send or self._send, done)
+                loaded = await self._load_requests(saved, send or self._send, done, beside)
             case "none" if not saved.sessions:
                 loaded = {"sessions": 0, "diverged": []}
             case _:
                 raise refuse(Reason.SNAPSHOT_UNSAFE, f"Session file {Path(path).name} was made in an unknown way.")
+        self.touch("")  # what was kept of these sessions for the next save is what they were before
         lost: set[str] = {one["session_id"] for one in loaded["diverged"]}
         return loaded | left | {"rollouts": sorted({s.rollout_id for s in saved.sessions if s.session_id not in lost})}
 
@@ -345,12 +349,22 @@ class SessionState:
                 begun = time.monotonic()
         if not self.freshness():
             raise refuse(Reason.NOT_FRESH, "The server took up a session while it was restored.", next_step=RELOAD_TIP)
+        if not beside:
+            if left := self._brought - made.brought:
+                names = ", ".join(sorted({name for name, _ in left})[:5])
+                raise refuse(
+                    Reason.NOT_FRESH,
+                    f"Another restore has loaded what belongs to the server as a whole and is not in this snapshot: {names}.",
+                    next_step=RELOAD_TIP,
+                )
+            self._drop_loaded()
+            self._brought = made.brought
         loaded = made.activate()
         self._whole = made.whole
         self._loaded |= {s.session_id for s in saved.sessions}
         return {"sessions": loaded, "diverged": diverged}
 
-    async def _load_hook(self, saved: SavedFile) -> dict[str, Any]:
+    async def _load_hook(self, saved: SavedFile, beside: bool) -> dict[str, Any]:
         hooks = self._hooks()
         if hooks is None:
             raise refuse(Reason.STATE_UNSUPPORTED, "The sessions were saved by a hook that this server does not have.")
@@ -360,6 +374,9 @@ class SessionState:
                 ready.append((session, codec.decode(session.state)))
             except codec.Malformed as e:
                 raise unsafe(f"session {session.session_id}", e) from e
+        if not beside:
+            self._drop_loaded()
+        self._loaded |= {session.session_id for session, _ in ready}
         diverged: list[dict[str, Any]] = []
         for session, state in ready:
             try:
@@ -368,7 +385,9 @@ class SessionState:
                 diverged.append(_diverged(session, f"safepoint_import_session: {type(e).__name__}: {str(e)[:200]}"))
         return {"sessions": len(ready) - len(diverged), "diverged": diverged}
 
-    async def _load_requests(self, saved: SavedFile, send: Send | None, done: Callable[[int], None]) -> dict[str, Any]:
+    async def _load_requests(
+        self, saved: SavedFile, send: Send | None, done: Callable[[int], None], beside: bool
+    ) -> dict[str, Any]:
         if send is None:
             raise refuse(
                 Reason.STATE_UNSUPPORTED, "The sessions are to be re-executed, and there is no way to send requests."
@@ -382,9 +401,8 @@ class SessionState:
                 histories[session.session_id] = [Exchange.from_plain(p) for p in plain]
             except (codec.Malformed, TypeError) as e:
                 raise unsafe(f"session {session.session_id}", e) from e
-        for session_id in histories.keys() & self._loaded:  # by a restore that was given up: it would be there twice
-            self._drop(session_id)
-            self._requests.forget(session_id)
+        if not beside:
+            self._drop_loaded()
         outcome = await reexecute(histories, send)
         diverged: list[dict[str, Any]] = []
         for session in saved.sessions:
@@ -394,19 +412,29 @@ class SessionState:
                     self._requests.record(session.session_id, exchange)
                 self._loaded.add(session.session_id)
                 continue
-            self._drop(session.session_id)
+            self._drop({session.session_id})
             diverged.append(_diverged(session, str(mismatch)))
         return {"sessions": len(saved.sessions) - len(diverged), "diverged": diverged}
 
-    def _drop(self, session_id: str) -> None:
+    def _drop_loaded(self) -> None:
+        """Before another load: what a restore that was given up has left would stay beside it, or be there twice."""
+        self._drop(self._loaded)
+        for session_id in self._loaded:
+            self._requests.forget(session_id)
+        self._loaded = set()
+
+    def _drop(self, session_ids: Set[str]) -> None:
+        if not session_ids:
+            return
         found = layout.places(self._server, self._scope)
-        for place in layout.session_places(found, {session_id}, self._known):
+        for place in layout.session_places(found, session_ids, self._known):
             value = place.value
-            for key in layout.session_keys(value, {session_id}).get(session_id, []):
-                if a_dict(value):
-                    value.pop(key, None)
-                elif a_set(value):
-                    value.discard(key)
+            for keys in layout.session_keys(value, session_ids).values():
+                for key in keys:
+                    if a_dict(value):
+                        value.pop(key, None)
+                    elif a_set(value):
+                        value.discard(key)
 
 
 def _versions() -> dict[str, str]:
