@@ -9,6 +9,7 @@ The rule: `safepoint --help` answers at once, so nothing but Typer is imported b
 
 cli_exit         exit codes by cause
 cli_output       JSON, text, failures
+cli_usage        wrong usage as JSON
 cli_options      options that many commands share
 cli_instead      the root, where no coordinator answers
 cli_progress     bars and lines while an operation runs
@@ -38,9 +39,11 @@ from coordinator import (
     cli_status,
 )
 from coordinator.cli_exit import epilog
+from coordinator.cli_usage import Commands
 
 app = typer.Typer(
     name="safepoint",
+    cls=Commands,
     help="Consistent checkpoints of RL rollouts that are still running.",
     epilog=epilog(),
     no_args_is_help=True,

@@ -15,7 +15,7 @@ from safepoint.v1 import coordinator_service_pb2 as pb
 
 from coordinator.cli_output import short
 from coordinator.cli_views import operation_text, table
-from coordinator.client_results import seconds, upload_from
+from coordinator.client_results import counted, seconds, upload_from
 from coordinator.client_words import no_client_s
 from coordinator.wire.rpc import problem_from_detail
 
@@ -315,8 +315,7 @@ def _remarks(health: pb.ParticipantHealth) -> list[str]:
     name, seen = health.info.capabilities.participant_id, health.status
     lines = [f"warning: {name}: {warning}" for warning in seen.warnings]
     if seen.replayed_calls or seen.diverged_rollouts:
-        lines.append(
-            f"{name}: {seen.replayed_calls} calls answered from the call log; "
-            f"{seen.diverged_rollouts} rollouts began again from their input"
-        )
+        answered = counted(seen.replayed_calls, "call")
+        began = counted(seen.diverged_rollouts, "rollout")
+        lines.append(f"{name}: {answered} answered from the call log; {began} began again from the input")
     return lines

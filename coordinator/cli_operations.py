@@ -35,12 +35,18 @@ def save(
         str,
         typer.Option(
             "--mode",
+            metavar="hold|drain|abort",
             help="hold: pause without waiting. drain: wait until running requests end. abort: engines "
             "abort what they generate, everybody else holds.",
         ),
     ] = "hold",
     stragglers: Annotated[
-        str, typer.Option("--stragglers", help="exclude: late rollouts restart after a restore. fail: give up instead.")
+        str,
+        typer.Option(
+            "--stragglers",
+            metavar="exclude|fail",
+            help="exclude: late rollouts restart after a restore. fail: give up instead.",
+        ),
     ] = "exclude",
     grace: Annotated[float | None, typer.Option("--grace", min=0, metavar="S", help="Seconds for stragglers.")] = None,
     lease: Annotated[float | None, typer.Option("--lease", min=1, metavar="S", help="Seconds of lease.")] = None,

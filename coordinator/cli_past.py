@@ -203,7 +203,19 @@ def history_table(found: Iterable[pb.OperationSummary]) -> Table:
     found = list(found)
     sent = any(one.snapshot.HasField("upload") for one in found)
     columns = ["in the store"] if sent else []
-    rows = table("began (UTC)", "operation", "snapshot", "outcome", "took", "paused", "kept", "size", *columns, "cause")
+    rows = table(
+        "began (UTC)",
+        "operation",
+        "snapshot",
+        "outcome",
+        "took",
+        "paused",
+        "in flight kept",
+        "to restart",
+        "size",
+        *columns,
+        "cause",
+    )
     for one in found:
         status, saved = one.operation, one.HasField("snapshot")
         kept = one.snapshot.totals
@@ -215,7 +227,8 @@ def history_table(found: Iterable[pb.OperationSummary]) -> Table:
             _outcome(status),
             f"{seconds(status.elapsed):.1f} s",
             f"{seconds(one.pause):.2f} s" if one.HasField("pause") else "",
-            f"{totals.all - totals.excluded} of {totals.all}" if saved else "",
+            str(totals.kept_in_flight) if saved else "",  # as the line of a save says it
+            str(totals.excluded) if saved else "",
             size_text(one.snapshot.size_bytes) if saved else "",
             *([upload_from(one.snapshot.upload).state if one.snapshot.HasField("upload") else ""] if sent else []),
             _cause(problem_from_detail(status.failure.primary)) if status.HasField("failure") else "",

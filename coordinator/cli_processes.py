@@ -17,6 +17,7 @@ import typer
 from coordinator.cli_config import Config, print_settings
 from coordinator.cli_options import AsJson, Root, TokenFile, folder, missing, place_of, say_root
 from coordinator.cli_output import emit, note, reporting, say
+from coordinator.wire.errors import Reason, refuse
 from coordinator.wire.extras import install_extra
 from coordinator.wire.names import is_store
 
@@ -128,6 +129,7 @@ def coordinator(
             print_settings(resolved, as_json=False)
             return
         settings = resolved.settings
+        _require_directory(settings.root)
         say_root(root)
         if ray:
             _on_ray(settings, name, namespace, ray_address, ray_resource or [])
@@ -140,6 +142,14 @@ def coordinator(
         logs.configure(log_format)
         address = f"file:{settings.root}/coordinator/address.json"
         asyncio.run(run(settings, lambda: note(f"For shims and trainers: export SAFEPOINT_COORDINATOR={address}")))
+
+
+def _require_directory(root: str) -> None:
+    if not is_store(root) and os.path.exists(root) and not os.path.isdir(root):
+        raise refuse(
+            Reason.INVALID_ARGUMENT, f"The snapshot root {root} is a file, and has to be a directory.",
+            next_step="Give a directory (--root, SAFEPOINT_ROOT), or the settings file as --config.",
+        )  # fmt: skip
 
 
 def shim(ctx: typer.Context) -> None:

@@ -47,6 +47,11 @@ def report(
     Example: safepoint report latest -o save.html
     """
     with reporting(as_json):
+        if as_json and output == "-":
+            raise refuse(
+                Reason.INVALID_ARGUMENT, "-o - writes HTML to standard output, and --json wants JSON alone there.",
+                next_step="Name a file with -o, or leave out --json.",
+            )  # fmt: skip
         from importlib.metadata import version
 
         from coordinator.page.report import report as page

@@ -131,7 +131,7 @@ def _lines(watcher: Watcher, interval_s: float, rollouts: int, as_json: bool) ->
     from coordinator.cli_live import SILENT_S, view
 
     while True:
-        watcher.news.wait(max(interval_s, SILENT_S))
+        watcher.news.wait(interval_s + SILENT_S)  # the next look comes after the interval: a block each, or silence
         watcher.news.clear()
         if watcher.fatal is not None:
             raise watcher.fatal

@@ -165,7 +165,7 @@ class Calls:
         try:
             return Retrying(retry=retry, wait=wait, stop=stop, sleep=self.sleep, reraise=True)(once)
         except SafepointError as error:
-            raise patience.last_word(error, operation_id) from None
+            raise self._security.told(patience.last_word(error, operation_id)) from None
 
     def _stub(self) -> CoordinatorStub:
         if os.getpid() != self._pid:

@@ -161,7 +161,7 @@ class AsyncCalls:
         try:
             return await AsyncRetrying(retry=retry, wait=wait, stop=stop, sleep=self.sleep, reraise=True)(once)
         except SafepointError as error:
-            raise patience.last_word(error, operation_id) from None
+            raise self._security.told(patience.last_word(error, operation_id)) from None
 
     async def _stub(self) -> CoordinatorAsyncStub:
         if os.getpid() != self._pid:

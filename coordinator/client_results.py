@@ -302,6 +302,11 @@ def seconds(duration: object) -> float:
 _UNITS: Final = ((1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1e3, "kB"))
 
 
+def counted(number: int, what: str) -> str:
+    """A number of things for people: "1 rollout", "3 rollouts"."""
+    return f"{number} {what}" + "s" * (number != 1)
+
+
 def size_text(size_bytes: int) -> str:
     """A size for people, in decimal units: "41 MB", "1.4 GB"."""
     for factor, unit in _UNITS:

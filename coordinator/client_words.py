@@ -8,7 +8,7 @@ from __future__ import annotations
 from safepoint.v1 import capabilities_pb2
 from safepoint.v1 import coordinator_service_pb2 as pb
 
-from coordinator.client_results import seconds, size_text
+from coordinator.client_results import counted, seconds, size_text
 from coordinator.wire.errors import Blocked
 from coordinator.wire.rpc import problem_from_detail
 from coordinator.wire.terms import Phase
@@ -20,7 +20,7 @@ def describe(event: pb.OperationEvent) -> str:
     at = f"{seconds(event.elapsed):7.2f} s  "
     if kind == "phase_started":
         count = len(event.phase_started.participant_ids)
-        return f"{at}{_phase(event.phase_started.phase)}" + (f": {count} participants" if count else "")
+        return f"{at}{_phase(event.phase_started.phase)}" + (f": {counted(count, 'participant')}" if count else "")
     if kind == "phase_finished":
         return f"{at}{_phase(event.phase_finished.phase)}: done in {seconds(event.phase_finished.duration):.2f} s"
     if kind == "participant_progress":

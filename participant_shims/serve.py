@@ -50,7 +50,8 @@ class ServeOptions:
 def serve_environment(options: ServeOptions, environ: Mapping[str, str]) -> dict[str, str]:
     """The variables to set for the command, apart from those that are set already to the same.
 
-    Raises ValueError for a role without the name of the server that has it.
+    Raises ValueError for a role without the name of the server that has it, and for one that does not exist: its server would
+    start, and be refused by every coordinator.
     """
     name = options.name or environ.get("NEMO_GYM_CONFIG_PATH", "")
     if options.role and not name:
@@ -59,6 +60,7 @@ def serve_environment(options: ServeOptions, environ: Mapping[str, str]) -> dict
     if options.role:
         others = [pair for pair in roles.split(",") if pair and pair.partition("=")[0].strip() != name]
         roles = ",".join([*others, f"{name}={options.role}"])
+    _check_roles(roles)
     path = os.pathsep.join([str(BOOTSTRAP), *_import_path(), *filter(None, [environ.get("PYTHONPATH", "")])])
     wanted = {
         "PYTHONPATH": path,
@@ -90,6 +92,17 @@ def _import_path() -> list[str]:
     if (checkout / "gen" / "safepoint").is_dir():
         return [str(checkout), str(checkout / "gen")]
     return []
+
+
+def _check_roles(roles: str) -> None:
+    """Raise ValueError for what is no `name=role`. Which servers there will be is not known here."""
+    from participant_shims.gate.describe import ROLE_WORDS
+
+    for pair in filter(None, (pair.strip() for pair in roles.split(","))):
+        name, equals, role = pair.partition("=")
+        if not equals or role.strip().lower() not in ROLE_WORDS:
+            what = f"{role.strip()!r} is no role" if equals else f"{name!r} has no role"
+            raise ValueError(f"{what} (--role, SAFEPOINT_ROLES); choose one of: {', '.join(ROLE_WORDS)}")
 
 
 def run_serve(options: ServeOptions, argv: Sequence[str]) -> int:

@@ -56,11 +56,11 @@ class Token:
     __slots__ = ("_caller", "_secret")
 
     def __init__(self, secret: str, access: frozenset[Access] = EVERYTHING, name: str = "token") -> None:
-        """Raises INVALID_ARGUMENT for a secret of fewer than 256 bits: 64 digits of hex, or 43 other characters."""
+        """Raises UNAUTHENTICATED for a secret of fewer than 256 bits: 64 digits of hex, or 43 other characters."""
         bits = len(secret) * (4 if _HEX.issuperset(secret) else 6)
         if bits < MIN_TOKEN_BITS or not secret.isascii() or not secret.isprintable() or " " in secret:
             raise SafepointError(
-                Problem(Reason.INVALID_ARGUMENT, f"The token is shorter than {MIN_TOKEN_BITS} bits.",
+                Problem(Reason.UNAUTHENTICATED, f"The token is shorter than {MIN_TOKEN_BITS} bits.",
                         next_step="Make one with `openssl rand -hex 32`.")
             )  # fmt: skip
         self._secret = secret
@@ -89,7 +89,7 @@ class Token:
 class TokenFile:
     """The tokens of a file, as it is now. Threads may share it. `clock` in seconds, monotonic.
 
-    Raises, when made, UNAUTHENTICATED for a file that is unreadable or open to others, INVALID_ARGUMENT for what is in it.
+    Raises UNAUTHENTICATED, when made, for a file that is unreadable or open to others, or has something else in it than tokens.
     """
 
     def __init__(self, path: str | os.PathLike[str], clock: Callable[[], float] = time.monotonic) -> None:
@@ -130,6 +130,11 @@ class TokenFile:
             self._tokens = ()
         else:
             log.info("tokens were read again from %s: %d", self._path, len(self._tokens))
+
+    @property
+    def path(self) -> str:
+        """Where they are read."""
+        return self._path
 
     def __repr__(self) -> str:
         return f"TokenFile({self._path!r})"
@@ -199,7 +204,7 @@ def _token(path: str, number: int, words: list[str]) -> Token:
     if len(words) > 2 or not ACCESS_NAMES.issuperset(accesses):
         names = ", ".join(Access)
         raise SafepointError(
-            Problem(Reason.INVALID_ARGUMENT, f"Line {number} of the token file {path} is no token.",
+            Problem(Reason.UNAUTHENTICATED, f"Line {number} of the token file {path} is no token.",
                     next_step=f"Write a token, or accesses ({names}) separated by commas, a space, and a token.")
         )  # fmt: skip
     try:

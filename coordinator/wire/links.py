@@ -9,15 +9,15 @@ from __future__ import annotations
 import ipaddress
 import os
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Final
 
 import grpc
 from grpc import aio
 
 from coordinator.wire.access import Access, server_name
-from coordinator.wire.auth import Metadata, TokenFile, read_token
-from coordinator.wire.errors import Reason, SafepointError, refuse
+from coordinator.wire.auth import TOKEN_FILE_VARIABLE, Metadata, TokenFile, read_token
+from coordinator.wire.errors import Reason, Refused, SafepointError, refuse
 from coordinator.wire.record import Record
 from coordinator.wire.rpc import CHANNEL_OPTIONS
 from coordinator.wire.sockets import UNIX
@@ -44,6 +44,17 @@ class Security:
     def metadata(self, wanted: Access | None = None) -> Metadata:
         """What a call carries: nothing without tokens."""
         return self.tokens.metadata(wanted) if self.tokens is not None else ()
+
+    def told(self, error: SafepointError) -> SafepointError:
+        """`error`, with the file that the token came from where it was not liked."""
+        if error.reason is not Reason.UNAUTHENTICATED or not isinstance(error, Refused) or error.problem.participant_id:
+            return error
+        where = (
+            f"The token is of {self.tokens.path}."
+            if self.tokens is not None
+            else f"{TOKEN_FILE_VARIABLE} names no file."
+        )
+        return Refused(replace(error.problem, message=f"{error.problem.message} {where}"))
 
     def channel(self, target: str, peer: Access) -> aio.Channel:
         """A channel to a server of that access. Belongs to the event loop it is first used on. Raises INVALID_ARGUMENT."""

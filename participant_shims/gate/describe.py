@@ -26,7 +26,7 @@ KINDS: Final = {
 _SECTIONS: Final = ("responses_api_agents", "resources_servers", "responses_api_models")
 # Where a server listens is not what it is; secrets must not be guessable from a digest.
 _NOT_IDENTITY: Final = frozenset({"host", "port", "api_key", "num_workers", "base_url"})
-_ROLE_WORDS: Final = {
+ROLE_WORDS: Final = {
     "policy": "policy_model", "policy_model": "policy_model", "auxiliary": "auxiliary_model",
     "auxiliary_model": "auxiliary_model", "judge": "auxiliary_model", "agent": "agent", "resources": "resources",
 }  # fmt: skip
@@ -81,7 +81,7 @@ def state_mode(name: str, environment: Mapping[str, str] = os.environ) -> str:
 def _role(name: str, kind: str, roles: str) -> str:
     given = dict(p.strip().split("=", 1) for p in roles.split(",") if "=" in p)
     if name in given:
-        return _ROLE_WORDS.get(given[name].strip().lower(), given[name].strip().lower())
+        return ROLE_WORDS.get(given[name].strip().lower(), given[name].strip().lower())
     return {"gym.agent": "agent", "gym.resources": "resources"}.get(kind, "")
 
 

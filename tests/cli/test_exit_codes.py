@@ -127,3 +127,57 @@ async def test_certificates_that_are_not_there_are_no_empty_list(safepoint: Safe
     ran = await safepoint("certs", "ls", str(tmp_path / "nothere"))
     assert ran.code == ExitCode.USAGE
     assert f"There are no certificates in {tmp_path / 'nothere'}" in ran.err
+
+
+async def test_wrong_usage_is_an_error_object_for_whoever_wants_json(
+    safepoint: Safepoint, fake: FakeCoordinator
+) -> None:
+    for arguments in (
+        ("save", "--nope"),
+        ("save", "--lease", "0"),
+        ("snapshots", "prune"),
+        ("nope",),
+        ("save", "a", "b"),
+    ):
+        ran = await safepoint(*arguments, "--json")
+        assert ran.code == ExitCode.USAGE, arguments
+        error = ran.json()["error"]
+        assert (error["reason"], error["exit_code"]) == ("INVALID_ARGUMENT", 2)
+        assert error["message"]
+    assert (await safepoint("status", "--json")).json()["coordinator_epoch"] == 3
+    fake.fail("GetStatus", Problem(Reason.LIMIT_EXCEEDED, "Too much."))
+    assert (await safepoint("status", "--json")).code == ExitCode.REFUSED
+
+
+async def test_an_address_without_a_port_is_said_at_once(safepoint: Safepoint, tmp_path: Path) -> None:
+    for address in ("localhost", "dns:///10.0.0.3", "10.0.0.3:"):
+        ran = await safepoint("status", "-c", address)
+        assert ran.code == ExitCode.USAGE
+        assert f"{address!r} has no port" in ran.err
+
+
+async def test_html_is_no_json(safepoint: Safepoint) -> None:
+    ran = await safepoint("report", "save-1", "-o", "-", "--json")
+    assert ran.code == ExitCode.USAGE
+    assert ran.json()["error"]["reason"] == "INVALID_ARGUMENT"
+    assert "<html" in (await safepoint("report", "save-1", "-o", "-")).out
+
+
+async def test_a_token_that_is_none_is_9_however_it_is_none(safepoint: Safepoint, tmp_path: Path) -> None:
+    token = tmp_path / "token"
+    for text in ("", "short", "a b c", "nobody " + "a" * 64):
+        token.write_text(text)
+        token.chmod(0o600)
+        ran = await safepoint("status", "--token-file", str(token))
+        assert ran.code == ExitCode.ACCESS, text
+        assert str(token) in ran.err
+
+
+async def test_who_is_refused_for_a_token_is_told_which_file_it_was(tmp_path: Path) -> None:
+    token = tmp_path / "token"
+    token.write_text("b" * 64)
+    token.chmod(0o600)
+    async with FakeCoordinator(token="a" * 64).serve() as fake:
+        safepoint = Safepoint(fake.address)
+        assert f"The token is of {token}." in (await safepoint("status", "--token-file", str(token))).err
+        assert "SAFEPOINT_TOKEN_FILE names no file." in (await safepoint("status")).err

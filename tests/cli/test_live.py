@@ -18,9 +18,9 @@ import pytest
 from rich.console import Console
 from safepoint.v1 import coordinator_service_pb2 as pb
 
-from coordinator.cli_live import Look, blocking, edges, view
-from coordinator.cli_status import Watcher
-from coordinator.wire.errors import Problem, Reason, Refused, Unanswered
+from coordinator.cli_live import SILENT_S, Look, blocking, edges, view
+from coordinator.cli_status import Watcher, _lines
+from coordinator.wire.errors import Problem, Reason, Refused, SafepointError, Unanswered
 from coordinator.wire.rpc import detail_from_problem
 from coordinator.wire.terms import Activity, Phase
 from tests.cli.conftest import Safepoint
@@ -176,6 +176,23 @@ def test_watching_outlives_a_coordinator_in_trouble_and_not_a_wrong_token() -> N
     assert watcher.fatal is not None
     assert watcher.fatal.reason is Reason.UNAUTHENTICATED
     assert watcher.look.status is not None, "what was said before stays"
+
+
+@pytest.mark.parametrize("interval_s", [0.2, 1.0, 5.0])
+def test_a_look_in_a_pipe_is_shown_once(interval_s: float) -> None:
+    """Waiting no longer than the looks are apart showed the last one a second time, just before the next."""
+    waited: list[float] = []
+    watcher = Watcher(lambda: None, interval_s)
+
+    def wait(timeout_s: float | None = None) -> bool:
+        waited.append(timeout_s or 0.0)
+        watcher.fatal = Refused(Problem(Reason.UNAUTHENTICATED, "no valid token"))
+        return True
+
+    watcher.news.wait = wait  # type: ignore[method-assign]
+    with pytest.raises(SafepointError):
+        _lines(watcher, interval_s, 0, as_json=True)
+    assert waited[0] >= interval_s + SILENT_S
 
 
 @pytest.fixture

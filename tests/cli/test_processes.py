@@ -16,6 +16,7 @@ from typer.testing import CliRunner
 
 from coordinator.cli import app
 from coordinator.client import Budgets, Client
+from tests.cli.conftest import Safepoint
 from tests.docs.render_tables import ROOT
 
 GYM = ROOT / ".venv-gym" / "bin" / "python"
@@ -184,3 +185,24 @@ def test_an_actor_is_kept_to_the_nodes_that_are_named(monkeypatch: pytest.Monkey
     assert ran.exit_code == 0, ran.output
     assert asked == ["head:1", "safepoint", "safepoint", {"has_root": 0.001}]
     assert json.loads(ran.stdout)["address"] == "10.0.0.3:7"
+
+
+def test_a_root_that_is_a_file_is_called_one(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    ran = Safepoint("").run("coordinator", "--root", str(tmp_path / "file"))
+    assert ran.code == 2
+    assert f"The snapshot root {tmp_path / 'file'} is a file" in ran.err
+
+
+@pytest.mark.parametrize("roles", ["model=polcy", "model", "model=engine"])
+def test_a_role_that_does_not_exist_starts_no_server(
+    roles: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    name, _, role = roles.partition("=")
+    command = ["--", sys.executable, "-c", f"open({str(tmp_path / 'ran')!r}, 'w')"]
+    given = ["--name", name, "--role", role] if role else []
+    monkeypatch.setenv("SAFEPOINT_ROLES", "" if role else roles)
+    ran = Safepoint("").run("serve", *given, *command)
+    assert ran.code == 2
+    assert "choose one of: policy, " in ran.err
+    assert not (tmp_path / "ran").exists()

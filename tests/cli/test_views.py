@@ -84,7 +84,7 @@ def test_a_phase_without_participants_counts_none() -> None:
     event = pb.OperationEvent(phase_started=pb.PhaseStarted())
     assert "participants" not in describe(event)
     event.phase_started.participant_ids.append("counter")
-    assert describe(event).endswith(": 1 participants")
+    assert describe(event).endswith(": 1 participant")
 
 
 def test_a_topology_says_of_everybody_what_a_restart_costs() -> None:

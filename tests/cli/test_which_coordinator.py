@@ -38,7 +38,7 @@ async def other(tmp_path: Path) -> AsyncIterator[FakeCoordinator]:
         (("topology",), "GetTopology"),
         (("why",), "Explain"),
         (("history",), "ListOperations"),
-        (("report", "save-1", "-o", "-"), "Explain"),
+        (("report", "save-1", "-o", "/dev/null"), "Explain"),
         (("doctor",), "GetTopology"),
     ],
 )

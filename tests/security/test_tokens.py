@@ -41,7 +41,7 @@ def replace(path: Path, *lines: str, mode: int = 0o600) -> None:
 def test_what_has_fewer_than_256_bits_is_no_token(secret: str) -> None:
     with pytest.raises(SafepointError) as raised:
         Token(secret)
-    assert raised.value.reason is Reason.INVALID_ARGUMENT
+    assert raised.value.reason is Reason.UNAUTHENTICATED
     assert not secret or secret not in str(raised.value)
 
 
