@@ -276,7 +276,10 @@ class GateMiddleware:
                 if claim.verdict is Verdict.JOIN and rollout_id not in gate.dispatches.running:
                     gate.count("dispatches joined")
                     await wait_for_other_worker(gate.log, rollout_id)
-                    continue
+                    # Its client has it by now, so that a claim would take this dispatch for one of the next epoch.
+                    if (result := gate.log.result(rollout_id, sha256)) is None:
+                        continue
+                    claim = Claim(Verdict.ANSWER, gate.log.attempt_of(rollout_id), result=result)
                 break
             gate.served = True
             if claim.verdict is Verdict.CONFLICT:

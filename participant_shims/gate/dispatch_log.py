@@ -40,6 +40,7 @@ class Claim:
 
 
 _NO_ATTEMPT: Final = cast("int | None", None)
+_NO_RESULT: Final = cast("Answer | None", None)
 
 
 class DispatchLog(LogFile):
@@ -168,6 +169,7 @@ class DispatchLog(LogFile):
         """The response of a dispatch has been sent to a client that was still there."""
         self.db.execute("UPDATE rollouts SET delivered=1 WHERE rollout_id=? AND attempt=?", (rollout_id, attempt))
 
+    @tolerated(_NO_RESULT)
     def result(self, rollout_id: str, sha256: str) -> Answer | None:
         """The recorded result of a finished dispatch with this input; None while it runs or when it never ran."""
         row = self.db.execute(

@@ -135,6 +135,21 @@ async def test_an_agent_with_two_workers_is_cut_in_flight_and_continues_in_fresh
         assert endpoint.total - total == count * (turns + 1), "the first generation of each is not made again"
 
 
+async def test_a_row_that_runs_in_one_worker_is_not_executed_again_where_it_comes_to_the_other(directory: Path) -> None:
+    """Each client is given what the first one gets, in whichever worker it asks: it was made again once that one had it."""
+    count, turns = 3, 3
+    rows = [row(10 * i, turns, delay_ms=100, _ng_rollout_id=f"r-{i}") for i in range(count)]
+    with ScriptedEndpoint() as endpoint:
+        async with (
+            whole(directory, counter_config(endpoint.url, agent_workers=2)) as job,
+            Trainer(job.fleet) as trainer,
+        ):
+            await workers(job, "counter_agent")
+            results = await asyncio.gather(*(trainer.run(r) for r in rows * 6))
+            assert [r["reward"] for r in results] == [1.0] * len(results)
+            assert (endpoint.total, endpoint.repeated) == (count * (turns + 2), 0)
+
+
 async def test_an_agent_with_two_workers_that_is_killed_alone_executes_nothing_twice_in_the_sessions_it_left(
     directory: Path,
 ) -> None:
