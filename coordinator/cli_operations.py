@@ -6,7 +6,7 @@ The rule: a command is a thin shell around one client call. What it means is wri
 from __future__ import annotations
 
 import os
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -25,8 +25,11 @@ from coordinator.cli_options import (
     said,
 )
 from coordinator.cli_output import emit, note, plain, reporting, say, show
-from coordinator.wire.errors import Reason, refuse
+from coordinator.wire.errors import Reason, SafepointError, refuse
 from coordinator.wire.objects import is_url
+
+if TYPE_CHECKING:
+    from coordinator.client import Client
 
 
 def save(
@@ -193,10 +196,15 @@ def resume(
     with reporting(as_json):
         with make_client(target, root, token_file, wait, as_json) as client:
             result = client.resume(operation_id or None, timeout=timeout)
+            unknown = _unknown(client, operation_id) if result.pause_s is None else ""
         if as_json:
             emit(plain(result))
         elif result.pause_s is None:
-            say(f"nothing to resume: nobody is paused by {operation_id}" if operation_id else "nothing to resume")
+            say(
+                f"nothing to resume: nobody is paused by {operation_id}{unknown}"
+                if operation_id
+                else "nothing to resume"
+            )
         else:
             say(f"resumed after {result.pause_s:.2f} s of pause")
             for warning in result.warnings:
@@ -224,10 +232,11 @@ def abort(
     with reporting(as_json):
         with make_client(target, root, token_file, wait, as_json) as client:
             result = client.abort(cause, operation_id=operation_id or None, timeout=timeout)
+            unknown = _unknown(client, operation_id) if not result.operation_id else ""
         if as_json:
             emit(plain(result))
         elif not result.operation_id:
-            what = f"{operation_id} is not active" if operation_id else "no operation is active"
+            what = f"{operation_id} is not active{unknown}" if operation_id else "no operation is active"
             say(f"nothing to abort: {what}")
         else:
             say(f"aborted {result.operation_id}; open: {', '.join(result.acknowledged) or 'nobody yet'}")
@@ -261,6 +270,17 @@ def topology(
             show(topology_view(answer))
     if any(finding.blocking for finding in answer.findings):
         raise typer.Exit(int(ExitCode.TOPOLOGY))
+
+
+def _unknown(client: Client, operation_id: str) -> str:
+    """What is added where nothing was to be done for an id: a mistyped one is no error (rule 2), and is told from one that
+    has ended. Empty while the coordinator does not say."""
+    try:
+        if operation_id:
+            client.explain(operation_id)
+    except SafepointError as error:
+        return ", and it is not known here" if error.reason is Reason.UNKNOWN_OPERATION else ""
+    return ""
 
 
 def _pairs(texts: list[str]) -> dict[str, str]:

@@ -123,6 +123,10 @@ async def test_what_is_not_there_is_said_and_is_no_error(safepoint: Safepoint, f
     ran = await safepoint("resume", "nope")
     assert (ran.code, ran.out) == (0, "nothing to resume: nobody is paused by nope\n")
     assert (await safepoint("resume", "nope", "--json")).json()["pause_s"] is None
+    for command, told in (("resume", "nobody is paused by nope"), ("abort", "nope is not active")):
+        fake.fail("Explain", Problem(Reason.UNKNOWN_OPERATION, "No operation nope is known here."))
+        ran = await safepoint(command, "nope")
+        assert (ran.code, ran.out) == (0, f"nothing to {command}: {told}, and it is not known here\n")
     assert (await safepoint("snapshots", "unpin", "step-42")).out == "step-42 was not pinned\n"
     ran = await safepoint("snapshots", "unpin", "nope")
     assert (ran.code, ran.out) == (0, "nope was not pinned: there is no snapshot nope\n")
