@@ -22,6 +22,7 @@ _TOKEN: Final = (
     "is in within seconds. A server that was started without that variable is started again with it."
 )
 _BE: Final = ("is", "are")
+_WERE: Final = ("was", "were")
 # What a refused shim may be the cause of: somebody is not there.
 _ABSENCE: Final = frozenset({Reason.TOPOLOGY_INVALID, Reason.FINGERPRINT_MISMATCH, Reason.UNREACHABLE})
 
@@ -50,7 +51,7 @@ def finding(one: KeptOut) -> pb.Finding:
 def left_out(refused: Sequence[KeptOut]) -> list[str]:
     """What a save that goes on without them warns of: a sentence for each, and what helps."""
     named = sorted(refused, key=lambda one: one.ago_s)[:NAMED]
-    more = [f"So were {len(refused) - NAMED} more: see `safepoint topology`."] if len(refused) > NAMED else []
+    more = [f"{_others(len(refused) - NAMED)}: see `safepoint topology`."] if len(refused) > NAMED else []
     return [f"{_sentence(one)} What it holds is not in the snapshot. Next: {_step(one)}" for one in named] + more
 
 
@@ -65,7 +66,7 @@ def blaming(problem: Problem, refused: Sequence[KeptOut], missing: Collection[st
     causes = [one for one in refused if one.says in missing]
     named = sorted(causes or refused, key=lambda one: one.ago_s)[:NAMED]
     left = len(refused) - len(named)
-    more = f" So were {left} more." if left else ""
+    more = f" {_others(left)}." if left else ""
     steps = dict.fromkeys(map(_step, named))
     if causes:
         who = ", ".join(sorted({f"`{one.says}`" for one in named}))
@@ -77,6 +78,10 @@ def blaming(problem: Problem, refused: Sequence[KeptOut], missing: Collection[st
         return replace(problem, message=text, next_step=" ".join([*steps] if explained else [*steps, problem.advice]))
     text = " ".join([problem.message, *map(_sentence, named)]) + more
     return replace(problem, message=text, next_step=" ".join([*steps, problem.advice]))
+
+
+def _others(count: int) -> str:
+    return f"So {_WERE[count > 1]} {count} more"
 
 
 def _sentence(one: KeptOut) -> str:

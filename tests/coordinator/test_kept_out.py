@@ -31,7 +31,7 @@ def test_a_whole_fleet_at_the_door_is_one_cause_and_one_step() -> None:
     everybody = ["agent", "cart", "judge", "model"]
     told = blaming(MISSED, [at_the_door(name, n) for n, name in enumerate(everybody)], everybody)
     assert told.message.startswith("A shim on 10.0.0.3, of `agent` as it says, was refused")
-    assert "So were 1 more." in told.message
+    assert "So was 1 more." in told.message
     assert "are missed" in told.message
     assert told.advice.count("SAFEPOINT_TOKEN_FILE") == 1
     assert "again." not in told.advice
