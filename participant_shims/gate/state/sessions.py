@@ -92,9 +92,7 @@ class SessionState:
         self._served = False
         self._loaded: set[str] = set()
         self._whole: Whole | None = None  # of the file that was loaded last
-        self._brought: Set[tuple[str, object]] = (
-            frozenset()
-        )  # what is there by a load and belongs to the server as a whole
+        self._brought: Set[tuple[str, object]] = frozenset()  # of the server as a whole, by the last load
         self._shelf: Shelf | None = None
         self._precopying: tuple[Saving, asyncio.Task[int]] | None = None
         # Whether a session changes by requests of its own alone, as far as the source can tell.
