@@ -55,7 +55,7 @@ def why(
     Example: safepoint why --stacks
     """
     from coordinator.cli_live import kept_out_lines
-    from coordinator.cli_stacks import stacks_text
+    from coordinator.cli_stacks import busy, stacks_text
 
     with reporting(as_json):
         health: list[pb.ParticipantHealth] = []
@@ -72,7 +72,7 @@ def why(
                 running = status if _runs(status, operation_id and answer.operation.operation_id) else None
                 # Where the tasks stand now says most of what runs now.
                 blocking = list(running.operation.pending_participants)[:_MAX_STACKS_OF] if running else []
-                blocking = blocking or blamed(answer)
+                blocking = blocking or blamed(answer) or busy(status)[:_MAX_STACKS_OF]
                 if stacks and blocking:
                     stacked = client.status(stacks_of=blocking, timeout=timeout)
                     health = [h for h in stacked.participants if h.info.capabilities.participant_id in blocking]

@@ -36,6 +36,18 @@ _ANYWHERE: Final = frozenset({"nemo_gym", "participant_shims"})
 _INSTALLED: Final = ("site-packages", "dist-packages")
 
 
+def busy(status: pb.GetCoordinatorStatusResponse) -> list[str]:
+    """Where rollouts run now, those first whose oldest runs longest: looked at when nothing has failed and nobody is blamed."""
+    from safepoint.v1 import capabilities_pb2
+
+    since = {
+        health.info.capabilities.participant_id: max(live.age.ToTimedelta() for live in running)
+        for health in status.participants
+        if (running := [r for r in health.status.rollouts if r.activity == capabilities_pb2.ACTIVITY_RUNNING])
+    }
+    return sorted(since, key=lambda name: since[name], reverse=True)
+
+
 def stacks_text(health: Iterable[pb.ParticipantHealth], blocking: Iterable[str]) -> str:
     """Where the tasks of those that block stand, outermost first; those that stand in somebody's own code come first."""
     lines: list[str] = []
@@ -49,7 +61,10 @@ def stacks_text(health: Iterable[pb.ParticipantHealth], blocking: Iterable[str])
             lines.append(f"{name}: no task of a rollout is in it now")
         else:
             lines += _of(name, here[name].stacks)
-    return "\n".join(lines) or "Nobody is named as the one who blocks, so there are no stacks to show."
+    return (
+        "\n".join(lines)
+        or "Nobody is named as the one who blocks, and no rollout runs in a server now: there are no stacks to show."
+    )
 
 
 def _of(name: str, stacks: Sequence[capabilities_pb2.TaskStack]) -> list[str]:

@@ -7,10 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from safepoint.v1 import capabilities_pb2
 from safepoint.v1 import coordinator_service_pb2 as pb
 
 from coordinator.cli_past import blamed, cause_text
-from coordinator.cli_stacks import framework, stacks_text
+from coordinator.cli_stacks import busy, framework, stacks_text
 from coordinator.wire.errors import Blocked, Problem, Reason
 from coordinator.wire.rpc import detail_from_problem
 from coordinator.wire.terms import Phase
@@ -212,6 +213,20 @@ def test_who_blocks_is_the_one_named_then_those_waited_for() -> None:
     made.operation.pending_participants.extend(["model", "counter"])
     assert blamed(made) == ["counter", "model"]
     assert blamed(pb.ExplainResponse()) == []
+
+
+def test_where_nobody_is_blamed_stacks_are_of_those_in_which_rollouts_run_the_longest_first() -> None:
+    """A handler that hangs before any save has failed over it."""
+    status = pb.GetCoordinatorStatusResponse()
+    for name, activity, age_s in (
+        ("young", capabilities_pb2.ACTIVITY_RUNNING, 1), ("hangs", capabilities_pb2.ACTIVITY_RUNNING, 43),
+        ("agent", capabilities_pb2.ACTIVITY_CALLING, 50), ("idle", None, 0),
+    ):  # fmt: skip
+        health = status.participants.add()
+        health.info.capabilities.participant_id = name
+        if activity is not None:
+            health.status.rollouts.add(rollout_id="r-1", activity=activity).age.FromSeconds(age_s)
+    assert busy(status) == ["hangs", "young"]
 
 
 def test_stacks_name_the_worker_the_rollout_and_lines_of_code() -> None:
