@@ -180,11 +180,10 @@ demo: setup setup-gym ## save, kill and restore 32 live rollouts on real NeMo Gy
 demo-vllm: setup setup-gym setup-vllm ## the same with a real vLLM, and long generations in flight at the cut
 	$(PY) -m coordinator.cli demo --vllm
 
-# What uses one processor runs beside something else, and Gym's environment comes over the network meanwhile; with -O the
-# output of each comes in one piece.
+# What uses one processor runs beside something else; with -O the output of each comes in one piece.
 check: ## what CI runs: check-proto, check-stubs, check-docs, lint, types, sim, mutants, test
-	$(MAKE) --no-print-directory -j2 setup setup-proto
-	$(MAKE) --no-print-directory -j3 -O setup-gym types check-stubs check-proto check-docs lint
+	$(MAKE) --no-print-directory -j3 setup setup-gym setup-proto
+	$(MAKE) --no-print-directory -j2 -O types check-stubs check-proto check-docs lint
 	$(MAKE) --no-print-directory sim SINGLES=60
 	$(MAKE) --no-print-directory mutants
 	$(MAKE) --no-print-directory test RERUNS=1
