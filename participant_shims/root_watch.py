@@ -19,6 +19,7 @@ from coordinator.wire.errors import SafepointError
 from coordinator.wire.record import address_below, look_up, mark_of
 
 EVERY_S: Final = 5.0
+AGAIN_S: Final = 0.5  # while something is wrong: that the coordinator has come must not look like a wrong root for long
 HUNG_AFTER_S: Final = 5.0
 MAX_PATH_BYTES: Final = 1024
 MAX_PROBLEM_BYTES: Final = 500
@@ -60,7 +61,8 @@ class RootWatch:
     def _run(self) -> None:
         while not self._stopped.is_set():
             self.look()
-            self._stopped.wait(EVERY_S)
+            well = self._seen is not None and not self._seen.problem
+            self._stopped.wait(EVERY_S if well else AGAIN_S)
 
 
 def _look(root: Path | None) -> capabilities_pb2.SeenRoot:

@@ -44,6 +44,28 @@ async def test_a_shim_sees_the_root_of_the_coordinator_and_knows_it_from_another
     ]  # fmt: skip
 
 
+async def test_a_root_that_was_not_seen_is_looked_at_again_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A shim that started before its coordinator must not be told of as one with a wrong root."""
+    monkeypatch.setattr(root_watch, "EVERY_S", 3600.0)
+    monkeypatch.setattr(root_watch, "AGAIN_S", 0.01)
+    watch = RootWatch(tmp_path)
+    watch.start()
+    try:
+        async with asyncio.timeout(20):
+            while (seen := watch.seen()) is None or not seen.problem:
+                await asyncio.sleep(0.005)
+            coordinator = await serve(Settings(root=str(tmp_path)))
+            try:
+                while (seen := watch.seen()) is None or not seen.mark:
+                    await asyncio.sleep(0.005)
+            finally:
+                await coordinator.stop()
+    finally:
+        watch.stop()
+
+
 def test_a_root_in_which_no_coordinator_has_been_is_told(tmp_path: Path) -> None:
     watch = RootWatch(tmp_path)
     watch.look()
