@@ -88,7 +88,7 @@ class AutosaveSettings(BaseModel):
     def _name_is_an_id(cls, value: str) -> str:
         try:
             made = value.format(step=1)
-        except (LookupError, ValueError):
+        except (AttributeError, LookupError, TypeError, ValueError):  # all that `format` raises
             made = ""
         if not is_wire_id(made) or made == value.format(step=2):
             raise ValueError("must contain {step} and make 1 to 128 characters of [A-Za-z0-9._-]")

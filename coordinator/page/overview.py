@@ -41,7 +41,10 @@ def overview(looked: Looked, past: Past, listed: Document) -> Document:
     running = looked.running()
     name = running[0] if running is not None else ""
     people = [*map(participant, looked.participants()), *map(missing, looked.gone())]
-    told = {"epoch": looked.epoch(), "running": name, "operations": past.summaries(name), "participants": people}
+    told = {
+        "epoch": looked.epoch(), "running": name, "operations": past.summaries(name), "operation_limit": MAX_OPERATIONS,
+        "participants": people,
+    }  # fmt: skip
     return told | listed
 
 

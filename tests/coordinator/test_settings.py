@@ -57,6 +57,8 @@ def test_lists_in_the_environment_are_separated_by_commas() -> None:
         ("root: /a\nautosave: {every_s: -1}\n", {}, "autosave.every_s in "),
         ("root: /a\nautosave: {last_chance_s: 400}\n", {}, "every last save would be a last chance"),
         ("root: /a\nautosave: {snapshot_name: all}\n", {}, "step"),
+        ("root: /a\nautosave: {snapshot_name: 'at-{step.number}'}\n", {}, "step"),
+        ("root: /a\nautosave: {snapshot_name: 'at-{step[0]}'}\n", {}, "step"),
         ("root: /a\n", {"SAFEPOINT_AUTOSAVE_EVERY_STEP": "1"}, "Did you mean autosave.every_steps"),
         (
             "root: /a\n",

@@ -15,9 +15,11 @@ from pathlib import Path
 import pytest
 import pytest_asyncio
 
+from coordinator.page import overview
 from coordinator.page.report import report
 from coordinator.page.serving import Page, PageServer
 from coordinator.wire.errors import SafepointError
+from coordinator.wire.ids import MAX_ID_LENGTH
 from coordinator.wire.terms import Phase
 from tests.coordinator.conftest import Bench
 from tests.page import demo
@@ -237,6 +239,43 @@ async def test_a_report_is_drawn_from_the_file_alone(world: World, tmp_path: Pat
         text = await page.text()
         assert hostile in text
         assert ("not ended" in text) == (name == "open")
+
+
+async def test_the_longest_names_stay_within_the_window(world: World, tmp_path: Path) -> None:
+    longest = "W" * MAX_ID_LENGTH
+    who = {"participant_id": longest, "role": "agent", "participant_kind": longest, "depends_on": [longest]}
+    operation = record(
+        started(0, Phase.PREPARE, longest), failed(0.1, 38, longest, longest), outcome="aborted",
+        operation_id=longest, snapshot_id=longest, participants=(who,),
+    )  # fmt: skip
+    file = tmp_path / "longest.html"
+    await asyncio.to_thread(file.write_text, report(operation, {longest: longest}), encoding="utf-8")
+    page = await world.tab()
+    for width in (1280, 390):
+        await page.size(width, 5000)
+        await page.open(file.as_uri())
+        await page.until("document.querySelector('svg.timeline .bar') !== null")
+        assert await page.js(LOOK) == []
+
+
+async def test_a_history_that_is_cut_says_so(world: World, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    cut = "document.body.innerText.includes('lists older ones')"
+    page = await opened(world, "#/")
+    assert not await page.js(cut)
+    monkeypatch.setattr(overview, "MAX_OPERATIONS", 2)
+    made = PageServer(Page(Looked(), str(world.bench.root), "default"), "127.0.0.1:0")
+    try:
+        await page.open(made.url)
+        await page.until(cut)
+        await page.open("about:blank")  # leaves before the server does
+    finally:
+        await asyncio.to_thread(made.close)
+
+
+async def test_an_address_that_was_mistyped_is_no_error_of_the_page(world: World) -> None:
+    page = await opened(world, "#/%")
+    await page.until("document.body.innerText.includes('Saves and restores')")
+    assert page.errors == []
 
 
 async def test_it_says_when_the_coordinator_is_gone_and_is_back_with_it(world: World, tmp_path: Path) -> None:

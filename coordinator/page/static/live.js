@@ -14,8 +14,12 @@
     return document;
   }
 
+  function decoded(text) {
+    try { return decodeURIComponent(text); } catch { return text; }  // an address that was typed
+  }
+
   function route() {
-    const [, name, ...rest] = location.hash.replace(/^#/, "").split("/").map(decodeURIComponent);
+    const [, name, ...rest] = location.hash.replace(/^#/, "").split("/").map(decoded);
     return {name: name || "", rest};
   }
 

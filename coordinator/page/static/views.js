@@ -60,7 +60,9 @@ const views = (() => {
             el("a", {href: `#/operation/${encodeURIComponent(op.operation_id)}`, "data-key": `op ${op.operation_id}`}, `${op.operation} ${op.snapshot_id}`),
             badge({...op, live: op.operation_id === data.running}), seconds(op.elapsed_s), seconds(op.pause_s),
             op.totals ? bytes(op.size_bytes) : "", coverage(op.coverage, op.totals), op.cause]), "Saves and restores")
-          : el("p", {class: "quiet"}, "None yet. `safepoint save` takes one.")),
+          : el("p", {class: "quiet"}, "None yet. `safepoint save` takes one."),
+        data.operations.length >= data.operation_limit ? el("p", {class: "quiet"},
+          `The newest ${data.operation_limit}, also counted above; \`safepoint history -n 1000\` lists older ones.`) : null),
     ];
   }
 
