@@ -225,8 +225,10 @@ class GateMiddleware:
                 CURRENT.set(CallScope(identity))
             await run.of(self._app, scope, body)
             answer = run.answer()
-            if dispatch is not None and dispatch.diverged and identity.rollout_id not in gate.dispatches.running:
-                # It runs at another agent or worker, which has to learn that it must restart.
+            elsewhere = dispatch is not gate.dispatches.attempts.get(identity.rollout_id)
+            if dispatch is not None and dispatch.diverged and elsewhere:
+                # It runs at another agent or worker, which has to learn that it must restart; or did, and a later attempt
+                # that runs here has joined this call.
                 answer, execution.run = _refusal(Stale.STATE_LOST, identity, gate.name), None
             elif answer is not None:
                 gate.remember(identity, execution.digest, answer, scope, body, recorded, caller)

@@ -150,6 +150,38 @@ async def test_a_row_that_runs_in_one_worker_is_not_executed_again_where_it_come
             assert (endpoint.total, endpoint.repeated) == (count * (turns + 2), 0)
 
 
+async def test_what_a_killed_worker_had_asked_of_the_other_is_no_answer_to_the_attempt_that_follows(
+    directory: Path,
+) -> None:
+    """The inner call of an attempt whose worker is gone goes on in the other, fails, and was taken for that of the next."""
+    count, turns = 16, 3
+    rows = [row(10 * i, turns, _ng_rollout_id=f"r-{i}") for i in range(count)]
+    with ScriptedEndpoint() as endpoint:
+        async with (
+            whole(directory, counter_config(endpoint.url, agent_workers=2)) as job,
+            Trainer(job.fleet) as trainer,
+        ):
+            pids = await workers(job, "counter_agent")
+            endpoint.hold(after_turn=1)
+            counter = job.fleet.processes["counter"].pid
+            os.kill(counter, signal.SIGSTOP)
+            os.kill(pids["worker-0"], signal.SIGSTOP)  # so that all begin in the other
+            runs = [asyncio.create_task(trainer.run(r)) for r in rows]
+            await until(lambda: counted(job.fleet, "counter_agent", "SELECT COUNT(*) FROM rollouts") == count)
+            for pid in (pids["worker-0"], counter):
+                os.kill(pid, signal.SIGCONT)  # the inner call of each comes to either
+            await until(lambda: endpoint.begun == 2 * count)  # the second generation of each
+            os.kill(pids["worker-1"], signal.SIGKILL)
+            again = [asyncio.create_task(trainer.run(r)) for r in rows]  # its successor takes seconds to start
+            claimed = "SELECT COUNT(*) FROM rollouts WHERE attempt>0"
+            await until(lambda: counted(job.fleet, "counter_agent", claimed) > 0)
+            await asyncio.sleep(0.3)  # what was claimed asks for its inner call
+            endpoint.release()
+            results = await asyncio.gather(*again)
+            assert [r["reward"] for r in results] == [1.0] * count
+            await asyncio.gather(*runs, return_exceptions=True)
+
+
 async def test_an_agent_with_two_workers_that_is_killed_alone_executes_nothing_twice_in_the_sessions_it_left(
     directory: Path,
 ) -> None:
