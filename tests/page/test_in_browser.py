@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 import pytest_asyncio
+from safepoint.v1 import errors_pb2
 
 from coordinator.page import overview
 from coordinator.page.report import report
@@ -221,7 +222,7 @@ async def test_a_report_is_drawn_from_the_file_alone(world: World, tmp_path: Pat
         "open": record(started(0, Phase.PREPARE, "box"), warned(0.2, hostile), outcome=""),
         "failed": record(
             started(0, Phase.PREPARE, "box"), moved(0.1, Phase.PREPARE, "box", in_flight=3), warned(0.2, hostile, "box"),
-            failed(0.3, 38, hostile, "box"), outcome="aborted",
+            failed(0.3, errors_pb2.REASON_DRAIN_INCOMPLETE, hostile, "box"), outcome="aborted",
         ),
     }.items():  # fmt: skip
         file = tmp_path / f"{name}.html"
@@ -245,7 +246,7 @@ async def test_the_longest_names_stay_within_the_window(world: World, tmp_path: 
     longest = "W" * MAX_ID_LENGTH
     who = {"participant_id": longest, "role": "agent", "participant_kind": longest, "depends_on": [longest]}
     operation = record(
-        started(0, Phase.PREPARE, longest), failed(0.1, 38, longest, longest), outcome="aborted",
+        started(0, Phase.PREPARE, longest), failed(0.1, errors_pb2.REASON_DRAIN_INCOMPLETE, longest, longest), outcome="aborted",
         operation_id=longest, snapshot_id=longest, participants=(who,),
     )  # fmt: skip
     file = tmp_path / "longest.html"
