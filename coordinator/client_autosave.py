@@ -32,7 +32,7 @@ from typing import Any, Final, Protocol
 
 from coordinator.client_results import ProgressCallback, SaveResult
 from coordinator.client_schedule import SNAPSHOT_NAME, TERM_GRACE_S, Due, SaveRules, SaveSchedule, Trigger
-from coordinator.wire.errors import SafepointError
+from coordinator.wire.errors import Reason, SafepointError
 
 log = logging.getLogger("safepoint.client")
 
@@ -146,14 +146,16 @@ class Autosave:
         self._due = None
         self.schedule.begun(due, self._clock(), step)
         extra = {"trigger": due.trigger.value} | ({"step": str(step)} if step is not None else {})
+        name = self._name.format(step=step) if step is not None else None
         try:
-            result = self._client.save(
-                self._name.format(step=step) if step is not None else None,
-                straggler_grace=None if due.stragglers_wait else 0.0,
-                timeout=due.within_s,
-                metadata=extra | dict(metadata or {}),
-                on_progress=self._on_progress,
-            )
+            try:
+                result = self._save(name, due, extra | dict(metadata or {}))
+            except SafepointError as error:
+                if name is None or error.reason is not Reason.SNAPSHOT_EXISTS:
+                    raise
+                # Of a life before, from which an older snapshot was restored: the last chance must not fail over a name.
+                log.info("there is a snapshot %s already: this one is named by the time", name)
+                result = self._save(None, due, extra | dict(metadata or {}))
         except SafepointError as error:
             self.schedule.failed(due, self._clock())
             if self.schedule.exceeded:
@@ -164,6 +166,12 @@ class Autosave:
         self.schedule.succeeded(self._clock())
         log.info("%s (%s)", result.line, due)
         return result
+
+    def _save(self, name: str | None, due: Due, metadata: Mapping[str, str]) -> SaveResult:
+        return self._client.save(
+            name, straggler_grace=None if due.stragglers_wait else 0.0, timeout=due.within_s, metadata=metadata,
+            on_progress=self._on_progress,
+        )  # fmt: skip
 
     def wait(self, longest_s: float = _IDLE_S) -> Due | None:
         """Sleep until a save is due, a signal comes, or `longest_s` have passed; what is due then. For loops without steps."""

@@ -30,9 +30,12 @@ class Saver:
     def __init__(self) -> None:
         self.asked: list[dict[str, Any]] = []
         self.failures = 0
+        self.there: set[str | None] = set()
 
     def save(self, snapshot_id: str | None = None, **options: Any) -> SaveResult:
         self.asked.append({"snapshot_id": snapshot_id} | options)
+        if snapshot_id in self.there:
+            raise Refused(Problem(Reason.SNAPSHOT_EXISTS, f"{snapshot_id} is there."))
         if self.failures:
             self.failures -= 1
             raise Refused(Problem(Reason.DRAIN_INCOMPLETE, "r-1 still drains."))
@@ -53,6 +56,19 @@ def test_a_save_carries_its_step_its_trigger_and_what_the_trainer_adds() -> None
     assert asked["snapshot_id"] == "step-10"
     assert asked["metadata"] == {"trigger": "steps", "step": "10", "weights": "/ckpt/10"}
     assert (asked["timeout"], asked["straggler_grace"]) == (None, None)
+
+
+def test_a_step_that_was_saved_in_a_life_before_is_saved_under_another_name() -> None:
+    """A trainer that has restored an older snapshot comes to the same steps again; its last chance must not fail over that."""
+    saver, clock = Saver(), Clock()
+    saver.there = {"step-10"}
+    saving = autosave(saver, clock, every_steps=10)
+    assert saving.due(0) is None
+    assert saving.due(10)
+    assert saving.save(10) is not None
+    assert [asked["snapshot_id"] for asked in saver.asked] == ["step-10", None]
+    assert saver.asked[1]["metadata"] == saver.asked[0]["metadata"] == {"trigger": "steps", "step": "10"}
+    assert saving.schedule.failures == 0
 
 
 def test_failures_are_tolerated_until_there_are_too_many_in_a_row() -> None:

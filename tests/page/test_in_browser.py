@@ -171,6 +171,7 @@ async def test_everything_can_be_reached_without_a_mouse(world: World) -> None:
     await page.press("Enter", 13, "\r")
     await page.until("location.hash === '#/operation/save-2' && document.querySelector('svg.timeline') !== null")
     told: dict[str, str] = {}
+    key = ""
     for _ in range(80):
         await page.press("Tab", 9)
         key = await page.js(focused)
