@@ -80,9 +80,7 @@ class Contents:
         seconds since 1970. Noted at each start, or the lives of coordinators that never heard of somebody would count."""
         for name, data in self.members.items():
             if "lost" not in data:
-                at = data.get("heard_at")
-                heard = float(at) if isinstance(at, (int, float)) else 0.0
-                self.members[name] = {**data, "heard_at": max(heard, alive_s), "lost": "its coordinator ended"}
+                self.members[name] = {**data, "heard_at": max(heard_at(data), alive_s), "lost": "its coordinator ended"}
 
     def entries(self) -> list[Entry]:
         """Entries that say all this again."""
@@ -92,6 +90,12 @@ class Contents:
             *(Entry(name, "outcome", outcome) for name, outcome in self.outcomes.items()),
             *([Entry(OperationId(""), MEMBERS, {"members": members})] if members else []),
         ]
+
+
+def heard_at(member: Mapping[str, Any]) -> float:
+    """When somebody who takes part was heard last, in seconds since 1970; zero: nobody knows."""
+    at = member.get("heard_at")
+    return float(at) if isinstance(at, (int, float)) else 0.0
 
 
 def line(entry: Entry) -> bytes:

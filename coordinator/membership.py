@@ -13,10 +13,10 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Callable, Iterable, Mapping
+from collections.abc import Awaitable, Callable, Iterable
 from typing import Any
 
-from coordinator.journal_file import MEMBERS, Entry
+from coordinator.journal_file import MEMBERS, Entry, heard_at
 from coordinator.journals import AnyJournal
 from coordinator.protocol.records import participant_from_json, participant_to_json
 from coordinator.protocol.topology import NEVER, Participant
@@ -55,7 +55,7 @@ class Membership:
             ) as error:  # of a newer version: it can be missed no better than by name
                 log.warning("what the journal says of %s cannot be read: %r", name, error)
                 continue
-            registry.miss(who, f"{NEVER}; last heard {_when(_heard_at(data))} by a coordinator before this one")
+            registry.miss(who, f"{NEVER}; last heard {_when(heard_at(data))} by a coordinator before this one")
         registry.follow(self._lost, self._joined, gone_for_good=self._dismissed)
 
     def assume(self, members: Iterable[Participant]) -> None:
@@ -108,11 +108,6 @@ class Membership:
             log.warning("who takes part is known to this coordinator only: %s", error)
         finally:
             self._writing = None
-
-
-def _heard_at(data: Mapping[str, Any]) -> float:
-    at = data.get("heard_at")
-    return float(at) if isinstance(at, (int, float)) else 0.0
 
 
 def _when(at: float) -> str:

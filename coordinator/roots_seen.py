@@ -5,7 +5,7 @@ PURE. It refuses nothing: what a shim says is some seconds old, and another mach
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Final
 
@@ -13,7 +13,6 @@ from safepoint.v1 import capabilities_pb2
 
 from coordinator.wire.errors import Reason
 
-SHOWN: Final = 5
 REASONS: Final = frozenset({Reason.STORAGE_FAILED, Reason.SNAPSHOT_NOT_FOUND})
 
 
@@ -60,8 +59,3 @@ def unseen(mark: str, root: str, seen: Iterable[tuple[str, capabilities_pb2.Seen
             )
         told.append(Unseen(tuple(names), text, next_step, reason))
     return told, well
-
-
-def few(names: Sequence[str]) -> str:
-    """The first of many names."""
-    return ", ".join(names[:SHOWN]) + (f" and {len(names) - SHOWN} more" if len(names) > SHOWN else "")

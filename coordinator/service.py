@@ -30,6 +30,7 @@ from coordinator.operations import Operations, fenced
 from coordinator.outcomes import Ended
 from coordinator.preflight import workers_problem
 from coordinator.protocol import events as core
+from coordinator.protocol import sentences
 from coordinator.protocol.operation import Operation, Options, Outcome
 from coordinator.protocol.topology import Participant, fingerprint, validate
 from coordinator.registration import Registration, check_end
@@ -120,7 +121,7 @@ class CoordinatorService(coordinator_service_pb2_grpc.CoordinatorServicer):
             names = one.participant_ids
             yield pb.Finding(
                 participant_id=names[0] if len(names) == 1 else "",
-                message=f"{'' if len(names) == 1 else f'{roots_seen.few(names)}: '}The shim {one.text}.",
+                message=f"{'' if len(names) == 1 else f'{sentences.names(names)}: '}The shim {one.text}.",
                 next_step=one.next_step, reason=convert.wire(one.reason),
             )  # fmt: skip
 

@@ -15,6 +15,7 @@ from coordinator import roots_seen
 from coordinator.doctor.finding import Finding, Severity
 from coordinator.doctor.fixes import fix_of
 from coordinator.preflight import RUNS
+from coordinator.protocol import sentences
 from coordinator.wire.errors import Reason
 from coordinator.wire.places import in_actor
 from coordinator.wire.refusals import KEPT_OUT
@@ -81,7 +82,7 @@ def clock(status: pb.GetCoordinatorStatusResponse, wall_s: float) -> Iterator[Fi
     each = [f"{name} {abs(s):.0f} s {'ahead' if s > 0 else 'behind'}" for name, s in off.items()]
     yield Finding(
         "coordinator", Severity.WARNING, "clock",
-        f"Clocks differ: {roots_seen.few(each)} (the coordinator's against the one here, others against the coordinator's). No "
+        f"Clocks differ: {sentences.names(each)} (the coordinator's against the one here, others against the coordinator's). No "
         "decision rests on them; certificates, object stores and the times in lists and logs do.",
         "Let NTP or chrony set the clocks of all machines.",
     )  # fmt: skip
@@ -95,7 +96,7 @@ def versions(answer: pb.GetTopologyResponse, ours: str) -> Iterator[Finding]:
             found.setdefault(info.capabilities.shim_version, []).append(info.capabilities.participant_id)
     if not ours or found.keys() <= {ours}:
         return
-    each = "; ".join(f"{version}: {roots_seen.few(names)}" for version, names in sorted(found.items()))
+    each = "; ".join(f"{version}: {sentences.names(names)}" for version, names in sorted(found.items()))
     yield Finding(
         "participants", Severity.NOTE, "versions", f"Not everybody is of version {ours}, which is here: {each}.",
         "Works within one version of the contract; install one version everywhere when you can.",
@@ -187,7 +188,7 @@ def roots(status: pb.GetCoordinatorStatusResponse) -> Iterator[Finding]:
             seen.append((who.participant_id, health.status.root))
     found, well = roots_seen.unseen(status.root_mark, status.snapshot_root, seen)
     for one in found:
-        names = roots_seen.few(one.participant_ids)
+        names = sentences.names(one.participant_ids)
         yield Finding("participants", Severity.ERROR, names, f"The shim {one.text}.", one.next_step, one.reason)
     if well and not found:
         yield Finding("participants", Severity.OK, "root", f"The coordinator's root is seen by {well} shims")

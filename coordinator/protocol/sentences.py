@@ -27,7 +27,7 @@ _DOING = {
 }
 
 
-def names(participant_ids: Sequence[ParticipantId]) -> str:
+def names(participant_ids: Sequence[str]) -> str:
     """A few names, and how many more."""
     shown = ", ".join(participant_ids[:_NAMED])
     more = len(participant_ids) - _NAMED

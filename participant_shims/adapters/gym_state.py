@@ -176,14 +176,16 @@ def _gone(name: str, had: _Held, left: GateLink | None) -> str:
 
 def _of_worker(link: GateLink, parts: Sequence[Part]) -> list[Json]:
     """The session files of a worker: its calls run in it at every replica, since that follows from the rollout's id."""
+    beginning = f"{link.worker_id}."
+    own = [(part, [file for file in part.files if file.path.startswith(beginning)]) for part in parts]
     return [
         {
             "directory": str(part.directory),
-            "files": [f.path for f in part.files if f.path.startswith(f"{link.worker_id}.")],
-            "sha256": [f.sha256 for f in part.files if f.path.startswith(f"{link.worker_id}.")],
+            "files": [file.path for file in files],
+            "sha256": [file.sha256 for file in files],
             "some": not part.whole,
         }
-        for part in parts
+        for part, files in own
     ]
 
 
