@@ -23,7 +23,8 @@ if TYPE_CHECKING:
     from rich.console import Group
 
 ASKED: Final = 50  # rollouts of each participant that are looked at, to say who blocks and on what
-SILENT_S: Final = 1.0  # then it is said that nobody answers
+# Then it is said that nobody answers: within a second, and later than a sound one answers, which gives its participants 0.7 s.
+SILENT_S: Final = 0.9
 BAR_WIDTH: Final = 30
 MAX_BLOCKING: Final = 5
 MAX_BEHIND: Final = 5
@@ -60,6 +61,11 @@ class Look:
             return None
         waited = now - self.asked_at
         return waited if self.problem or waited >= SILENT_S else None
+
+    def word_in_s(self, now: float, interval_s: float) -> float:
+        """Seconds until there is something to say where no answer comes, asked `interval_s` after the last one."""
+        asked_at = self.answered_at + interval_s if self.asked_at is None else self.asked_at
+        return max(0.01, asked_at + SILENT_S - now)
 
 
 @dataclass(frozen=True, slots=True)

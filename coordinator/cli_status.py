@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Final
 
 import typer
 
-from coordinator.cli_options import DEFAULT_WAIT_S, AsJson, Root, Target, Timeout, TokenFile, Wait, make_client
+from coordinator.cli_options import AsJson, Root, Target, Timeout, TokenFile, Wait, make_client
 from coordinator.cli_output import emit, plain, problem_document, reporting, show
 from coordinator.wire.errors import Reason, SafepointError, Unanswered
 
@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from coordinator.cli_live import Look
     from coordinator.client import Client
 
+ONCE_WITHIN_S: Final = 1.0  # as fast as a sound coordinator answers, whatever else is stuck
 ANSWER_WITHIN_S: Final = 2.0  # then it is asked again; that nobody answers is shown after one
 FRAME_S: Final = 0.25
 # What a coordinator in trouble may answer, and a sound one will not any more.
@@ -41,13 +42,13 @@ def status(
     target: Target = "",
     root: Root = "",
     token_file: TokenFile = "",
-    wait: Wait = DEFAULT_WAIT_S,
+    wait: Wait = ONCE_WITHIN_S,
     as_json: AsJson = False,
 ) -> None:
     """Show the operation with the time that its phase has left, who blocks it and on what, and every participant.
 
     With --watch it is kept up to date on a terminal; in a pipe a block of lines, or with --json a line of JSON, at each look.
-    Also when the coordinator hangs: then since when. In flight are requests that a server runs, not rollouts: an agent whose
+    Also when the coordinator hangs: then since when, and without --watch that is said after a second, or `--wait`. In flight are requests that a server runs, not rollouts: an agent whose
     /run calls its own /v1/responses has two for each.
 
     Example: safepoint status --watch --rollouts 10
@@ -61,7 +62,8 @@ def status(
 
         with make_client(target, root, token_file, wait, as_json) as client:
             asked = rollouts if as_json else max(rollouts, ASKED)
-            answer = client.status(participants=True, max_rollouts=asked, timeout=timeout)
+            within_s = max(wait, ONCE_WITHIN_S) if timeout is None else timeout
+            answer = client.status(participants=True, max_rollouts=asked, timeout=within_s)
         if as_json:
             emit(plain(answer))
         else:
@@ -89,6 +91,22 @@ class Watcher:
     def __exit__(self, *_: object) -> None:
         self._ended.set()  # it ends with its call; nobody waits for one that hangs
 
+    def next_word(self, interval_s: float) -> Look:
+        """Wait for something new to say: an answer, or that none comes; that again after each interval. Raises `fatal`."""
+        silent_until = self._clock() + interval_s if self.look.silent_s(self._clock()) is not None else 0.0
+        while True:
+            now = self._clock()
+            came = self.news.wait(silent_until - now if silent_until > now else self.look.word_in_s(now, interval_s))
+            self.news.clear()
+            if self.fatal is not None:
+                raise self.fatal
+            look = self.look
+            if look.silent_s(self._clock()) is None:
+                if came:
+                    return look
+            elif self._clock() >= silent_until:
+                return look
+
     def _run(self) -> None:
         while not self._ended.is_set():
             self.look = self.look.asking(self._clock())
@@ -98,7 +116,7 @@ class Watcher:
                 self.error = error
                 if not (isinstance(error, Unanswered) or error.reason in _PASSING):
                     self.fatal = error
-                self.look = self.look.failed(error.problem.message)
+                self.look = self.look.failed(f"{error.problem.message} Next: {error.problem.advice}")
             except Exception:
                 if self._ended.is_set():
                     return  # the client was closed under it
@@ -128,14 +146,11 @@ def _watch(client: Client, interval_s: float, rollouts: int, timeout_s: float | 
 
 
 def _lines(watcher: Watcher, interval_s: float, rollouts: int, as_json: bool) -> None:
-    from coordinator.cli_live import SILENT_S, view
+    from coordinator.cli_live import view
 
     while True:
-        watcher.news.wait(interval_s + SILENT_S)  # the next look comes after the interval: a block each, or silence
-        watcher.news.clear()
-        if watcher.fatal is not None:
-            raise watcher.fatal
-        look, now = watcher.look, time.monotonic()
+        look = watcher.next_word(interval_s)
+        now = time.monotonic()
         if not as_json:
             show(view(look, now, rollouts))
         elif (silent_s := look.silent_s(now)) is None and look.status is not None:
@@ -149,10 +164,10 @@ def _screen(watcher: Watcher, rollouts: int) -> None:
     from rich.console import Console
     from rich.live import Live
 
-    from coordinator.cli_live import SILENT_S, view
+    from coordinator.cli_live import view
 
     console = Console(highlight=False)
-    watcher.news.wait(SILENT_S)
+    watcher.next_word(0.0)
     with Live(console=console, auto_refresh=False, screen=False) as live:
         while watcher.fatal is None:
             live.update(view(watcher.look, time.monotonic(), rollouts, bars=True), refresh=True)

@@ -85,7 +85,7 @@ class Calls:
 
     def patience(self, method: str, about: str, timeout_s: float | None) -> Patience:
         """The time of one call."""
-        return Patience(method, about, timeout_s, self.budgets, self._clock)
+        return Patience(method, about, timeout_s, self.budgets, self._clock, self._target)
 
     def ask(
         self,
@@ -99,7 +99,7 @@ class Calls:
 
         def once() -> _Response:
             try:
-                return pick(self._stub())(request, timeout=patience.next_try_s(), metadata=self._sent())
+                return pick(self._stub(patience))(request, timeout=patience.next_try_s(), metadata=self._sent())
             except grpc.RpcError as error:
                 raise error_from_rpc(error) from None
 
@@ -135,7 +135,7 @@ class Calls:
 
         def begin() -> tuple[_Stream[_Response], _Response | None]:
             try:
-                call = pick(self._stub())(request, timeout=patience.next_try_s(), metadata=self._sent())
+                call = pick(self._stub(patience))(request, timeout=patience.next_try_s(), metadata=self._sent())
                 return call, next(call, None)
             except grpc.RpcError as error:
                 raise error_from_rpc(error) from None
@@ -167,7 +167,7 @@ class Calls:
         except SafepointError as error:
             raise self._security.told(patience.last_word(error, operation_id)) from None
 
-    def _stub(self) -> CoordinatorStub:
+    def _stub(self, patience: Patience) -> CoordinatorStub:
         if os.getpid() != self._pid:
             raise refuse(
                 Reason.INVALID_ARGUMENT,
@@ -177,7 +177,7 @@ class Calls:
         with self._lock:
             if self._closed:
                 raise refuse(Reason.INVALID_ARGUMENT, "This Client is closed.", next_step="Make another one.")
-            record = look_up_coordinator(self._target)
+            record = patience.record = look_up_coordinator(self._target)
             self._metadata = (*self._security.metadata(), *record.metadata())
             made_for = (record.address, self._security.version)
             if self._channel is None or made_for != self._made_for:

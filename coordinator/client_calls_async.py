@@ -80,7 +80,7 @@ class AsyncCalls:
 
     def patience(self, method: str, about: str, timeout_s: float | None) -> Patience:
         """The time of one call."""
-        return Patience(method, about, timeout_s, self.budgets, self._clock)
+        return Patience(method, about, timeout_s, self.budgets, self._clock, self._target)
 
     async def ask(
         self,
@@ -94,7 +94,9 @@ class AsyncCalls:
 
         async def once() -> _Response:
             try:
-                return await pick(await self._stub())(request, timeout=patience.next_try_s(), metadata=self._sent())
+                return await pick(await self._stub(patience))(
+                    request, timeout=patience.next_try_s(), metadata=self._sent()
+                )
             except aio.AioRpcError as error:
                 raise error_from_rpc(error) from None
 
@@ -131,7 +133,7 @@ class AsyncCalls:
 
         async def begin() -> tuple[aio.UnaryStreamCall[_Request, _Response], _Response | None]:
             try:
-                call = pick(await self._stub())(request, timeout=patience.next_try_s(), metadata=self._sent())
+                call = pick(await self._stub(patience))(request, timeout=patience.next_try_s(), metadata=self._sent())
                 return call, await anext(aiter(call), None)
             except aio.AioRpcError as error:
                 raise error_from_rpc(error) from None
@@ -163,7 +165,7 @@ class AsyncCalls:
         except SafepointError as error:
             raise self._security.told(patience.last_word(error, operation_id)) from None
 
-    async def _stub(self) -> CoordinatorAsyncStub:
+    async def _stub(self, patience: Patience) -> CoordinatorAsyncStub:
         if os.getpid() != self._pid:
             raise refuse(
                 Reason.INVALID_ARGUMENT,
@@ -181,7 +183,7 @@ class AsyncCalls:
             )
         if self._closed:
             raise _closed()
-        record = await looked_up_coordinator(self._target)
+        record = patience.record = await looked_up_coordinator(self._target)
         if self._closed:
             raise _closed()
         self._metadata = (*self._security.metadata(), *record.metadata())

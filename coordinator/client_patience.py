@@ -18,7 +18,8 @@ from tenacity.retry import retry_base
 from tenacity.stop import stop_base
 from tenacity.wait import wait_base
 
-from coordinator.wire.errors import NOBODY_REACHED, Problem, Reason, Refused, SafepointError, Unanswered, refuse
+from coordinator.wire.errors import NOBODY_REACHED, SILENT, Problem, Reason, Refused, SafepointError, Unanswered, refuse
+from coordinator.wire.record import FILE, Record, how_to_look, how_to_start
 
 # What a call may be given. Less is over before an answer can come; with far more gRPC's own clock runs over, and every try
 # ends at once as if the coordinator were silent.
@@ -85,7 +86,11 @@ class Patience:
         timeout_s: float | None,
         budgets: Budgets,
         clock: Callable[[], float] = time.monotonic,
+        target: str = "",
     ) -> None:
+        """`target`: where the coordinator is looked for, for the advice."""
+        self.record = Record("")  # of the last try, as far as it came to one
+        self._target = target
         self._method = method
         self._about = about
         checked = checked_timeout(timeout_s)
@@ -167,10 +172,9 @@ class Patience:
         return self._left() <= 0.1
 
     def _advice(self, problem: Problem, operation_id: str) -> str:
+        silent = SILENT.items() <= problem.metadata.items()
         if not self._reached:
-            return problem.next_step or (
-                "Start one with `safepoint coordinator`, or see whether SAFEPOINT_COORDINATOR names the one that runs."
-            )
+            return problem.next_step or (how_to_look(self.record) if silent else self._how_to_start())
         if operation_id and self._method != "Abort":
             return (
                 f"It may have been done: `safepoint status` says how {operation_id} stands, repeating it with the same "
@@ -178,7 +182,17 @@ class Patience:
             )
         if problem.next_step:
             return problem.next_step
-        return "See whether the coordinator runs and whether SAFEPOINT_COORDINATOR names it."
+        if silent:
+            return how_to_look(self.record)
+        return "See whether the coordinator runs, and whether it is the one that is named (-c, SAFEPOINT_COORDINATOR)."
+
+    def _how_to_start(self) -> str:
+        start = f"Start one with {how_to_start(self._target)}"
+        return (
+            f"{start}."
+            if self._target.startswith(FILE)
+            else f"{start}, or name the one that runs (-c, SAFEPOINT_COORDINATOR)."
+        )
 
     def _kind_of(self, error: BaseException) -> str:
         if isinstance(error, Unanswered):

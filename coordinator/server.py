@@ -5,7 +5,7 @@ The rule: a coordinator that cannot have its address, its root or its journal do
 `serve` is used by the plain process and by the Ray actor alike. Where it listens is written to
 <root>/coordinator/address.json, so that shims and trainers find the next one too:
 
-    {"address": "10.0.0.3:41873", "epoch": 7, "nonce": "9f2c..."}
+    {"address": "10.0.0.3:41873", "epoch": 7, "nonce": "9f2c...", "pid": 4711, "host": "node-3"}
 """
 
 from __future__ import annotations
@@ -14,8 +14,10 @@ import asyncio
 import importlib
 import json
 import logging
+import os
 import secrets
 import signal
+import socket
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -101,8 +103,9 @@ class Coordinator:
     _complaint: str = ""  # what is wrong with the root, so that it is said once
 
     def announcement(self) -> str:
-        """One line of JSON: address, epoch and nonce, and where metrics and the page are, if anywhere."""
-        said = {"address": self.address, "epoch": self.epoch, "nonce": self.nonce}
+        """One line of JSON: address, epoch and nonce, whose process it is, and where metrics and the page are, if anywhere."""
+        said: dict[str, object] = {"address": self.address, "epoch": self.epoch, "nonce": self.nonce}
+        said |= {"pid": os.getpid(), "host": socket.gethostname()}
         beside = {"metrics": self.metrics, "page": self.page}
         return json.dumps(said | {name: server.address for name, server in beside.items() if server is not None})
 

@@ -160,6 +160,9 @@ class Blocked:
 # Metadata of UNREACHABLE where the call was never sent, so that it has changed nothing.
 NOBODY_REACHED: Final[Mapping[str, str]] = MappingProxyType({"reached": "nobody"})
 
+# Metadata of UNREACHABLE where nothing says that the process is gone: it may be stopped, or too busy to say a word.
+SILENT: Final[Mapping[str, str]] = MappingProxyType({"heard": "nothing"})
+
 # Metadata of LEASE_LAPSED: the restore whose state the server holds still, so that a Resume of it would find everything.
 STILL_LOADED: Final = "still_loaded"
 

@@ -5,7 +5,7 @@ coordinator that died), and its port may be somebody else's by now; so every cal
 record's nonce, and a coordinator that has another nonce refuses it before anything is done. The caller reads the record
 again then. A call to an address that a person wrote down carries none.
 
-    <root>/coordinator/address.json     {"address": "10.0.0.3:41873", "epoch": 7, "nonce": "9f2c..."}
+    <root>/coordinator/address.json     {"address": "10.0.0.3:41873", "epoch": 7, "nonce": "9f2c...", "pid": 4711, "host": "node-3"}
     <run_dir>/relay/address.json        {"address": ..., "nonce": ..., "coordinator": "file:<root>/coordinator/address.json"}
 """
 
@@ -15,6 +15,7 @@ import asyncio
 import hashlib
 import json
 import math
+import shlex
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,6 +30,7 @@ from coordinator.wire.names import is_store
 from coordinator.wire.stored_folder import Where
 
 FILE: Final = "file:"
+_BELOW: Final = "/coordinator/address.json"
 MAX_BYTES: Final = 65_536
 NONCE_METADATA_KEY: Final = "safepoint-nonce"
 
@@ -37,13 +39,16 @@ NONCE_METADATA_KEY: Final = "safepoint-nonce"
 class Record:
     """A gRPC target, and what is known of the coordinator there: zero and empty when somebody wrote the target down.
 
-    `beyond`: of a relay's record, where its coordinator is looked up when the relay stays away.
+    `beyond`: of a relay's record, where its coordinator is looked up when the relay stays away. `pid`, `host`: of the
+    process that wrote it, for people.
     """
 
     address: str
     epoch: int = 0
     nonce: str = ""
     beyond: str = ""
+    pid: int = 0
+    host: str = ""
 
     def metadata(self) -> tuple[tuple[str, str], ...]:
         """What a call to it carries."""
@@ -63,15 +68,20 @@ def look_up(target: str) -> Record:
     try:
         loaded: object = json.loads(_read(path))
     except FileNotFoundError:
-        raise _nowhere(f"No coordinator's address is in {path}: none has written it yet.") from None
+        raise _nowhere(path, "none has written it yet") from None
     except (OSError, ValueError, RecursionError, SafepointError) as error:
-        raise _nowhere(f"No coordinator's address is in {path}: it cannot be read ({error}).") from error
+        raise _nowhere(path, f"it cannot be read ({error})") from error
     fields = cast("dict[str, object]", loaded) if isinstance(loaded, dict) else {}
-    address, nonce, beyond = fields.get("address"), fields.get("nonce"), fields.get("coordinator")
-    if not isinstance(address, str) or not address:
-        raise _nowhere(f"No coordinator's address is in {path}.")
+    address = _text(fields, "address")
+    if not address:
+        raise _nowhere(path)
     return Record(
-        address, epoch_in(fields), nonce if isinstance(nonce, str) else "", beyond if isinstance(beyond, str) else ""
+        address,
+        epoch_in(fields),
+        _text(fields, "nonce"),
+        _text(fields, "coordinator"),
+        _pid(fields),
+        _text(fields, "host"),
     )
 
 
@@ -94,7 +104,33 @@ async def looked_up_coordinator(target: str) -> Record:
 
 def address_below(root: str) -> str:
     """The target that names the coordinator of a root."""
-    return f"{FILE}{root.rstrip('/')}/coordinator/address.json"
+    return f"{FILE}{root.rstrip('/')}{_BELOW}"
+
+
+def how_to_start(target: str) -> str:
+    """The command that starts a coordinator where `target` looks for one, for an advice."""
+    path = target.removeprefix(FILE).removeprefix("//")
+    below = target.startswith(FILE) and path.endswith(_BELOW)
+    return (
+        f"`safepoint coordinator --root {shlex.quote(path.removesuffix(_BELOW))}`"
+        if below
+        else "`safepoint coordinator`"
+    )
+
+
+def how_to_look(record: Record) -> str:
+    """What to do about a coordinator that does not answer, and of which nothing says that it is gone."""
+    later = "Start another one only when it is gone."
+    if not record.pid:
+        return (
+            "See whether its process is stopped (where `ps` says T, `kill -CONT PID` lets it go on), and what its log says last. "
+            f"{later}"
+        )
+    on = f" on {record.host}" if record.host else ""
+    return (
+        f"Look at process {record.pid}{on}: where `ps -o stat= -p {record.pid}` says T it is stopped, and `kill -CONT "
+        f"{record.pid}` lets it go on; else its log says what it does. {later}"
+    )
 
 
 def mark_of(nonce: str) -> str:
@@ -142,6 +178,17 @@ def _read(path: str) -> bytes:
     return names_below(Where(root)).read(f"coordinator/{name}", MAX_BYTES)
 
 
-def _nowhere(message: str) -> Unanswered:
-    how = "Start one with `safepoint coordinator`, or correct the path."
+def _text(fields: Mapping[str, object], name: str) -> str:
+    value = fields.get(name)
+    return value if isinstance(value, str) else ""
+
+
+def _pid(fields: Mapping[str, object]) -> int:
+    pid = fields.get("pid")
+    return pid if isinstance(pid, int) and not isinstance(pid, bool) and pid > 0 else 0
+
+
+def _nowhere(path: str, why: str = "") -> Unanswered:
+    message = f"No coordinator's address is in {path}" + (f": {why}." if why else ".")
+    how = f"Start one with {how_to_start(FILE + path)}, or correct the path."
     return Unanswered(Problem(Reason.UNREACHABLE, message, next_step=how, metadata=NOBODY_REACHED))

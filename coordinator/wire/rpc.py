@@ -24,6 +24,7 @@ from coordinator.wire.deadline import MIN_BUDGET_S, budget
 from coordinator.wire.errors import (
     CATALOG,
     NOBODY_REACHED,
+    SILENT,
     Blocked,
     Problem,
     Reason,
@@ -48,6 +49,8 @@ MAX_CONNECTIONS: Final = 12_000
 _BROKEN_HANDSHAKE: Final = ("Socket closed", "SSL", "Verification", "andshake")
 # What it says of a call that was never sent.
 _NEVER_LEFT: Final = ("failed to connect to all addresses", "DNS resolution failed")
+# What it says where the system of the other end took the connection, and its process never said a word.
+_NEVER_SPOKE: Final = "timed out before receiving SETTINGS frame"
 _HANDSHAKE: Final = (
     "Both ends need certificates of one authority (SAFEPOINT_TLS_DIR), or neither; `safepoint certs ls` says until when "
     "they are valid, and the other end's log why it refused one."
@@ -177,6 +180,8 @@ def error_from_rpc(error: aio.AioRpcError | grpc.RpcError, participant_id: str =
     known = {"handshake": "broken"} if broken else {}
     if code == grpc.StatusCode.UNAVAILABLE and text.startswith(_NEVER_LEFT) and not participant_id:
         known |= NOBODY_REACHED
+    if (code == grpc.StatusCode.DEADLINE_EXCEEDED or _NEVER_SPOKE in text) and not participant_id:
+        known |= SILENT
     return Unanswered(
         Problem(
             Reason.UNREACHABLE,

@@ -11,16 +11,18 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 from rich.console import Console
 from safepoint.v1 import coordinator_service_pb2 as pb
 
-from coordinator.cli_live import SILENT_S, Look, blocking, edges, view
-from coordinator.cli_status import Watcher, _lines
-from coordinator.wire.errors import Problem, Reason, Refused, SafepointError, Unanswered
+from coordinator.cli_live import Look, blocking, edges, view
+from coordinator.cli_status import Watcher
+from coordinator.wire.errors import Problem, Reason, Refused, Unanswered
 from coordinator.wire.rpc import detail_from_problem
 from coordinator.wire.terms import Activity, Phase
 from tests.cli.conftest import Safepoint
@@ -142,7 +144,8 @@ def test_a_participant_that_does_not_answer_or_is_gone_is_named_as_blocking() ->
 
 def test_silence_is_said_after_a_second_over_what_was_said_last() -> None:
     look = Look(running(), 100.0).asking(101.0)
-    assert "has not answered" not in text(look, 101.9)
+    assert "has not answered" not in text(look, 101.8), "a sound one that waits for its participants takes 0.7 s"
+    assert "has not answered for 0.9 s" in text(look, 101.92)
     shown = text(look, 102.5)
     assert "The coordinator has not answered for 1.5 s" in shown
     assert "What it said 2.5 s ago:" in shown
@@ -178,21 +181,65 @@ def test_watching_outlives_a_coordinator_in_trouble_and_not_a_wrong_token() -> N
     assert watcher.look.status is not None, "what was said before stays"
 
 
+class Hours:
+    """A watcher's clock and its waiting: time passes when somebody waits, until what happens at `events`."""
+
+    def __init__(self, interval_s: float) -> None:
+        self.now = 1000.0
+        self.events: list[tuple[float, Look]] = []
+        self.watcher = Watcher(lambda: None, interval_s, lambda: self.now)
+        self.watcher.news.wait = self._wait  # type: ignore[method-assign]
+
+    def happens(self, at: float, look: Look) -> None:
+        self.events.append((1000.0 + at, look))
+
+    def _wait(self, timeout_s: float | None = None) -> bool:
+        until = self.now + (timeout_s or 0.0)
+        while self.events and self.events[0][0] <= until:
+            self.now, self.watcher.look = self.events.pop(0)
+            if self.watcher.look.asked_at is None or self.watcher.look.problem:
+                return True
+        self.now = until
+        return False
+
+    def word(self, interval_s: float) -> tuple[float, Look]:
+        look = self.watcher.next_word(interval_s)
+        return round(self.now - 1000.0, 2), look
+
+
 @pytest.mark.parametrize("interval_s", [0.2, 1.0, 5.0])
 def test_a_look_in_a_pipe_is_shown_once(interval_s: float) -> None:
     """Waiting no longer than the looks are apart showed the last one a second time, just before the next."""
-    waited: list[float] = []
-    watcher = Watcher(lambda: None, interval_s)
+    hours = Hours(interval_s)
+    first, second = Look(running(), 1000.1), Look(running(), 1000.3 + interval_s)
+    hours.happens(0.0, Look().asking(1000.0))
+    hours.happens(0.1, first)
+    hours.happens(0.1 + interval_s, first.asking(1000.1 + interval_s))
+    hours.happens(0.3 + interval_s, second)
+    assert hours.word(interval_s) == (0.1, first)
+    assert hours.word(interval_s) == (round(0.3 + interval_s, 2), second)
 
-    def wait(timeout_s: float | None = None) -> bool:
-        waited.append(timeout_s or 0.0)
-        watcher.fatal = Refused(Problem(Reason.UNAUTHENTICATED, "no valid token"))
-        return True
 
-    watcher.news.wait = wait  # type: ignore[method-assign]
-    with pytest.raises(SafepointError):
-        _lines(watcher, interval_s, 0, as_json=True)
-    assert waited[0] >= interval_s + SILENT_S
+@pytest.mark.parametrize("interval_s", [0.2, 1.0, 5.0])
+def test_silence_is_said_within_a_second_of_each_question_and_again_after_each_interval(interval_s: float) -> None:
+    hours = Hours(interval_s)
+    hours.happens(0.0, Look().asking(1000.0))
+    said = [hours.word(interval_s)[0] for _ in range(3)]
+    assert said == pytest.approx([0.9, 0.9 + interval_s, 0.9 + 2 * interval_s], abs=0.02)
+    hours = Hours(interval_s)
+    answered = Look(running(), 1000.1)
+    hours.happens(0.1, answered)
+    hours.happens(0.1 + interval_s, answered.asking(1000.1 + interval_s))
+    hours.word(interval_s)
+    at, look = hours.word(interval_s)
+    assert at == pytest.approx(1.0 + interval_s, abs=0.02)
+    assert look.silent_s(hours.now) == pytest.approx(0.9, abs=0.02)
+
+
+def test_a_refusal_is_said_at_once() -> None:
+    hours = Hours(1.0)
+    hours.happens(0.05, Look().asking(1000.0).failed("connection refused"))
+    assert hours.word(1.0)[0] == 0.05
 
 
 @pytest.fixture
@@ -231,7 +278,39 @@ async def test_a_coordinator_that_hangs_is_shown_in_a_pipe_again_and_again(silen
 
 async def test_a_coordinator_that_hangs_is_json_too(silent: str) -> None:
     seen, _ = await watch(silent, "--interval", "0.2", "--json", lines=2)
-    assert all(json.loads(line)["unanswered_for_s"] > 0 for line in seen)
+    assert 0 < json.loads(seen[0])["unanswered_for_s"] < 1.0
+    assert json.loads(seen[1])["unanswered_for_s"] > 1.0
+
+
+async def test_status_without_watch_says_it_after_a_second_as_well(silent: str, tmp_path: Path) -> None:
+    safepoint = Safepoint(silent)
+    began = time.monotonic()
+    ran = await safepoint("status", "--json")
+    assert time.monotonic() - began < 1.5
+    assert (ran.code, ran.json()["error"]["metadata"]["heard"]) == (5, "nothing")
+    assert "the deadline of 2 s passed" in (await safepoint("status", "--wait", "2")).err
+
+
+async def test_one_that_hangs_is_not_to_be_started_again_but_looked_at(silent: str, tmp_path: Path) -> None:
+    (tmp_path / "coordinator").mkdir()
+    said = {"address": silent, "epoch": 1, "nonce": "00", "pid": 4711, "host": "node-3"}
+    (tmp_path / "coordinator" / "address.json").write_text(json.dumps(said))
+    for arguments in (["status"], ["status", "--wait", "3"], ["save", "--timeout", "3", "--wait", "2"]):
+        ran = await Safepoint("")(*arguments, "--root", str(tmp_path))
+        assert ran.code == 5
+        assert "Next: Look at process 4711 on node-3: where `ps -o stat= -p 4711` says T" in ran.err, arguments
+        assert "`kill -CONT 4711` lets it go on" in ran.err
+    assert "`kill -CONT PID`" in (await Safepoint(silent)("status")).err, "nobody knows whose process it is"
+
+
+async def test_one_that_is_gone_is_to_be_started_for_the_root_that_was_named(tmp_path: Path) -> None:
+    nowhere = await Safepoint("")("status", "--root", str(tmp_path))
+    assert f"Start one with `safepoint coordinator --root {tmp_path}`, or correct the path." in nowhere.err
+    (tmp_path / "coordinator").mkdir()
+    (tmp_path / "coordinator" / "address.json").write_text('{"address": "127.0.0.1:9", "epoch": 1, "pid": 4711}')
+    gone = await Safepoint("")("status", "--root", str(tmp_path))
+    assert f"Next: Start one with `safepoint coordinator --root {tmp_path}`.\n" in gone.err
+    assert "or name the one that runs (-c, SAFEPOINT_COORDINATOR)" in (await Safepoint("127.0.0.1:9")("status")).err
 
 
 async def test_a_reader_that_leaves_ends_it_without_a_word(fake: FakeCoordinator) -> None:

@@ -34,7 +34,7 @@ def test_where_nobody_was_reached_the_advice_is_to_start_one(
 ) -> None:
     with Client(target(tmp_path), budgets=ONCE) as client, pytest.raises(Unanswered) as caught:
         {"save": client.save, "restore": lambda: client.restore("step-1"), "resume": lambda: client.resume("op-1"), "status": client.status}[call]()  # fmt: skip
-    assert "`safepoint coordinator`" in caught.value.problem.advice
+    assert "`safepoint coordinator" in caught.value.problem.advice
     assert "may have been done" not in str(caught.value)
     assert "0 tries" not in str(caught.value)
 
