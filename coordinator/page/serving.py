@@ -62,6 +62,9 @@ _STATUS: Final = {
     Reason.SNAPSHOT_NOT_FOUND: HTTPStatus.NOT_FOUND, Reason.UNKNOWN_OPERATION: HTTPStatus.NOT_FOUND,
     Reason.MALFORMED_ID: HTTPStatus.BAD_REQUEST, Reason.INVALID_ARGUMENT: HTTPStatus.BAD_REQUEST,
     Reason.UNAVAILABLE: HTTPStatus.SERVICE_UNAVAILABLE,
+    # That a snapshot is damaged is what was asked for: a browser takes any other status for a failure of the page.
+    Reason.SNAPSHOT_CORRUPT: HTTPStatus.OK, Reason.SNAPSHOT_UNSAFE: HTTPStatus.OK,
+    Reason.SNAPSHOT_TOO_NEW: HTTPStatus.OK, Reason.SNAPSHOT_FOREIGN: HTTPStatus.OK,
 }  # fmt: skip
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+import shutil
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import suppress
 from dataclasses import dataclass
@@ -214,6 +215,29 @@ async def test_a_snapshot_is_verified_on_demand_and_compared(world: World) -> No
     await page.until("document.body.innerText.includes('From step-1 to step-2')")
     assert "rollouts: new\n5" in await page.text()
     assert page.errors == []
+
+
+async def test_damage_that_was_found_is_a_result_and_no_error_of_the_page(world: World, tmp_path: Path) -> None:
+    """An answer with an error's status is an error in the browser's console, whatever the page makes of it."""
+    root = tmp_path / "root"
+    await asyncio.to_thread(shutil.copytree, world.bench.root, root, symlinks=True)
+    for ledger in (root / "snapshots").glob("step-2/ledger*"):
+        ledger.chmod(0o600)
+        ledger.write_bytes(b"x" + ledger.read_bytes()[1:])
+    made = PageServer(Page(Looked(), str(root), "default"), "127.0.0.1:0")
+    page = await world.tab()
+    try:
+        await page.open(made.url + "#/snapshots")
+        await page.until(HEADING)
+        await page.js("document.querySelector('[data-key=\"verify step-2\"]').click()")
+        await page.until("(document.querySelector('td .bad') || {innerText: ''}).innerText.includes('step-2')")
+        await page.js("location.hash = '#/difference/step-1/step-2'")
+        await page.until("(document.querySelector('main .failure') || {innerText: ''}).innerText.includes('step-2')")
+        assert "restore latest" in await page.text(), "what to do is said"
+        assert page.errors == []
+        await page.open("about:blank")  # leaves before the server does
+    finally:
+        await asyncio.to_thread(made.close)
 
 
 async def test_a_report_is_drawn_from_the_file_alone(world: World, tmp_path: Path) -> None:

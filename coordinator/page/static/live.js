@@ -10,7 +10,7 @@
   async function ask(path) {
     const answer = await fetch(path, {credentials: "same-origin"});
     const document = await answer.json().catch(() => ({error: `The coordinator answered ${answer.status}.`}));
-    if (!answer.ok) throw new Error(document.error || `The coordinator answered ${answer.status}.`);
+    if (!answer.ok || document.error) throw new Error(document.error || `The coordinator answered ${answer.status}.`);
     return document;
   }
 
