@@ -179,7 +179,11 @@ class Shims:
         if refusal is not None:
             return self._all(after, fence, refused(refusal.problem.reason), shim.followers)
         if phase == Phase.PREPARE:
-            after = _mark(after, operation, frozen=True, lapsed=False, exported=False, confirmed=0)
+            # What an incarnation before had confirmed is on the disk and stays true: a request that was on its way then
+            # may still close this one.
+            stands = after.marks[operation].confirmed not in (0, after.incarnation)
+            begun = {} if stands else {"exported": False, "confirmed": 0}
+            after = _mark(after, operation, frozen=True, lapsed=False, **begun)
         elif phase == Phase.COMMIT:
             after = _mark(after, operation, exported=after.marks[operation].frozen)
         else:

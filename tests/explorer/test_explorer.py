@@ -7,8 +7,10 @@ from pathlib import Path
 
 import pytest
 
+from coordinator.wire.terms import Phase
 from tests.explorer.explore import Bounds, Explorer, main
 from tests.explorer.mutants import MUTANTS, Mutant, apart
+from tests.explorer.shim import Call, Shim, Shims
 
 SMALL = (
     Bounds(("save",), losses=0, crashes=0, aborts=1),
@@ -45,6 +47,29 @@ def test_a_guard_that_is_gone_gives_a_counterexample(mutant: Mutant) -> None:
     assert found["violation"].startswith(mutant.rule), found["violation"]
     assert found["trace"][-1] == f"!! {found['violation']}"
     assert len(found["trace"]) > 1 or found["states"] <= 2
+
+
+def _through(shims: Shims, shim: Shim, *phases: Phase) -> Shim:
+    for phase in phases:
+        about = (shim.incarnation, shim.generation) if phase == Phase.CONFIRM else ()
+        shim = shims.serve(shim, Call(1, 0, phase, about), None).shim
+        shim = shims.ends(shim, well=True).shim if shim.runs else shim
+    return shim
+
+
+def test_what_was_confirmed_stands_when_a_late_prepare_reaches_the_next_incarnation() -> None:
+    shims = Shims(1)
+    confirmed = _through(shims, shims.first, Phase.PREPARE, Phase.COMMIT, Phase.CONFIRM)
+    again = _through(shims, shims.comes_back(shims.dies(confirmed)), Phase.PREPARE)
+    assert not again.open
+    assert (again.marks[0].exported, again.marks[0].confirmed) == (True, 1)
+
+
+def test_what_was_exported_and_not_confirmed_is_void_in_the_next_incarnation() -> None:
+    shims = Shims(1)
+    exported = _through(shims, shims.first, Phase.PREPARE, Phase.COMMIT)
+    again = _through(shims, shims.comes_back(shims.dies(exported)), Phase.PREPARE)
+    assert (again.marks[0].exported, again.marks[0].confirmed) == (False, 0)
 
 
 def test_an_exploration_that_was_stopped_says_so_in_the_report(tmp_path: Path) -> None:
