@@ -17,12 +17,12 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated, Any, Final, cast
+from typing import Annotated, Any, Final
 
-import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationInfo, field_validator, model_validator
 
 from coordinator.client_schedule import SNAPSHOT_NAME, TERM_GRACE_S, SaveRules
+from coordinator.settings_file import entries
 from coordinator.wire.errors import Reason, Refused, SafepointError, refuse
 from coordinator.wire.ids import is_wire_id
 from coordinator.wire.names import is_store
@@ -46,17 +46,23 @@ Lease = Annotated[float, Field(ge=1, le=3600, allow_inf_nan=False)]
 Share = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 _RULES: Final = SaveRules()
 
-MAX_FILE_BYTES: Final = 64 << 10
-# What the YAML library raises for values that are none, such as the 99th of a month, `!!int ""`, or what is too deep.
-_UNREADABLE: Final = (
-    yaml.YAMLError, ValueError, ArithmeticError, LookupError, TypeError, AttributeError, RecursionError,
-)  # fmt: skip
 
-
-class AutosaveSettings(BaseModel):
-    """When a trainer saves, as `Autosave.from_config` reads it. Durations are seconds; 0 turns a period or the gap off."""
-
+class _Section(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _truth_is_no_number(cls, value: object, field: ValidationInfo) -> object:
+        """YAML reads `yes` as truth, which counts as 1 where a number is due: a save each second."""
+        kind = cls.model_fields[str(field.field_name)].annotation
+        if isinstance(value, bool) and kind is not bool:
+            what = "a text, so put it in quotes" if kind is str else "a number"
+            raise ValueError(f"it is {what}, and yes, no, on, off, true and false are none")
+        return value
+
+
+class AutosaveSettings(_Section):
+    """When a trainer saves, as `Autosave.from_config` reads it. Durations are seconds; 0 turns a period or the gap off."""
 
     every_s: Share = _RULES.every_s
     """Save when so many seconds have passed since the save before."""
@@ -103,10 +109,8 @@ class AutosaveSettings(BaseModel):
         return self
 
 
-class Settings(BaseModel):
+class Settings(_Section):
     """What a coordinator is started with. Durations are seconds."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
 
     root: str
     """The snapshot root: the same directory for coordinator and shims, or s3://bucket/prefix."""
@@ -228,7 +232,7 @@ class Source(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """One setting as it is in force. `name` is dotted within a section; `where` names the file or the variable."""
+    """One setting as it is in force. `name` is dotted within a section; `where`: `path:line`, or the variable."""
 
     name: str
     value: Any
@@ -290,7 +294,7 @@ def resolve(
     origins: dict[str, tuple[Source, str]] = {}
     unknown: list[tuple[str, str]] = []
     for source, where, part in (
-        *((Source.FILE, str(path), {n: v}) for n, v in (_from_file(path) if path else {}).items()),
+        *((Source.FILE, one.where, {one.name: one.value}) for one in (entries(path, _AUTOSAVE) if path else ())),
         *((Source.ENVIRONMENT, variable, {n: v}) for variable, n, v in _from_environment(environ)),
         (Source.ARGUMENT, "", {name: value for name, value in arguments.items() if value is not None}),
     ):
@@ -342,47 +346,6 @@ def _nested(values: Mapping[str, Any]) -> dict[str, Any]:
         else:
             out[name] = value
     return out
-
-
-def _from_file(path: str | os.PathLike[str]) -> dict[str, Any]:
-    try:
-        with Path(path).open("rb") as file:
-            text = file.read(MAX_FILE_BYTES + 1)
-        if len(text) > MAX_FILE_BYTES:
-            raise ValueError(f"it is larger than {MAX_FILE_BYTES} bytes")
-        loaded: object = yaml.safe_load(text.decode("utf-8"))
-    except yaml.MarkedYAMLError as error:
-        mark = error.problem_mark or error.context_mark
-        where = f" at line {mark.line + 1}, column {mark.column + 1}" if mark is not None else ""
-        what = ": ".join(part for part in (error.context, error.problem) if part)
-        raise refuse(
-            Reason.INVALID_ARGUMENT, f"The settings file {path} is no YAML{where}: {what}.",
-            next_step=f"Correct {path}{where}.",
-        ) from error  # fmt: skip
-    except OSError as error:
-        raise refuse(
-            Reason.INVALID_ARGUMENT, f"The settings file {path} cannot be read: {error.strerror or error}.",
-            next_step=f"Correct the path, --config or {CONFIG_VARIABLE}, or the file's mode.",
-        ) from error  # fmt: skip
-    except _UNREADABLE as error:
-        raise refuse(
-            Reason.INVALID_ARGUMENT, f"The settings file {path} cannot be read: {error}.",
-            next_step=f"Correct {path}, or name another file.",
-        ) from error  # fmt: skip
-    values = _mapping(loaded, f"The settings file {path}")
-    section = _mapping(values.pop(_AUTOSAVE, None), f"The section {_AUTOSAVE} in {path}")
-    return values | {f"{_AUTOSAVE}.{name}": value for name, value in section.items()}
-
-
-def _mapping(loaded: object, what: str) -> dict[str, Any]:
-    if loaded is None:
-        return {}
-    if not isinstance(loaded, dict):
-        raise refuse(
-            Reason.INVALID_ARGUMENT, f"{what} does not hold names and values.",
-            next_step="Write one `name: value` a line; `safepoint config show` prints such a file.",
-        )  # fmt: skip
-    return {str(name): value for name, value in cast("dict[object, Any]", loaded).items()}
 
 
 def _from_environment(environ: Mapping[str, str]) -> Iterator[tuple[str, str, str]]:

@@ -17,9 +17,9 @@ async def test_every_setting_is_shown_with_its_origin(safepoint: Safepoint, tmp_
     assert ran.code == 0
     assert "root: not set" in ran.out
     row = next(line for line in ran.out.splitlines() if "every_steps" in line)
-    assert row.split() == ["every_steps:", "20", "#", "file", f"{file};", "default", "0"]
+    assert row.split() == ["every_steps:", "20", "#", "file", f"{file}:2;", "default", "0"]
     document = (await safepoint("config", "show", "--json", env={"SAFEPOINT_CONFIG": str(file)})).json()
-    assert document["settings"]["keep_last"] == {"value": 3, "default": 0, "source": "file", "where": str(file)}
+    assert document["settings"]["keep_last"] == {"value": 3, "default": 0, "source": "file", "where": f"{file}:1"}
 
 
 async def test_what_arguments_make_of_it_is_shown_without_starting_anything(

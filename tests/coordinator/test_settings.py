@@ -81,7 +81,7 @@ def test_everything_that_is_wrong_is_named_at_once(tmp_path: Path) -> None:
     with pytest.raises(SafepointError) as caught:
         load_settings(file, {"SAFEPOINT_COORDINATOR_KEEP_LATS": "1"})
     problem = caught.value.problem
-    assert f"no setting lease_ttl (in {file})" in problem.message
+    assert f"no setting lease_ttl (in {file}:2)" in problem.message
     assert "no setting qqq" in problem.message
     assert "no setting keep_lats (in the environment (SAFEPOINT_COORDINATOR_KEEP_LATS))" in problem.message
     assert (
@@ -92,6 +92,58 @@ def test_everything_that_is_wrong_is_named_at_once(tmp_path: Path) -> None:
     with pytest.raises(SafepointError) as caught:
         load_settings(file, {})
     assert all(name in caught.value.problem.message for name in ("root", "lease_ttl_s", "keep_last"))
+
+
+@pytest.mark.parametrize(
+    ("text", "name", "line"),
+    [
+        ("root: /a\nautosave:\n  every_s: yes\n", "autosave.every_s", 3),
+        ("root: /a\nkeep_last: on\n", "keep_last", 2),
+        ("root: /a\nautosave: {tolerated_failures: no}\n", "autosave.tolerated_failures", 2),
+        ("lease_ttl_s: true\nroot: /a\n", "lease_ttl_s", 1),
+        ("root: /a\njob_id: no\n", "job_id", 2),
+    ],
+)
+def test_what_yaml_takes_for_truth_is_no_number(tmp_path: Path, text: str, name: str, line: int) -> None:
+    """`every_s: yes` was taken for one second."""
+    file = tmp_path / "s.yaml"
+    file.write_text(text)
+    with pytest.raises(SafepointError, match=f"The setting {name} in .*s.yaml:{line} is wrong: it is a (number|text)"):
+        load_settings(file, {})
+    file.write_text("root: /a\ninsecure: yes\n")
+    assert load_settings(file, {}).insecure
+
+
+@pytest.mark.parametrize(
+    ("text", "name", "lines"),
+    [
+        ("root: /a\nkeep_last: 3\nroot: /b\n", "root", (1, 3)),
+        ("root: /a\nautosave:\n  every_s: 60\n  every_steps: 2\n  every_s: 600\n", "every_s", (3, 5)),
+        ("root: /a\nautosave: {every_s: 60}\nautosave: {every_steps: 2}\n", "autosave", (2, 3)),
+    ],
+)
+def test_a_name_that_stands_twice_is_refused_with_both_lines(
+    tmp_path: Path, text: str, name: str, lines: tuple[int, int]
+) -> None:
+    file = tmp_path / "s.yaml"
+    file.write_text(text)
+    expected = f"s.yaml says {name} twice, in line {lines[0]} and in line {lines[1]}: .*Next: Take one of them out"
+    with pytest.raises(SafepointError, match=expected) as caught:
+        load_settings(file, {})
+    assert caught.value.reason is Reason.INVALID_ARGUMENT
+    with pytest.raises(SafepointError, match=expected):
+        load_autosave(file, {})
+
+
+def test_an_anchor_that_holds_itself_is_refused_and_one_that_is_used_twice_is_not(tmp_path: Path) -> None:
+    file = tmp_path / "s.yaml"
+    file.write_text("root: /a\nparticipants: &a [*a]\n")
+    with pytest.raises(SafepointError):
+        load_settings(file, {})
+    file.write_text("root: /a\nparticipants: &a ['h:1']\npolicy_endpoints: *a\n")
+    assert load_settings(file, {}).policy_endpoints == ("h:1",)
+    file.write_text("&b\nroot: /a\n<<: {autosave: {every_s: 60}}\n")
+    assert load_settings(file, {}).autosave.every_s == 60
 
 
 def test_a_file_that_cannot_be_used_says_what_to_correct(tmp_path: Path) -> None:
@@ -113,7 +165,8 @@ def test_each_setting_says_where_it_comes_from(tmp_path: Path) -> None:
     environ = {"SAFEPOINT_JOB": "run-7", "SAFEPOINT_AUTOSAVE_EVERY_S": "60"}
     found = {one.name: one for one in resolve(file, environ, lease_ttl_s=20.0).every()}
     assert (found["keep_last"].value, found["keep_last"].default, found["keep_last"].source) == (3, 0, Source.FILE)
-    assert found["keep_last"].where == str(file)
+    assert found["keep_last"].where == f"{file}:2"
+    assert found["autosave.every_steps"].where == f"{file}:4"
     assert (found["job_id"].value, found["job_id"].where) == ("run-7", "SAFEPOINT_JOB")
     assert (found["lease_ttl_s"].source, found["lease_ttl_s"].value) == (Source.ARGUMENT, 20.0)
     assert found["bind"].source is Source.DEFAULT
