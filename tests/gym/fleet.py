@@ -145,7 +145,8 @@ class Fleet:
         log = (self.directory / f"{name}.log").open("ab")
         with log:
             if self.warm:
-                self.processes[name] = Server(values["entrypoint"], folder, env, log)
+                workers = values.get("num_workers", 0)
+                self.processes[name] = Server(values["entrypoint"], folder, env, log, spares=workers and workers + 1)
                 return
             self.processes[name] = subprocess.Popen(
                 [str(gym_python()), values["entrypoint"]], cwd=folder, env=env, stdout=log, stderr=log,

@@ -68,10 +68,19 @@ class Server:
     """A forked server, or another program of Gym's Python, with what tests use of `subprocess.Popen`."""
 
     def __init__(
-        self, program: str, folder: Path, environment: dict[str, str], log: IO[bytes], *arguments: str
+        self,
+        program: str,
+        folder: Path,
+        environment: dict[str, str],
+        log: IO[bytes],
+        *arguments: str,
+        spares: int = 0,
     ) -> None:
+        """`spares`: how many workers of it are forked too; those beyond are started by multiprocessing."""
         self.returncode: int | None = None
-        start = {"program": program, "folder": str(folder), "environment": environment, "arguments": arguments}
+        start = {
+            "program": program, "folder": str(folder), "environment": environment, "arguments": arguments, "spares": spares,
+        }  # fmt: skip
         self.pid: int = parent().ask({"start": start}, log.fileno())
 
     def poll(self) -> int | None:

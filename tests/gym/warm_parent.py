@@ -3,14 +3,19 @@
 The rule: nothing of nemo_gym, uvicorn or Safepoint is imported here, so what is under test begins in a server as it does when
 Python starts: sitecustomize, the hooks, the application. Only what takes most of a start is there already, unchanged.
 
+Workers of a server that has several are forked likewise, from a server in which nothing of it has been imported yet: spares,
+which take the place of the processes that multiprocessing would start (`spawnv_passfds`), children of that server as those.
+
 A request is one JSON message on the socket whose number is the argument: {"start": ..} comes with the file of the log and is
 answered with the pid, {"poll": pid} with how it ended. A process that has ended is kept until it was asked for, as by its parent.
 """
 
 from __future__ import annotations
 
+import fcntl
 import importlib
 import json
+import multiprocessing.util
 import os
 import socket
 import sys
@@ -58,19 +63,74 @@ def become(start: dict[str, Any], log: int, path: list[str]) -> str:
     for stream in (1, 2):
         os.dup2(log, stream)
     os.close(log)
-    os.chdir(start["folder"])
-    os.environ.clear()
-    os.environ.update(start["environment"])
-    tempfile.tempdir = None  # it was looked up in the environment of the parent
+    take_workers_from([spare(path) for _ in range(start["spares"])])
     program = os.path.join(start["folder"], start["program"])
     sys.argv[:] = [start["program"], *start["arguments"]]
-    sys.path[:] = [start["folder"], *filter(None, start["environment"].get("PYTHONPATH", "").split(os.pathsep)), *path]
+    begin(start["folder"], start["environment"], path)
+    return program
+
+
+def begin(folder: str, environment: dict[str, str], path: list[str]) -> None:
+    """What Python does before it runs a program of that folder."""
+    os.chdir(folder)
+    os.environ.clear()
+    os.environ.update(environment)
+    tempfile.tempdir = None  # it was looked up in the environment of the parent
+    sys.path[:] = [folder, *filter(None, environment.get("PYTHONPATH", "").split(os.pathsep)), *path]
     importlib.invalidate_caches()
     try:
         importlib.import_module("sitecustomize")
     except ModuleNotFoundError:
         pass
-    return program
+
+
+def spare(path: list[str]) -> tuple[int, socket.socket]:
+    """A process that waits to be a worker of this one, and ends with it; and the socket on which it is told."""
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    pid = os.fork()
+    if pid:
+        theirs.close()
+        return pid, ours
+    ours.close()
+    message, files, _, _ = socket.recv_fds(theirs, 1 << 20, 64)
+    if not message:
+        os._exit(0)
+    request = json.loads(message)
+    # The command line names files by their numbers. What is in the way goes first, then each takes its place.
+    away = [fcntl.fcntl(file, fcntl.F_DUPFD, max(request["numbers"]) + 1) for file in files]
+    theirs.close()
+    for file in files:
+        os.close(file)
+    for number, file in zip(request["numbers"], away, strict=True):
+        os.dup2(file, number)
+        os.close(file)
+    begin(request["folder"], request["environment"], path)
+    sys.argv[:] = ["-c", *request["arguments"]]
+    exec(request["code"], {"__name__": "__main__"})
+    os._exit(0)  # not reached: `spawn_main` exits
+
+
+def take_workers_from(spares: list[tuple[int, socket.socket]]) -> None:
+    """Workers that multiprocessing starts are spares, while there are any; the rest is started as always."""
+    as_always = multiprocessing.util.spawnv_passfds  # type: ignore[attr-defined]
+
+    def spawn(path: bytes, arguments: list[str], files: list[int]) -> int:
+        place = arguments.index("-c") if "-c" in arguments else -1
+        if not spares or "spawn_main" not in arguments[place + 1]:
+            started: int = as_always(path, arguments, files)
+            return started
+        pid, control = spares.pop()
+        numbers = sorted({int(file) for file in files})
+        request = {
+            "code": arguments[place + 1], "arguments": arguments[place + 2 :], "numbers": numbers,
+            "folder": os.getcwd(), "environment": dict(os.environ),
+        }  # fmt: skip
+        with control:
+            socket.send_fds(control, [json.dumps(request).encode()], numbers)
+        return pid
+
+    if spares:
+        multiprocessing.util.spawnv_passfds = spawn  # type: ignore[attr-defined]
 
 
 def main() -> None:
