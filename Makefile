@@ -121,7 +121,8 @@ bench-engine: setup setup-vllm ## what freezing an engine takes and its proxy co
 
 # A server that starts and freezes, drains, aborts, and is transparent: the part of test-vllm that takes under 4 minutes.
 check-vllm: setup ## the shorter engine tests against a real vLLM, where one can be installed
-	if $(MAKE) --no-print-directory setup-vllm; then $(PY) -m pytest tests/vllm -q -m "vllm and not slow"; \
+	if $(MAKE) --no-print-directory setup-vllm; then \
+	$(PY) -m pytest tests/vllm -m "vllm and not slow" --reruns $(RERUNS) --max-suite-reruns 3 --rerun-show-tracebacks; \
 	else echo "check-vllm: no vLLM can be installed here; nothing was tested"; fi
 
 # Seeds are integers: `make soak SEEDS=100000 FIRST=1`. A failing one: python -m tests.simulation.run --seed N --trace

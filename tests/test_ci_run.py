@@ -1,0 +1,136 @@
+"""What CI runs, with a scripted `make` in place of the real one."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+REPOSITORY = Path(__file__).resolve().parents[1]
+CHECKED = "2300 passed, 3 skipped, 26 deselected, 1 rerun in 812.31s (0:13:32)"
+NO_VLLM = "echo 'check-vllm: no vLLM can be installed here; nothing was tested'"
+
+
+@dataclass(frozen=True)
+class Ran:
+    """How it ended, and its lines."""
+
+    status: int
+    lines: list[str]
+
+
+class Ci:
+    """A copy of `.ci/run` in a folder of its own. `check` and `engines`: shell code that the two targets are."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        (folder / ".ci").mkdir()
+        (folder / "bin").mkdir()
+        shutil.copy(REPOSITORY / ".ci/run", folder / ".ci/run")
+
+    def run(self, check: str, engines: str = "exit 99", **environment: str) -> Ran:
+        make = self.folder / "bin" / "make"
+        make.write_text(
+            f'#!/usr/bin/env bash\ncase "$*" in\ncheck) {check} ;;\n"check-vllm RERUNS=1") {engines} ;;\n*) exit 98 ;;\nesac\n'
+        )
+        make.chmod(0o755)
+        done = subprocess.run(
+            [self.folder / ".ci/run"],
+            env={**os.environ, "PATH": f"{make.parent}:{os.environ['PATH']}", **environment},
+            stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=60, check=False,
+        )  # fmt: skip
+        return Ran(done.returncode, done.stdout.splitlines())
+
+
+@pytest.fixture
+def ci(tmp_path: Path) -> Ci:
+    return Ci(tmp_path)
+
+
+def says(closing: str, status: int = 0) -> str:
+    return f'echo ".... [100%]"; echo "{closing}"; exit {status}'
+
+
+def test_engines_are_tested_when_make_check_has_passed_and_are_counted_in_the_last_line(ci: Ci) -> None:
+    ran = ci.run(says(CHECKED), says("25 passed, 80 deselected in 190.11s (0:03:10)"))
+    assert ran.status == 0
+    assert ran.lines[-2:] == [
+        "engines: 25 passed, 80 deselected in 190.11s (0:03:10)",
+        "2325 passed, 3 skipped, 26 deselected, 1 rerun in 1002.42s",
+    ]
+
+
+def test_a_test_of_an_engine_that_fails_fails_ci(ci: Ci) -> None:
+    ran = ci.run(says(CHECKED), says("1 failed, 24 passed, 1 rerun in 190.11s (0:03:10)", 2))
+    assert ran.status == 2
+    assert ran.lines[-2:] == [
+        "engines: failed",
+        "1 failed, 2324 passed, 3 skipped, 26 deselected, 2 rerun in 1002.42s",
+    ]
+
+
+def test_a_make_check_that_fails_is_the_end(ci: Ci) -> None:
+    closing = "1 failed, 2299 passed in 812.31s (0:13:32)"
+    ran = ci.run(says(closing, 2))
+    assert ran.status == 2
+    assert ran.lines[-2:] == ["engines: not tested, since make check failed", closing]
+
+
+@pytest.mark.parametrize("status", [0, 2])
+def test_without_a_closing_line_no_test_ran_and_that_is_a_failure(ci: Ci, status: int) -> None:
+    ran = ci.run(f"echo 'ruff: 1 error'; exit {status}")
+    assert ran.status == (status or 1)
+    assert ran.lines[-1] == "no test ran"
+
+
+def test_a_vllm_that_cannot_be_installed_is_no_failure_and_said(ci: Ci) -> None:
+    ran = ci.run(says(CHECKED), NO_VLLM)
+    assert ran.status == 0
+    assert ran.lines[-2:] == ["engines: not tested, since no vLLM can be installed here", CHECKED]
+
+
+def test_engines_whose_tests_end_without_a_closing_line_have_failed(ci: Ci) -> None:
+    ran = ci.run(says(CHECKED), "echo 'Segmentation fault'; exit 2")
+    assert ran.status == 2
+    assert ran.lines[-2:] == ["engines: failed", CHECKED]
+
+
+def test_engines_are_not_begun_with_when_most_of_the_time_is_over(ci: Ci) -> None:
+    ran = ci.run(says(CHECKED), CI_LIMIT_S="100")
+    assert ran.status == 0
+    assert ran.lines[-2].startswith("engines: not tested, since ")
+    assert ran.lines[-2].endswith(" of 100 seconds are over")
+    assert ran.lines[-1] == CHECKED
+
+
+def test_when_the_time_is_out_tests_are_told_to_end_and_those_that_passed_are_counted(ci: Ci) -> None:
+    tests = 'trap "echo 7 passed in 1.00s; exit 2" TERM; touch begun; while true; do sleep 0.05; done'
+    ran = ci.run(says(CHECKED), tests, CI_LIMIT_S="2", CI_LEAST_S="0", CI_ENDING_S="1")
+    assert (ci.folder / "begun").exists()
+    assert ran.status == 0
+    assert ran.lines[-2:] == [
+        "engines: their time was out after 1 s",
+        "2307 passed, 3 skipped, 26 deselected, 1 rerun in 813.31s",
+    ]
+
+
+def test_a_test_that_had_failed_before_the_time_was_out_fails_ci(ci: Ci) -> None:
+    tests = 'trap "echo 1 failed, 7 passed in 1.00s; exit 2" TERM; while true; do sleep 0.05; done'
+    ran = ci.run(says(CHECKED), tests, CI_LIMIT_S="2", CI_LEAST_S="0", CI_ENDING_S="1")
+    assert ran.status == 1
+    assert ran.lines[-1] == "1 failed, 2307 passed, 3 skipped, 26 deselected, 1 rerun in 813.31s"
+
+
+def test_tests_that_do_not_end_when_told_are_ended_and_none_of_their_processes_lives(ci: Ci) -> None:
+    tests = 'trap "" TERM; (trap "" TERM; echo $BASHPID > deaf; while true; do sleep 0.05; done) & wait'
+    begun = time.monotonic()
+    ran = ci.run(says(CHECKED), tests, CI_LIMIT_S="2", CI_LEAST_S="0", CI_ENDING_S="1")
+    assert time.monotonic() - begun < 30
+    assert (ran.status, ran.lines[-1]) == (0, CHECKED)
+    state = Path(f"/proc/{(ci.folder / 'deaf').read_text().strip()}/stat")
+    assert not state.exists() or state.read_text().rpartition(")")[2].split()[0] in "ZX"
