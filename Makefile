@@ -182,10 +182,10 @@ demo-vllm: setup setup-gym setup-vllm ## the same with a real vLLM, and long gen
 	$(PY) -m coordinator.cli demo --vllm
 
 # What uses one processor runs beside something else; with -O the output of each comes in one piece.
-check: ## what CI runs: check-proto, check-stubs, check-docs, lint, types, 500 seeds of sim, mutants, test
+check: ## what CI runs: check-proto, check-stubs, check-docs, lint, types, sim, mutants, test
 	$(MAKE) --no-print-directory -j3 setup setup-gym setup-proto
 	$(MAKE) --no-print-directory -j2 -O types check-stubs check-proto check-docs lint
-	$(MAKE) --no-print-directory sim SIM_SEEDS=500
+	$(MAKE) --no-print-directory sim
 	$(MAKE) --no-print-directory mutants
 	$(MAKE) --no-print-directory test RERUNS=1
 

@@ -82,7 +82,7 @@ def one(seed: int) -> dict[str, Any]:
 
 def blamed(pool: Pool, first: int, count: int) -> dict[str, Any]:
     """Runs with a single fault: how many operations failed, and how many of them for the reason that it was (L5)."""
-    told, silent = Counter[str](), list[str]()
+    began, told, silent = time.monotonic(), Counter[str](), list[str]()
     for kind, answers in pool.imap_unordered(blame.asked, range(first, first + count), chunksize=CHUNK):
         told[kind] += len(answers)
         silent += [text for well, text in answers if not well]
@@ -90,18 +90,21 @@ def blamed(pool: Pool, first: int, count: int) -> dict[str, Any]:
     named = failed - len(silent)
     return {
         "runs": count, "failed": failed, "named": named, "by_fault": dict(sorted(told.items())), "not_named": silent[:20],
-        "ok": named >= blame.LEAST * failed,
+        "ok": named >= blame.LEAST * failed, "seconds": round(time.monotonic() - began, 1),
     }  # fmt: skip
 
 
 def many(first: int, count: int, jobs: int, within_s: float = 0.0, singles: int = 0) -> dict[str, Any]:
-    """Run seeds in processes of their own; at most `within_s` seconds when that is given. `singles`: see `blamed`."""
-    began, done = time.monotonic(), list[dict[str, Any]]()
-    faults: Counter[str] = Counter()
+    """Run seeds in processes of their own; at most `within_s` seconds when that is given. `singles`: see `blamed`.
+
+    `seconds` are those of the seeds; runs with a single fault have their own.
+    """
+    done, faults = list[dict[str, Any]](), Counter[str]()
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["tests.simulation.story"])
     with context.Pool(jobs, _begin, maxtasksperchild=CHUNKS) as pool:
         blame_of_one_fault = blamed(pool, first, singles) if singles else {}
+        began = time.monotonic()
         for found in pool.imap_unordered(one, range(first, first + count), chunksize=CHUNK):
             done.append(found)
             faults.update(found["faults"])
@@ -178,7 +181,8 @@ def main(arguments: list[str] | None = None) -> int:
     singles = report["single_faults"]
     if singles:
         print(
-            f"{singles['runs']} runs with a single fault: {singles['named']} of {singles['failed']} failures name it (L5)"
+            f"{singles['runs']} runs with a single fault in {singles['seconds']} s: {singles['named']} of "
+            f"{singles['failed']} failures name it (L5)"
         )
         print(*singles["not_named"], sep="\n", end="")
     for each in report["unsteady"]:  # a fault of the simulation, not of what it runs; what it says cannot be relied on
