@@ -59,16 +59,24 @@ def doctor(
         for severity in sorted(Severity, reverse=True):
             _print([finding for finding in shown if finding.severity is severity])
         say(_summary(findings))
+    if code := exit_of(findings):
+        raise typer.Exit(int(code))
+
+
+def exit_of(findings: Sequence[Finding]) -> ExitCode:
+    """The exit code of what was found, here and of `safepoint topology`."""
+    from coordinator.doctor import Severity, worst
+
     failed = worst(findings)
     if failed is None or failed.severity is not Severity.ERROR:
         # Nothing is broken, and a save leaves out whoever is refused at the door.
         failed = next(
             (one for one in findings if one.severity is Severity.WARNING and one.reason in _AT_THE_DOOR), None
         )
-    if failed is not None:
-        # A bad finding without a reason of its own is about how things are set up.
-        code = BY_REASON[failed.reason] if failed.reason else ExitCode.MISSING
-        raise typer.Exit(int(code))
+    if failed is None:
+        return ExitCode.OK
+    # A bad finding without a reason of its own is about how things are set up.
+    return BY_REASON[failed.reason] if failed.reason else ExitCode.MISSING
 
 
 def _print(findings: Sequence[Finding]) -> None:

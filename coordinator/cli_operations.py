@@ -255,11 +255,16 @@ def topology(
     wait: Wait = DEFAULT_WAIT_S,
     as_json: AsJson = False,
 ) -> None:
-    """Show who takes part, what of each server survives, and what is wrong. Exit code 13 when a save would be refused.
+    """Show who takes part, what of each server survives, and what is wrong.
+
+    The exit code is that of `safepoint doctor` for the same: 13 when a save would be refused for how the servers are set up,
+    9 when a shim is refused for its token or certificate, and so has no part in a save.
 
     Example: safepoint topology --refresh
     """
+    from coordinator.cli_doctor import exit_of
     from coordinator.cli_views import topology_view
+    from coordinator.doctor import fleet
 
     with reporting(as_json):
         with make_client(target, root, token_file, wait, as_json) as client:
@@ -268,8 +273,11 @@ def topology(
             emit(plain(answer))
         else:
             show(topology_view(answer))
-    if any(finding.blocking for finding in answer.findings):
-        raise typer.Exit(int(ExitCode.TOPOLOGY))
+    code = exit_of(list(fleet.topology(answer)))
+    if not code and any(finding.blocking for finding in answer.findings):
+        code = ExitCode.TOPOLOGY
+    if code:
+        raise typer.Exit(int(code))
 
 
 def _unknown(client: Client, operation_id: str) -> str:

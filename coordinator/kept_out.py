@@ -13,6 +13,8 @@ from typing import Final
 from safepoint.v1 import coordinator_service_pb2 as pb
 
 from coordinator import convert
+from coordinator.protocol import sentences
+from coordinator.protocol.topology import Missing
 from coordinator.wire.errors import CATALOG, Problem, Reason
 from coordinator.wire.refusals import KeptOut
 
@@ -23,6 +25,8 @@ _TOKEN: Final = (
 )
 _BE: Final = ("is", "are")
 _WERE: Final = ("was", "were")
+_ITS: Final = ("its shim is", "their shims are")
+_IN: Final = ("it", "them")
 # What a refused shim may be the cause of: somebody is not there.
 _ABSENCE: Final = frozenset({Reason.TOPOLOGY_INVALID, Reason.FINGERPRINT_MISMATCH, Reason.UNREACHABLE})
 
@@ -46,6 +50,24 @@ def finding(one: KeptOut) -> pb.Finding:
         blocking=False, reason=convert.wire(one.problem.reason), participant_id=one.problem.participant_id,
         message=_sentence(one), next_step=_step(one),
     )  # fmt: skip
+
+
+def parted(missing: Sequence[Missing], refused: Sequence[KeptOut]) -> tuple[list[pb.Finding], tuple[Missing, ...]]:
+    """Who is missed because it is refused at the door, as one finding, and the others: nobody is told to start again what
+    runs, and would be refused again.
+    """
+    at_the_door = {one.says for one in refused if one.says}
+    here = [gone.participant.participant_id for gone in missing if gone.participant.participant_id in at_the_door]
+    if not here:
+        return [], tuple(missing)
+    more = len(here) > 1
+    found = pb.Finding(
+        blocking=True, reason=convert.wire(Reason.TOPOLOGY_INVALID), participant_id="" if more else here[0],
+        message=f"{sentences.names([f'`{name}`' for name in here])} took part and {_BE[more]} missed, because {_ITS[more]} "
+        "refused. What is held there would be missing in the snapshot.",
+        next_step=f"Let {_IN[more]} in, as is said of the refusal; a start alone would be refused again.",
+    )  # fmt: skip
+    return [found], tuple(gone for gone in missing if gone.participant.participant_id not in here)
 
 
 def left_out(refused: Sequence[KeptOut]) -> list[str]:

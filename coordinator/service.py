@@ -13,6 +13,7 @@ import hashlib
 import logging
 from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from itertools import islice
 from typing import Any, Final
 
@@ -99,8 +100,10 @@ class CoordinatorService(coordinator_service_pb2_grpc.CoordinatorServicer):
             problems.append(fenced(active).problem)
         topology = discovery.topology()
         findings = [_finding_from_problem(problem) for problem in problems]
-        findings += [convert.finding(found) for found in validate(topology)]
-        findings += map(kept_out.finding, self._operations.kept_out())
+        at_the_door = self._operations.kept_out()
+        refused, missing = kept_out.parted(topology.missing, at_the_door)
+        findings += refused + [convert.finding(found) for found in validate(replace(topology, missing=missing))]
+        findings += map(kept_out.finding, at_the_door)
         findings += self._unseen_roots(states)
         return pb.GetTopologyResponse(
             participants=[discovery.info(p) for p in topology.participants],

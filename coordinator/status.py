@@ -46,6 +46,8 @@ async def coordinator_status(
             coordinator_service_pb2.ParticipantHealth(info=operations.discovery.info(p), reachable=True)
             for p in everybody
         ]
+    at_the_door = operations.kept_out()
+    refused, missing = kept_out.parted(operations.discovery.registry.missing(), at_the_door)
     return coordinator_service_pb2.GetCoordinatorStatusResponse(
         coordinator_epoch=operations.journal.epoch,
         job_id=operations.settings.job_id,
@@ -53,8 +55,8 @@ async def coordinator_status(
         participants=healths,
         latest_snapshot_id=operations.latest_snapshot_id,
         snapshot_root=operations.settings.root,
-        kept_out=map(kept_out.finding, operations.kept_out()),
-        missing=map(convert.finding, gone_from(operations.discovery.registry.missing())),
+        kept_out=map(kept_out.finding, at_the_door),
+        missing=[*refused, *map(convert.finding, gone_from(missing))],
         root_mark=operations.root_mark,
         wall_time=_now(),
         upload=operations.uploader.status() if operations.uploader is not None else None,

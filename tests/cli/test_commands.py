@@ -168,6 +168,21 @@ async def test_topology_ends_with_13_when_a_save_would_be_refused(safepoint: Saf
     assert (await safepoint("topology", "--json")).json()["findings"][0]["reason"] == "STATE_UNSUPPORTED"
 
 
+async def test_topology_ends_as_doctor_does_when_a_shim_is_refused(safepoint: Safepoint, fake: FakeCoordinator) -> None:
+    fake.findings = [
+        pb.Finding(blocking=False, reason=int(Reason.UNAUTHENTICATED), message="A shim was refused", next_step="the token")
+    ]  # fmt: skip
+    for arguments in ((), ("--json",)):
+        assert (await safepoint("topology", *arguments)).code == 9
+    gone = pb.Finding(blocking=True, reason=int(Reason.TOPOLOGY_INVALID), participant_id="cart", message="it is missed")
+    fake.findings.append(gone)
+    ran = await safepoint("topology")
+    assert ran.code == 9, "it is missed because it was refused"
+    fake.findings.append(pb.Finding(blocking=True, reason=int(Reason.FENCED), message="a restore waits", next_step="-"))
+    fake.findings[:2] = []
+    assert (await safepoint("topology")).code == 13
+
+
 async def test_why_gives_one_cause_with_rollouts_and_the_next_step(safepoint: Safepoint) -> None:
     ran = await safepoint("why")
     assert "save step-40 (save-1): aborted, phase prepare" in ran.out

@@ -2,10 +2,20 @@
 
 from __future__ import annotations
 
-from coordinator.kept_out import blaming, left_out
+from dataclasses import replace
+
+import pytest
+from safepoint.v1 import coordinator_service_pb2 as pb
+
+from coordinator.kept_out import blaming, left_out, parted
+from coordinator.protocol.topology import Missing
+from coordinator.registry import Registry
 from coordinator.wire.errors import Problem, Reason
+from coordinator.wire.ids import ParticipantId
 from coordinator.wire.refusals import KeptOut
+from coordinator.wire.terms import Role
 from tests.coordinator.conftest import Bench, kinds
+from tests.protocol.transcript import participant
 
 TOKEN = Problem(Reason.UNAUTHENTICATED, "The call carries no valid token.")
 MISSED = Problem(
@@ -50,6 +60,40 @@ def test_a_stranger_at_the_door_is_named_after_what_is_known() -> None:
         assert told.message.startswith("`cart` (resources")
         assert "was refused 3 times" in told.message
         assert "Start `cart` again." in told.advice
+
+
+def gone(name: str) -> Missing:
+    return Missing(replace(participant("x", Role.RESOURCES), participant_id=ParticipantId(name)), 20.0, "it was ended")
+
+
+def test_nobody_is_told_to_start_again_what_is_refused_at_the_door() -> None:
+    found, others = parted([gone("cart"), gone("model")], [at_the_door("cart")])
+    assert [one.participant.participant_id for one in others] == ["model"]
+    assert (found[0].participant_id, found[0].blocking) == ("cart", True)
+    assert found[0].message.startswith("`cart` took part and is missed, because its shim is refused.")
+    assert found[0].next_step.startswith("Let it in, as is said of the refusal")
+    names = [f"shim-{n}" for n in range(7)]
+    (whole,), others = parted([*map(gone, names)], [*map(at_the_door, names)])
+    assert others == ()
+    assert "`shim-4` and 2 more took part and are missed, because their shims are refused" in whole.message
+    assert "Start" not in whole.next_step
+    assert parted([gone("cart")], [at_the_door("")]) == ([], (gone("cart"),))
+
+
+async def test_a_fleet_that_is_refused_is_not_to_be_started_again(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await bench.start()
+    names = [one.participant_id for one in bench.running.operations.discovery.registry.participants()]
+    bench.running.operations.kept_out = lambda: [at_the_door(name) for name in names]
+    missing = tuple(map(gone, names))
+    monkeypatch.setattr(Registry, "missing", lambda _: missing)
+    topology = await bench.stub().GetTopology(pb.GetTopologyRequest(), timeout=10)
+    status = await bench.stub().GetStatus(pb.GetCoordinatorStatusRequest(), timeout=10)
+    for findings in (topology.findings, status.missing):
+        steps = [one.next_step for one in findings]
+        assert not any("again (under" in step for step in steps), steps
+        assert any("Let them in" in step for step in steps), steps
 
 
 def test_many_at_the_door_are_a_few_warnings() -> None:
