@@ -28,7 +28,7 @@ QUIET_S: Final = 0.1  # no byte for so long, and nothing is on its way any more
 QUIET_WITHIN_S: Final = 3.0
 PATIENT_S: Final = 5.0  # on a machine that is busy, an API server takes a second to say whether it is paused
 READS: Final = 4  # turns of the event loop from the arrival of a byte to its record
-SPEAKS_EVERY_S: Final = 0.005
+LATELY_S: Final = 1.0  # who has said something within it generates
 ABORT_WITHIN_S: Final = 5.0
 SHOWN: Final = 20
 
@@ -142,30 +142,56 @@ class Freeze:
         self._doors.mode = QuiesceMode.HOLD  # what is left is frozen, and so is its way to the caller
 
     async def _pause(self, mode: str) -> None:
-        """Raises UNAVAILABLE, ABORTED; LEASE_LAPSED when the doors opened meanwhile."""
-        self._check_closed()
-        if not self.ours and await self._is_paused():
-            self._paused_at = asyncio.get_running_loop().time()
-            log.warning("vLLM at %s is paused already, by somebody else; it stays so when we open", self._front.where)
-            return
-        self.ours = True
-        self._note.write(self._doors.operation_id)
-        failpoints.reach("engine.before_pause")
-        self._paused_at = await self._front.pause(mode)
-        failpoints.reach("engine.after_pause")
-        self._check_closed()
+        """Raises UNAVAILABLE, ABORTED; LEASE_LAPSED when the doors opened meanwhile.
 
-    async def _is_paused(self) -> bool:
-        """Whether somebody else has paused it. Who generates now is not: a server that is busy takes longer to say so."""
-        asking = asyncio.ensure_future(self._front.is_paused(PATIENT_S))
+        vLLM answers every control call between two steps. So who generates is not asked first whether somebody else has
+        paused it, and paused a step later: it is asked and paused at once, and what it says is looked at afterwards. Who is
+        silent answers at once, and is asked first.
+        """
+        self._check_closed()
+        loop = asyncio.get_running_loop()
+        generates = self._generates()
+        asking = None if self.ours else asyncio.ensure_future(self._front.is_paused(PATIENT_S))
         try:
-            await self._read()  # what had come before says nothing
-            begun = asyncio.get_running_loop().time()
-            while not asking.done() and self._front.spoke_at <= begun:
-                await asyncio.wait({asking}, timeout=SPEAKS_EVERY_S)
-            return await asking if asking.done() else False
+            if asking is not None:
+                await self._read()  # the question leaves first, and what had come before says nothing
+                if not generates and await asking:
+                    self._paused_at = loop.time()
+                    self._leave_it_paused()
+                    return
+            asked_at = loop.time()
+            self.ours = True
+            self._note.write(self._doors.operation_id)
+            failpoints.reach("engine.before_pause")
+            self._paused_at = await self._front.pause(mode)
+            failpoints.reach("engine.after_pause")
+            if asking is not None and generates and await self._was_paused(asking, asked_at):
+                self.ours = False
+                self._note.remove()
+                self._leave_it_paused()
+            self._check_closed()
         finally:
-            asking.cancel()
+            if asking is not None:
+                asking.cancel()
+
+    def _generates(self) -> bool:
+        """Whether something comes out of it, so that it is not likely to be paused."""
+        spoke_ago_s = asyncio.get_running_loop().time() - self._front.spoke_at
+        return spoke_ago_s < LATELY_S and any(not record.finished for record in self._front.in_flight.values())
+
+    async def _was_paused(self, asking: asyncio.Future[bool], asked_at: float) -> bool:
+        """Whether somebody else had paused it when it was asked. Both calls are on their way at once: what it has generated
+        since then shows that it took ours first."""
+        try:
+            if not await asking:
+                return False
+        except SafepointError:
+            return False  # it has answered the pause, which came later
+        await self._read()
+        return self._front.spoke_at <= asked_at
+
+    def _leave_it_paused(self) -> None:
+        log.warning("vLLM at %s is paused already, by somebody else; it stays so when we open", self._front.where)
 
     async def _until_empty(self, limit_s: float) -> AsyncIterator[Drain]:
         """Progress until nothing of ours runs, or `limit_s` seconds are over."""

@@ -30,6 +30,10 @@ class Scripted:
     resume_fault: list[Any] = field(default_factory=list)
     slow_s: float = 0.0
     deaf: bool = False  # is_paused does not answer
+    # As a real one: while something runs, control calls and is_paused are answered when a step ends; "pause first": in
+    # another order than that in which they came.
+    between_steps: str = ""
+    waiting: list[tuple[str, asyncio.Future[None]]] = field(default_factory=list)
     full: bool = False  # it has one slot: who comes later waits
     leaks: bool = False  # goes on generating while it is paused
     rejects: int = 0  # status for requests
@@ -59,6 +63,16 @@ class Scripted:
         for queue in list(self.running.values())[: 1 if self.full else None]:
             for _ in range(tokens):
                 queue.put_nowait(1)
+        if self.between_steps == "pause first":
+            self.waiting.sort(reverse=True)
+        for _, turn in self.waiting:
+            turn.set_result(None)
+        self.waiting.clear()
+
+    async def _turn(self, path: str) -> None:
+        if self.between_steps and self.running and not self.paused:
+            self.waiting.append((path, asyncio.get_running_loop().create_future()))
+            await self.waiting[-1][1]
 
     async def control(self, request: web.Request) -> web.StreamResponse:
         self.calls.append(request.path_qs)
@@ -75,6 +89,7 @@ class Scripted:
             if isinstance(fault, int):
                 return web.json_response({"error": "scripted"}, status=fault)
             await asyncio.sleep(self.slow_s)
+            await self._turn(request.path)
             if request.path in ("/pause", "/resume", "/wake_up"):  # waking up undoes a pause, too
                 self.paused = request.path == "/pause"
             if request.query.get("mode") == "abort":
@@ -92,6 +107,7 @@ class Scripted:
             return web.json_response({"detail": "Not Found"}, status=404)
         if self.deaf:
             await asyncio.sleep(3600)
+        await self._turn(request.path)
         return web.json_response({"is_paused": self.paused})
 
     async def untrue(self, request: web.Request) -> web.StreamResponse:

@@ -30,6 +30,7 @@ def figure(name: str, value: Any) -> None:
     """Keep what was measured, for the documentation."""
     known = json.loads(FIGURES.read_text()) if FIGURES.exists() else {}
     known[name] = value
+    FIGURES.parent.mkdir(exist_ok=True)
     FIGURES.write_text(json.dumps(known, indent=1, sort_keys=True) + "\n")
 
 
