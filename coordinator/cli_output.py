@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging
 import os
 import re
 import sys
@@ -43,10 +44,11 @@ def say(text: str) -> None:
     sys.stdout.flush()
 
 
-def note(text: str) -> None:
-    """A line about the way there."""
-    sys.stderr.write(text + "\n")
-    sys.stderr.flush()
+def note(text: str, *, failed: bool = False) -> None:
+    """A line about the way there, or of how it failed."""
+    from coordinator.wire import logs
+
+    logs.say(text, level=logging.ERROR if failed else logging.INFO)
 
 
 def quoted_once(text: str, *, never: bool = False) -> str:
@@ -74,7 +76,7 @@ def fail(code: ExitCode, message: str, next_step: str, as_json: bool) -> NoRetur
     if as_json:
         emit({"error": {"reason": code.name, "message": message, "next_step": next_step, "exit_code": int(code)}})
     else:
-        note(f"safepoint: {message}\n  Next: {next_step}")
+        note(f"safepoint: {message}\n  Next: {next_step}", failed=True)
     raise typer.Exit(int(code))
 
 
@@ -94,7 +96,7 @@ def reporting(as_json: bool) -> Generator[None, None, None]:
                 f"safepoint: {how} ({error.reason.name}): {spoken(error.problem)}",
                 *(f"  {text}" for text in notes),
             ]
-            note(quoted_once("\n".join(lines)))
+            note(quoted_once("\n".join(lines)), failed=True)
         raise typer.Exit(int(code)) from None
     except KeyboardInterrupt:
         code = ExitCode.INTERRUPTED

@@ -100,6 +100,10 @@ def coordinator(
     Example: safepoint coordinator --root /data/safepoint
     """
     with reporting(as_json=False):
+        from coordinator.wire import logs
+
+        if not ray:
+            logs.configure(log_format)  # before anything imports grpc
         from coordinator.settings import resolve
 
         def given(name: str, value: str) -> str | None:
@@ -137,9 +141,7 @@ def coordinator(
         import asyncio
 
         from coordinator.server import run
-        from coordinator.wire import logs
 
-        logs.configure(log_format)
         address = f"file:{settings.root}/coordinator/address.json"
         asyncio.run(run(settings, lambda: note(f"For shims and trainers: export SAFEPOINT_COORDINATOR={address}")))
 

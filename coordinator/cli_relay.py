@@ -65,8 +65,11 @@ def relay(
     Example: safepoint relay -c file:/data/safepoint/coordinator/address.json
     """
     with reporting(as_json=False):
-        from coordinator.relay.host import RelayOptions, address_record, run
         from coordinator.wire import logs
+
+        if not ray:
+            logs.configure(log_format)  # before anything imports grpc
+        from coordinator.relay.host import RelayOptions, address_record, run
         from participant_shims.cli import default_run_dir
 
         options = RelayOptions(
@@ -83,7 +86,6 @@ def relay(
             return
         import asyncio
 
-        logs.configure(log_format)
         record = address_record(options.directory)
         asyncio.run(run(options, lambda: note(f"For the shims of this node: export SAFEPOINT_COORDINATOR={record}")))
 

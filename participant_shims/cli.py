@@ -3,13 +3,14 @@
 The rule: this entry imports nothing that a Gym environment may lack, since a gate starts it with the server's own
 interpreter. `safepoint shim|serve` calls `main` with the same arguments.
 
-Exit codes: 0 told to go; 1 it could not serve; 2 bad use; 3 another shim serves this life; for serve, those of the command.
+Exit codes: 0 told to go; 1 it could not serve; 2 bad use; 3 another shim serves this life, or a package is missing; for serve, those of the command.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import logging
 import os
 import sys
 from collections.abc import Sequence
@@ -24,6 +25,7 @@ from participant_shims.serve_engine import EngineOptions, is_vllm, run_engine
 EXIT_FAILED: Final = 1
 EXIT_USAGE: Final = 2
 EXIT_ANOTHER: Final = 3
+EXIT_MISSING: Final = 3  # as of every command (`cli_exit`); no start of it heals either
 NOWHERE: Final = "none"  # as SAFEPOINT_COORDINATOR of a shim
 
 
@@ -81,7 +83,12 @@ def run_shim(arguments: argparse.Namespace) -> int:
     """Serve one participant until told to go: the exit code."""
     # Here and not above: `serve` must start at once, and grpc takes a second to import.
     from coordinator.wire import logs
+
+    # A life has the full name already: the gate has made it with the same SAFEPOINT_ACTOR.
+    name = in_actor(arguments.actor, arguments.name) if arguments.name else life_name(arguments.life)
+    logs.configure(arguments.log_format, verbose=arguments.verbose, participant_id=name or "shim")
     from coordinator.wire.errors import Reason, SafepointError
+    from coordinator.wire.extras import NotInstalled
     from coordinator.wire.names import is_store
     from participant_shims.adapter import Adapter
     from participant_shims.adapters.gym import GymAdapter
@@ -93,14 +100,11 @@ def run_shim(arguments: argparse.Namespace) -> int:
     from participant_shims.leftovers import end_what_is_left
     from participant_shims.shim import ShimOptions, complain, serve_shim
 
-    # A life has the full name already: the gate has made it with the same SAFEPOINT_ACTOR.
-    name = in_actor(arguments.actor, arguments.name) if arguments.name else life_name(arguments.life)
-    logs.configure(arguments.log_format, verbose=arguments.verbose, participant_id=name or "shim")
     stored = is_store(arguments.root)
     if arguments.root and not stored and not Path(arguments.root).is_absolute():
-        print(
+        logs.say(
             f"safepoint shim: the snapshot root must be an absolute path, not {arguments.root!r}: a shim beside a server has "
-            "a working directory of its own (--root, SAFEPOINT_ROOT)", file=sys.stderr,
+            "a working directory of its own (--root, SAFEPOINT_ROOT)", level=logging.ERROR,
         )  # fmt: skip
         return EXIT_USAGE
     try:
@@ -125,7 +129,7 @@ def run_shim(arguments: argparse.Namespace) -> int:
         if arguments.proxy:
             listen, equals, upstream = arguments.proxy.partition("=")
             if not (equals and listen and upstream and arguments.name and arguments.role):
-                print("safepoint shim: --proxy LISTEN=UPSTREAM needs --name and --role", file=sys.stderr)
+                logs.say("safepoint shim: --proxy LISTEN=UPSTREAM needs --name and --role", level=logging.ERROR)
                 return EXIT_USAGE
             life = Path(arguments.life) if arguments.life else default_run_dir() / f"{name}-proxy"
             adapter = ProxyAdapter(
@@ -134,7 +138,7 @@ def run_shim(arguments: argparse.Namespace) -> int:
         elif arguments.vllm:
             listen, equals, upstream = arguments.vllm.partition("=")
             if not (equals and listen and upstream and arguments.name):
-                print("safepoint shim: --vllm LISTEN=UPSTREAM needs --name", file=sys.stderr)
+                logs.say("safepoint shim: --vllm LISTEN=UPSTREAM needs --name", level=logging.ERROR)
                 return EXIT_USAGE
             life = Path(arguments.life) if arguments.life else default_run_dir() / f"{name}-vllm"
             adapter = VllmAdapter(
@@ -148,13 +152,15 @@ def run_shim(arguments: argparse.Namespace) -> int:
             life = Path(arguments.life)
             adapter = GymAdapter(life, options.participant_id, role)
         else:
-            print("safepoint shim: give it --life DIR of a gated server, --proxy or --vllm LISTEN=UPSTREAM",
-                  file=sys.stderr)  # fmt: skip
+            logs.say("safepoint shim: give it --life DIR of a gated server, --proxy or --vllm LISTEN=UPSTREAM",
+                     level=logging.ERROR)  # fmt: skip
             return EXIT_USAGE
         asyncio.run(serve_shim(replace(options, life=life), adapter))
         end_what_is_left(life)
     except SafepointError as error:
         complain(error)
+        if isinstance(error, NotInstalled):
+            return EXIT_MISSING
         return EXIT_ANOTHER if error.reason is Reason.DUPLICATE_PARTICIPANT else EXIT_FAILED
     except KeyboardInterrupt:
         pass
@@ -284,7 +290,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     """The entry: the exit code."""
     arguments = _parser().parse_args(argv)
     if arguments.command == "shim":
-        return run_shim(arguments)
+        try:
+            return run_shim(arguments)
+        except ModuleNotFoundError as error:
+            from coordinator.wire import logs
+
+            missing = f"safepoint shim: the package {error.name} is not installed here. Next: install it for {sys.executable}."
+            logs.say(missing, level=logging.ERROR)
+            return EXIT_MISSING
     if arguments.command == "inspect":
         return run_inspect(arguments.server, arguments.json)
     command = list(arguments.argv)

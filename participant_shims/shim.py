@@ -14,7 +14,6 @@ import json
 import logging
 import os
 import signal
-import sys
 from collections.abc import Callable, Generator, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,7 +22,7 @@ from typing import Any, Final, cast
 from grpc import aio
 from safepoint.v1 import capabilities_pb2, participant_service_pb2_grpc
 
-from coordinator.wire import failpoints
+from coordinator.wire import failpoints, logs
 from coordinator.wire.errors import Reason, SafepointError, refuse
 from coordinator.wire.ids import is_wire_id, new_incarnation_id
 from coordinator.wire.links import read_security
@@ -329,4 +328,4 @@ async def _watch_parent(parent_pid: int) -> None:
 def complain(error: SafepointError) -> None:
     """Say on standard error, and in the log of its server, why a shim does not serve."""
     tell_server(f"its shim does not serve: {error}")
-    print(f"safepoint shim: {error}", file=sys.stderr, flush=True)
+    logs.say(f"safepoint shim: {error}", level=logging.ERROR)

@@ -4,7 +4,9 @@ The rule: every line that belongs to an operation says which one. Whoever begins
 it starts from there (tasks, threads of `to_thread`, timers) inherits it.
 
 JSON lines have `time` (UTC), `level`, `logger`, `message`; `operation_id` and `participant_id` where they are known;
-`exception` with a traceback; and what else a line is about, such as `outcome` or `pause_s`.
+`exception` with a traceback; and what else a line is about, such as `outcome` or `pause_s`. With JSON nothing else is written
+to standard error: what is said beside the log goes through `say`. gRPC's C core writes plain lines of its own and can do nothing
+else, so it is silent then, unless GRPC_VERBOSITY says otherwise.
 """
 
 from __future__ import annotations
@@ -12,8 +14,11 @@ from __future__ import annotations
 import datetime
 import json
 import logging
+import os
 import sys
+import threading
 from contextvars import ContextVar
+from types import TracebackType
 from typing import Any, Final, TextIO
 
 VARIABLE: Final = "SAFEPOINT_LOG_FORMAT"
@@ -30,12 +35,18 @@ def about(operation_id: str) -> None:
 
 
 def configure(form: str, *, verbose: bool = False, participant_id: str = "", stream: TextIO | None = None) -> None:
-    """Set up the root logger of this process. `form`: text or json; anything else is text, with a warning.
+    """Set up the root logger of this process, before grpc is imported. `form`: text or json; anything else is text, with a
+    warning.
 
     `participant_id`: whose shim this is, for every line of JSON.
     """
     global _participant
     _participant = participant_id
+    if form == "json":
+        os.environ.setdefault("GRPC_VERBOSITY", "NONE")  # read when grpc is imported
+        logging.captureWarnings(True)
+        sys.excepthook = _unexpected
+        threading.excepthook = lambda args: _unexpected(args.exc_type, args.exc_value, args.exc_traceback)
     handler = logging.StreamHandler(stream or sys.stderr)
     handler.setFormatter(JsonLines() if form == "json" else Lines(named=bool(participant_id)))
     root = logging.getLogger()
@@ -43,6 +54,22 @@ def configure(form: str, *, verbose: bool = False, participant_id: str = "", str
     root.setLevel(logging.DEBUG if verbose else logging.INFO)
     if form not in FORMATS:
         logging.getLogger(__name__).warning("%s=%r is no format of logs: there are text and json", VARIABLE, form)
+
+
+def say(text: str, *, level: int = logging.INFO) -> None:
+    """A line on standard error for people; where this process logs in JSON, a line of its log."""
+    if any(isinstance(handler.formatter, JsonLines) for handler in logging.getLogger().handlers):
+        logging.getLogger("safepoint").log(level, "%s", text)
+    else:
+        sys.stderr.write(text + "\n")
+        sys.stderr.flush()
+
+
+def _unexpected(kind: type[BaseException], error: BaseException | None, trace: TracebackType | None) -> None:
+    if not issubclass(kind, SystemExit):
+        logging.getLogger("safepoint").critical(
+            "ended unexpectedly: %s", kind.__name__, exc_info=(kind, error or kind(), trace)
+        )
 
 
 class Lines(logging.Formatter):

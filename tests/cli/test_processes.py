@@ -5,28 +5,35 @@ from __future__ import annotations
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
 import urllib.request
+from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import pytest
 from typer.testing import CliRunner
 
+from coordinator import certs
 from coordinator.cli import app
 from coordinator.client import Budgets, Client
+from coordinator.wire.access import Access
 from tests.cli.conftest import Safepoint
 from tests.docs.render_tables import ROOT
 
 GYM = ROOT / ".venv-gym" / "bin" / "python"
 
 
-def start(*arguments: str, **env: str) -> subprocess.Popen[str]:
+def start(*arguments: str, cwd: Path | None = None, **env: str) -> subprocess.Popen[str]:
     variables = os.environ | {"SAFEPOINT_COORDINATOR": "", "SAFEPOINT_ROOT": "", "SAFEPOINT_TOKEN_FILE": ""} | env
+    if not variables.get("GRPC_VERBOSITY"):
+        variables.pop("GRPC_VERBOSITY", None)
     return subprocess.Popen(
         [sys.executable, "-m", "coordinator.cli", *arguments], env=variables, text=True,
-        stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, cwd=cwd,
     )  # fmt: skip
 
 
@@ -36,6 +43,53 @@ def finish(process: subprocess.Popen[str]) -> tuple[int, str, str]:
     finally:
         process.kill()
     return process.returncode, out, err
+
+
+def json_lines(text: str) -> list[dict[str, Any]]:
+    lines = [json.loads(line) for line in text.splitlines()]
+    assert all({"time", "level", "logger", "message"} <= set(line) for line in lines)
+    return lines
+
+
+def test_with_json_logs_everything_on_standard_error_is_json(tmp_path: Path) -> None:
+    """What is said beside the log is, too, and gRPC's core, which cannot write JSON, is silent."""
+    authority, ours = tmp_path / "certs", tmp_path / "certs" / "server"
+    certs.init(authority, "j1")
+    ours.mkdir(exist_ok=True)
+    certs.Authority.read(authority).issue(ours, certs.names_for("j1", list(Access)))
+    process = start(
+        "coordinator", "--root", "relative", "--job", "j1", "--log-format", "json", cwd=tmp_path,
+        SAFEPOINT_TLS_DIR=str(ours), GRPC_VERBOSITY="",
+    )  # fmt: skip
+    try:
+        assert process.stdout is not None
+        port = int(json.loads(process.stdout.readline())["address"].rpartition(":")[2])
+        with socket.create_connection(("127.0.0.1", port)) as stranger:  # gRPC's core has something to say of that
+            stranger.sendall(b"GET / HTTP/1.1\r\n\r\n")
+            stranger.settimeout(10)
+            with suppress(OSError):
+                stranger.recv(100)
+        process.send_signal(signal.SIGTERM)
+        code, _, err = finish(process)
+    finally:
+        process.kill()
+        process.wait()
+    assert code == 0, err
+    said = [line["message"] for line in json_lines(err)]
+    assert any(text.startswith("the root is ") for text in said), said
+    assert any("export SAFEPOINT_COORDINATOR=file:" in text for text in said), said
+
+
+@pytest.mark.parametrize(
+    "arguments", [("coordinator", "--root", "{file}"), ("shim", "--root", "relative"), ("shim", "--role", "policy")]
+)
+def test_with_json_logs_why_nothing_started_is_json_too(tmp_path: Path, arguments: tuple[str, ...]) -> None:
+    (tmp_path / "file").touch()
+    filled = [argument.format(file=tmp_path / "file") for argument in arguments]
+    code, _, err = finish(start(*filled, cwd=tmp_path, SAFEPOINT_LOG_FORMAT="json"))
+    assert code == 2, err
+    (line,) = json_lines(err)
+    assert line["level"] == "error"
 
 
 def test_a_coordinator_announces_itself_serves_and_ends_on_sigterm(tmp_path: Path) -> None:

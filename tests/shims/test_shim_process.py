@@ -20,11 +20,13 @@ import pytest
 from safepoint.v1 import capabilities_pb2, participant_service_pb2_grpc
 from safepoint.v1 import participant_service_pb2 as pb
 
+from coordinator.cli_exit import ExitCode
 from coordinator.wire.errors import Reason, SafepointError
+from coordinator.wire.extras import NotInstalled
 from coordinator.wire.rpc import channel
 from coordinator.wire.terms import ParticipantState
 from participant_shims.adapters.gym import GymAdapter
-from participant_shims.cli import EXIT_ANOTHER, EXIT_USAGE, _registers_at, main
+from participant_shims.cli import EXIT_ANOTHER, EXIT_MISSING, EXIT_USAGE, _registers_at, main
 from participant_shims.serve import BOOTSTRAP, ServeOptions, run_serve, serve_environment
 from participant_shims.shim import Shim, ShimOptions, only_shim_of
 from tests.shims.proxy_server import running_server
@@ -246,6 +248,20 @@ def test_what_is_relative_in_serves_environment_is_absolute_in_that_of_its_serve
 def test_a_shim_with_a_relative_root_says_why_it_cannot_use_it(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["shim", "--life", "/nowhere", "--root", "snapshots"]) == EXIT_USAGE
     assert "absolute path, not 'snapshots'" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "missing", [NotInstalled("s3 needs s3fs.", "pip install it"), ModuleNotFoundError("no aiohttp", name="aiohttp")]
+)
+def test_a_missing_package_is_the_exit_code_of_a_missing_package(
+    missing: Exception, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    async def serve(*_: object) -> None:
+        raise missing
+
+    monkeypatch.setattr("participant_shims.shim.serve_shim", serve)
+    assert main(["shim", "--life", "/nowhere"]) == EXIT_MISSING == int(ExitCode.MISSING)
+    assert ("s3fs" if isinstance(missing, NotInstalled) else "aiohttp") in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("command", ["shim", "serve", "inspect"])
