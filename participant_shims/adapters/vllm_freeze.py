@@ -30,6 +30,7 @@ PATIENT_S: Final = 5.0  # on a machine that is busy, an API server takes a secon
 READS: Final = 4  # turns of the event loop from the arrival of a byte to its record
 LATELY_S: Final = 1.0  # who has said something within it generates
 ABORT_WITHIN_S: Final = 5.0
+COUNTS_S: Final = 0.3  # between two looks at the tokens of each rank
 SHOWN: Final = 20
 
 
@@ -222,14 +223,26 @@ class Freeze:
                 continue
             if loop.time() - begun > QUIET_WITHIN_S:
                 who = ", ".join(sorted(r.request_id for r in self._front.in_flight.values() if not r.finished)[:5])
+                ranks = await self._ranks_that_go_on()
                 raise refuse(
                     Reason.ACTIVITY_AFTER_PREPARED,
                     f"vLLM at {self._front.where} says that it is paused and goes on generating "
                     f"({who or 'unrecorded requests'}).",
-                    next_step="Restart it: a rank of it did not stop.",
+                    next_step=f"Restart it: {ranks or 'a rank of it'} did not stop.",
                 )
             await asyncio.sleep(max(0.0, quiet_at - loop.time()))
             self._check_closed()
+
+    async def _ranks_that_go_on(self) -> str:
+        """Those of several ranks whose count of tokens still rises, by number; empty when that can't be seen."""
+        try:
+            before = await self._front.generated()
+            await asyncio.sleep(COUNTS_S)
+            now = await self._front.generated()
+        except SafepointError:
+            return ""
+        going = sorted(rank for rank in before if now.get(rank, 0.0) > before[rank])
+        return f"rank {', '.join(going)} of {len(before)}" if going and len(before) > 1 else ""
 
     @staticmethod
     async def _read() -> None:

@@ -21,6 +21,9 @@ OLDEST: Final = (0, 17)
 # From here on new requests are rejected (503) while paused in other modes than keep.
 REJECTS: Final = (0, 33)
 _VERSION: Final = re.compile(r"(\d+)\.(\d+)")
+_GENERATED: Final = re.compile(
+    rb'^vllm:generation_tokens_total\{(?:[^}\n]*,)?engine="(?P<rank>\w+)"[^}\n]*\} (?P<tokens>[0-9.e+]+)$', re.MULTILINE
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,6 +154,15 @@ async def life(target: str) -> str:
         if line.startswith("process_start_time_seconds "):
             return line.partition(" ")[2].strip()
     return ""
+
+
+async def generated(target: str) -> dict[str, float]:
+    """Tokens that each rank of the server has generated so far, by its number; empty where its metrics don't say."""
+    answer = await _get(target, "/metrics")
+    return {
+        found["rank"].decode(): float(found["tokens"])
+        for found in (_GENERATED.finditer(answer.body) if answer.status == 200 else ())
+    }
 
 
 def _part(config: dict[str, Any], name: str) -> dict[str, Any]:

@@ -90,6 +90,10 @@ class Front(Protocol):
         """The same engine after a restart. Raises UNAVAILABLE."""
         ...
 
+    async def generated(self) -> dict[str, float]:
+        """Tokens so far of each rank, by its number; empty where that can't be seen. Raises UNAVAILABLE."""
+        ...
+
     async def weight_version(self) -> str:
         """As the trainer has named it; empty where there is none. Raises UNAVAILABLE."""
         ...
@@ -156,6 +160,9 @@ class HttpFront:
 
     async def look_again(self, before: Engine) -> Engine:
         return await discovery.look_again(self.where, before)
+
+    async def generated(self) -> dict[str, float]:
+        return await discovery.generated(self.where)
 
     async def weight_version(self) -> str:
         return await discovery.weight_version(self.where)

@@ -208,6 +208,9 @@ class HeldFront:
     async def look_again(self, before: Engine) -> Engine:
         return before
 
+    async def generated(self) -> dict[str, float]:
+        return {}  # its callers see which requests go on, and no ranks
+
     async def weight_version(self) -> str:
         return self._weight_version
 

@@ -35,7 +35,8 @@ class Scripted:
     between_steps: str = ""
     waiting: list[tuple[str, asyncio.Future[None]]] = field(default_factory=list)
     full: bool = False  # it has one slot: who comes later waits
-    leaks: bool = False  # goes on generating while it is paused
+    leaks: bool = False  # goes on generating while it is paused: rank 1, when it has several
+    tokens: int = 0  # of rank 1
     rejects: int = 0  # status for requests
     mute: bool = False  # tokens of a chat have no text, as in the middle of a character
     ends_bare: bool = False  # a stream is a bare [DONE]
@@ -51,6 +52,7 @@ class Scripted:
     serial: int = 0
     started: float = 1000.0
     model: str = "tiny"
+    max_model_len: int = 4096
 
     @property
     def target(self) -> str:
@@ -63,6 +65,7 @@ class Scripted:
         for queue in list(self.running.values())[: 1 if self.full else None]:
             for _ in range(tokens):
                 queue.put_nowait(1)
+                self.tokens += 1
         if self.between_steps == "pause first":
             self.waiting.sort(reverse=True)
         for _, turn in self.waiting:
@@ -184,15 +187,20 @@ async def scripted(port: int = 0, **knobs: Any) -> AsyncIterator[Scripted]:
         return web.json_response({"vllm_config": {"parallel_config": made.parallel}})
 
     async def models(_: web.Request) -> web.Response:
-        return web.json_response({"data": [{"id": made.model, "max_model_len": 4096}]})
+        return web.json_response({"data": [{"id": made.model, "max_model_len": made.max_model_len}]})
 
     async def weights(_: web.Request) -> web.Response:
         return web.json_response({"weight_version": made.weight_version})
 
     async def metrics(_: web.Request) -> web.Response:
+        ranks = range(made.parallel.get("data_parallel_size", 1))
+        counts = "".join(
+            f'vllm:generation_tokens_total{{engine="{rank}",model_name="tiny"}} {made.tokens if rank == 1 else 7}.0\n'
+            for rank in ranks
+        )
         return web.Response(
             text=f"# HELP x\nprocess_start_time_seconds {made.started}\nvllm:num_requests_running 0\n"
-            "vllm:num_requests_waiting 0\n"
+            f"vllm:num_requests_waiting 0\n{counts}"
         )
 
     app = web.Application()

@@ -292,8 +292,10 @@ async def test_an_engine_whose_streams_stand_still_after_an_opening_is_called_we
 # ---- freezing ---------------------------------------------------------------------------------------------------------
 
 
-async def test_an_engine_that_goes_on_generating_is_not_frozen(tmp_path: Path) -> None:
-    async with scripted(leaks=True) as engine, covered(engine, tmp_path) as (adapter, caller):
+@pytest.mark.parametrize(("ranks", "who"), [(1, "a rank of it did not stop"), (2, "rank 1 of 2 did not stop")])
+async def test_an_engine_that_goes_on_generating_is_not_frozen(tmp_path: Path, ranks: int, who: str) -> None:
+    parallel = {"data_parallel_size": ranks}
+    async with scripted(leaks=True, parallel=parallel) as engine, covered(engine, tmp_path) as (adapter, caller):
         stream = asyncio.create_task(caller.stream({**ASK, "max_tokens": 4000}))
         await until(lambda: bool(engine.running))
 
@@ -307,6 +309,7 @@ async def test_an_engine_that_goes_on_generating_is_not_frozen(tmp_path: Path) -
             await freeze(adapter)
         assert refused.value.reason is Reason.ACTIVITY_AFTER_PREPARED
         assert "sp-" in str(refused.value)
+        assert who in refused.value.problem.advice
         for task in (leaking, stream):
             task.cancel()
         await asyncio.gather(leaking, stream, return_exceptions=True)

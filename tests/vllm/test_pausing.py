@@ -1,4 +1,5 @@
-"""Pausing an engine that answers between two steps, as vLLM does: soon, and without taking somebody else's pause for ours."""
+"""Pausing an engine that answers between two steps, as vLLM does: soon, without taking somebody else's pause for ours, and
+with every token that was said."""
 
 from __future__ import annotations
 
@@ -7,6 +8,8 @@ from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
 from pathlib import Path
 
+from coordinator.wire.terms import QuiesceMode
+from participant_shims.adapter import Exported
 from tests.vllm.real_engine import Caller, Said
 from tests.vllm.scripted_engine import Scripted, scripted
 from tests.vllm.test_control import ASK, covered, freeze, until
@@ -92,3 +95,34 @@ async def test_who_is_silent_is_asked_before_it_is_paused(tmp_path: Path) -> Non
         await adapter.open()
         assert engine.paused
         assert not any(path.startswith(("/pause", "/resume")) for path in engine.calls)
+
+
+async def test_of_a_generation_of_32_000_tokens_the_cut_has_every_one_and_only_the_rest_is_asked_for(
+    tmp_path: Path,
+) -> None:
+    said, more, ask = 32_000, 5, {**ASK, "max_tokens": 32_005}
+    directory = tmp_path / "cut"
+    directory.mkdir()
+    async with scripted(max_model_len=65_536) as engine, covered(engine, tmp_path / "a") as (adapter, caller):
+        asked = asyncio.create_task(caller.whole(ask))
+        await until(lambda: bool(engine.running))
+        while engine.tokens < said:
+            engine.step(1000)
+            await asyncio.sleep(0)
+        await until(lambda: len(next(iter(adapter.proxy.in_flight.values())).token_ids) == said, 30)
+        await freeze(adapter)
+        exported = [step async for step in adapter.export(directory)][-1]
+        assert isinstance(exported, Exported)
+        asked.cancel()
+        await asyncio.gather(asked, return_exceptions=True)
+    async with scripted(max_model_len=65_536) as engine, covered(engine, tmp_path / "b") as (adapter, caller):
+        await adapter.close("op-2", QuiesceMode.HOLD, 60)
+        _ = [step async for step in adapter.load(directory, exported.files)]
+        await adapter.open()
+        asked = asyncio.create_task(caller.whole(ask))
+        await until(lambda: any(body["max_tokens"] == more for body in engine.bodies), 30)
+        engine.step(more)
+        answer = await asked
+        assert answer.ids == [103 + n for n in range(said + more)]
+        assert answer.label == f"exact; kept={said}"
+        assert adapter.pool.tally.again == 0

@@ -28,6 +28,8 @@ async def test_one_pause_freezes_every_rank_and_all_go_on_exactly(
         await adapter.start(lambda: None)
         try:
             assert (await adapter.describe()).configured_workers == 2
+            # One that does not stop is named by what its metrics count of each.
+            assert sorted(await adapter.front.generated()) == ["0", "1"]
             caller = Caller(http, adapter.proxy.address)
             told = [Said() for _ in asked]
             streams = [asyncio.create_task(caller.stream(a, s)) for a, s in zip(asked, told, strict=True)]
