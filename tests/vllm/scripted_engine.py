@@ -26,6 +26,7 @@ class Scripted:
     dev_mode: bool = True
     parallel: dict[str, Any] = field(default_factory=dict)
     weight_version: str = "default"
+    checksums: dict[str, str] = field(default_factory=dict)  # of the weights; empty: it has none
     pause_fault: list[Any] = field(default_factory=list)
     resume_fault: list[Any] = field(default_factory=list)
     slow_s: float = 0.0
@@ -192,6 +193,11 @@ async def scripted(port: int = 0, **knobs: Any) -> AsyncIterator[Scripted]:
     async def weights(_: web.Request) -> web.Response:
         return web.json_response({"weight_version": made.weight_version})
 
+    async def checker(request: web.Request) -> web.Response:
+        if not made.checksums or (await request.json()) != {"action": "checksum"}:
+            return web.json_response({"detail": "Not Found"}, status=404)
+        return web.json_response({"checksums": made.checksums})
+
     async def metrics(_: web.Request) -> web.Response:
         ranks = range(made.parallel.get("data_parallel_size", 1))
         counts = "".join(
@@ -214,6 +220,7 @@ async def scripted(port: int = 0, **knobs: Any) -> AsyncIterator[Scripted]:
             web.get("/metrics", metrics),
             web.get("/server_info", info),
             web.get("/weight_info", weights),
+            web.post("/weight_checker", checker if made.checksums else made.control),
             web.post("/v1/completions", made.generate),
             web.post("/v1/chat/completions", made.generate),
             web.post("/v1/responses", made.generate),
