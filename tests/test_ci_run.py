@@ -6,6 +6,7 @@ import os
 import shutil
 import subprocess
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -33,18 +34,22 @@ class Ci:
         (folder / "bin").mkdir()
         shutil.copy(REPOSITORY / ".ci/run", folder / ".ci/run")
 
-    def run(self, check: str, engines: str = "exit 99", **environment: str) -> Ran:
+    def start(self, check: str, engines: str, **environment: str) -> subprocess.Popen[str]:
         make = self.folder / "bin" / "make"
         make.write_text(
             f'#!/usr/bin/env bash\ncase "$*" in\ncheck) {check} ;;\n"check-vllm RERUNS=1") {engines} ;;\n*) exit 98 ;;\nesac\n'
         )
         make.chmod(0o755)
-        done = subprocess.run(
+        return subprocess.Popen(
             [self.folder / ".ci/run"],
             env={**os.environ, "PATH": f"{make.parent}:{os.environ['PATH']}", **environment},
-            stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=60, check=False,
+            stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
         )  # fmt: skip
-        return Ran(done.returncode, done.stdout.splitlines())
+
+    def run(self, check: str, engines: str = "exit 99", **environment: str) -> Ran:
+        process = self.start(check, engines, **environment)
+        out, _ = process.communicate(timeout=60)
+        return Ran(process.returncode, out.splitlines())
 
 
 @pytest.fixture
@@ -132,5 +137,31 @@ def test_tests_that_do_not_end_when_told_are_ended_and_none_of_their_processes_l
     ran = ci.run(says(CHECKED), tests, CI_LIMIT_S="2", CI_LEAST_S="0", CI_ENDING_S="1")
     assert time.monotonic() - begun < 30
     assert (ran.status, ran.lines[-1]) == (0, CHECKED)
-    state = Path(f"/proc/{(ci.folder / 'deaf').read_text().strip()}/stat")
-    assert not state.exists() or state.read_text().rpartition(")")[2].split()[0] in "ZX"
+    assert is_gone(ci.folder / "deaf")
+
+
+def test_tests_of_engines_end_with_the_script(ci: Ci) -> None:
+    process = ci.start(
+        says(CHECKED), "echo $BASHPID > engines.tmp; mv engines.tmp engines; while true; do sleep 0.05; done"
+    )
+    until(lambda: (ci.folder / "engines").exists())
+    process.terminate()
+    process.communicate(timeout=20)
+    assert process.returncode != 0
+    until(lambda: is_gone(ci.folder / "engines"))
+
+
+def is_gone(noted: Path) -> bool:
+    """Whether the process whose id is in that file has ended."""
+    try:
+        state = Path(f"/proc/{noted.read_text().strip()}/stat").read_text()
+    except OSError:
+        return True
+    return state.rpartition(")")[2].split()[0] in "ZX"
+
+
+def until(condition: Callable[[], bool], within_s: float = 20) -> None:
+    end = time.monotonic() + within_s
+    while not condition():
+        assert time.monotonic() < end, "it did not come to that"
+        time.sleep(0.02)
