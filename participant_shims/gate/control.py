@@ -40,6 +40,7 @@ import asyncio
 import inspect
 import json
 import logging
+import math
 import random
 import select
 import socket
@@ -66,6 +67,17 @@ PROGRESS_GAP_S: Final = 0.1
 MAX_LINE_BYTES: Final = 64 * 1024 * 1024
 _BACKOFF_S: Final = (0.05, 1.0)
 _SEND_TIMEOUT_S: Final = 5.0  # a shim that does not read for so long is dead or stopped: dial again
+
+
+def _readable(within_s: float, *sockets: socket.socket) -> list[socket.socket]:
+    """Those that can be read or have ended, as soon as one has; none after `within_s` seconds.
+
+    By poll: select() takes no descriptor above 1023, and a server under load has more connections than that.
+    """
+    looking, by_number = select.poll(), {each.fileno(): each for each in sockets}
+    for number in by_number:
+        looking.register(number, select.POLLIN)
+    return [by_number[number] for number, _ in looking.poll(math.ceil(1000 * within_s))]
 
 
 class Control:
@@ -144,7 +156,7 @@ class Control:
                 pass
             except Exception:
                 log.exception("the gate's control line failed; dialling again")
-            select.select([self._wake_r], [], [], backoff * random.uniform(0.5, 1.0))
+            _readable(backoff * random.uniform(0.5, 1.0), self._wake_r)
             self._drain_wake()
             backoff = min(backoff * 2, _BACKOFF_S[1])
 
@@ -161,7 +173,7 @@ class Control:
                 sock.sendall(status.encode() + b"\n")
                 sent_at = now
                 continue
-            ready, _, _ = select.select([sock, self._wake_r], [], [], due - now)
+            ready = _readable(due - now, sock, self._wake_r)
             if self._wake_r in ready:
                 self._drain_wake()
             with self._lock:

@@ -11,6 +11,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 
 import psutil
@@ -303,6 +304,27 @@ async def test_a_disk_that_fails_a_gate_is_named(tmp_path: Path) -> None:
     finally:
         control.stop()
         log.close()
+
+
+async def test_a_gate_of_a_server_with_more_than_a_thousand_connections_has_its_line(tmp_path: Path) -> None:
+    gate = Gate(Server("model", "gym.model", "policy_model", 1), CallLog(tmp_path / "calls.db"))
+    with ExitStack() as held:
+        held.callback(gate.log.close)
+        first = os.open(os.devnull, os.O_RDONLY)
+        held.callback(os.close, first)
+        while (descriptor := os.dup(first)) <= 1024:  # above which select() takes none
+            held.callback(os.close, descriptor)
+        held.callback(os.close, descriptor)
+        control = Control(gate, tmp_path / "gate.sock")
+        gate.on_start = control.start
+        await gate.start()
+        held.callback(control.stop)
+        for generation in (1, 3):  # opening counts too; a shim that starts again is found again
+            async with ShimLine(tmp_path) as shim:
+                line = await shim.worker()
+                answer = await line.ask("close", operation_id="op", mode="drain", lease_s=9)
+                assert answer["generation"] == generation
+                await line.ask("open")
 
 
 async def test_a_gate_finds_its_shim_again_and_survives_nonsense(tmp_path: Path) -> None:
