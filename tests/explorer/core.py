@@ -11,7 +11,7 @@ disk (I15), calls go out in the order of the waves (I18), and who gives up says 
 from __future__ import annotations
 
 from collections.abc import Hashable
-from typing import Any, Final, NamedTuple
+from typing import Any, Final, NamedTuple, cast
 
 from coordinator.protocol import events as core
 from coordinator.protocol.events import Effect, Event, Record
@@ -119,6 +119,14 @@ class Cores:
             known = self._known[op, what, owns] = self._step(op, what, owns)
         return known
 
+    def without(self, op: Op, name: Name) -> Op:
+        """After it is known that this call is never answered: what its answer might have shown is not kept for it."""
+        at = self.at(op)
+        if self._plain or name not in at.calls or at.runs(name):
+            return op
+        left = at._replace(calls={each: number for each, number in at.calls.items() if each != name})
+        return op._replace(core=self.states.number(self._key(op, left), left))
+
     def _step(self, op: Op, what: What, owns: bool) -> tuple[Op, tuple[Output, ...]]:
         now, timer_at, calls = 0.0, None, dict[Name, int]()
         if what[0] == "begin":
@@ -141,6 +149,9 @@ class Cores:
             now, timer_at = max(now, timer_at), None
         event = self._event(op, what, now, calls)
         effects = transaction.step(event)
+        if what[0] in ("replied", "refused", "no answer") and not self._plain:
+            # Nothing is heard of this call any more: what another answer to it might show is not kept for it.
+            calls.pop(cast(Name, what[1]), None)
         after, out = self._performed(op, transaction, effects, At(transaction, now, timer_at, calls), owns)
         if what[0] == "replied":
             self._repeated(transaction, event, now, calls)
@@ -177,15 +188,17 @@ class Cores:
                     op = op._replace(outcome=outcome.name)
                 case _:
                     pass
-        timer = None if at.timer_at is None else round(at.timer_at - at.now, 6)
         fresh = len(self.states)
         still = {number for field in ("_running", "_closing") for number in getattr(transaction.course.calls, field)}
         at = at._replace(calls={name: number for name, number in at.calls.items() if number in still})
-        its_key = self._keys(at).of(transaction), timer, op.operation, op.incarnations
-        op = op._replace(core=self.states.number(its_key, at))
+        op = op._replace(core=self.states.number(self._key(op, at), at))
         if op.core == fresh:
             self._can_be_aborted(op)
         return op, tuple(out)
+
+    def _key(self, op: Op, at: At) -> Hashable:
+        timer = None if at.timer_at is None else round(at.timer_at - at.now, 6)
+        return self._keys(at).of(at.transaction), timer, op.operation, op.incarnations
 
     def _keys(self, at: At) -> Keys:
         calls = {number: name for name, number in at.calls.items()}

@@ -91,35 +91,40 @@ class Result:
 
 
 class Explorer:
-    """One exploration."""
+    """One exploration.
+
+    A state that was seen is some 30 bytes of numbers, and the key of a dictionary: exact, and no digest that could be that
+    of two states. Only what is still to be expanded, two depths, is kept apart; a trace finds the others by their place.
+    """
 
     def __init__(self, bounds: Bounds, *, plain: bool = False) -> None:
-        """`plain`: without what is left out of the core's keys while everybody is told to open."""
+        """`plain`: without the reductions of keys and of what is over."""
         self.bounds = bounds
         budget = Budget(bounds.losses, bounds.crashes, bounds.aborts, bounds.lapses)
         self.model = Model(bounds.program, budget, split=bounds.split, plain=plain)
-        self.states: list[State] = [self.model.first]
-        self._numbers: dict[State, int] = {self.model.first: 0}
-        self._parents = array("l", [UNKNOWN])
+        first = self.model.packed(self.model.first)
+        self._numbers: dict[bytes, int] = {first: 0}  # in the order in which they were found
+        self._depth = [first]  # what is expanded now
+        self._next: list[bytes] = []
+        self._parents = array("i", [UNKNOWN])
         self._left_to_lease = UNKNOWN  # the first state that needs one
-        self._calm = array("l", [UNKNOWN])  # the next state of a world without further faults; itself when at rest
+        self._calm = array("i", [UNKNOWN])  # the next state of a world without further faults; itself when at rest
         self._by_lapse = bytearray(1)  # whether the step there is a lapse, since nothing else is left to happen
 
     def run(self, within_s: float = float("inf"), most: int = sys.maxsize) -> Result:
         """Explore, then see that every state leads to rest. Stops early at a violation and at the limits."""
         began, result = time.process_time(), Result(self.bounds)
-        place, until = 0, 1  # the end of this depth
+        place = 0
         try:
-            while place < len(self.states):
-                if place == until:
-                    result.depth, until = result.depth + 1, len(self.states)
-                    if time.process_time() - began > within_s:
+            while self._depth and time.process_time() - began <= within_s and len(self._numbers) <= most:
+                for packed in self._depth:
+                    result.transitions += self._expand(place, packed)
+                    place += 1
+                    if len(self._numbers) > most:
                         break
-                if len(self.states) > most:
-                    break
-                result.transitions += self._expand(place)
-                place += 1
-            result.whole = place == len(self.states)
+                self._depth, self._next = self._next, []
+                result.depth += bool(self._depth)
+            result.whole = place == len(self._numbers)
             if result.whole:
                 result.by_lease = self._lead_to_rest()
                 if result.by_lease and not self.bounds.crashes and self.bounds.losses < TOLD:
@@ -133,29 +138,26 @@ class Explorer:
         except Stuck as stuck:
             result.violation = str(stuck)
             result.trace = [*self._trace(stuck.place), f"!! {stuck}"]
-        result.states, result.seconds = len(self.states), round(time.process_time() - began, 1)
+        result.states, result.seconds = len(self._numbers), round(time.process_time() - began, 1)
         return result
 
     def ends(self) -> set[tuple[object, ...]]:
         """How the world can stand at rest: what is published, what was told, and how operations ended."""
-        calm = [self.states[place] for place, following in enumerate(self._calm) if place == following]
-        return {
-            (s.manifests, s.decided, s.budget, *(self.model.op(s, 0, n) for n in range(len(self.bounds.program))))
-            for s in calm
-            if s.coordinators[0]
-        }
+        calm = (self.model.unpacked(packed) for place, packed in enumerate(self._numbers) if self._calm[place] == place)
+        each, model = range(len(self.bounds.program)), self.model
+        return {(s.manifests, s.decided, s.budget, *(model.op(s, model.highest(s), n) for n in each)) for s in calm}
 
-    def _expand(self, place: int) -> int:
-        model, state = self.model, self.states[place]
+    def _expand(self, place: int, packed: bytes) -> int:
+        model, state = self.model, self.model.unpacked(packed)
         if model.calm(state):
             self._calm[place] = place
         count, best, to = 0, BEGIN + 10, UNKNOWN
         for step in model.steps(state):
             count += 1
-            number = self._numbers.get(step.state)
-            if number is None:
-                number = self._numbers[step.state] = len(self.states)
-                self.states.append(step.state)
+            after = model.packed(step.state)
+            number = self._numbers.setdefault(after, len(self._parents))
+            if number == len(self._parents):
+                self._next.append(after)
                 self._parents.append(place)
                 self._calm.append(UNKNOWN)
                 self._by_lapse.append(0)
@@ -168,8 +170,8 @@ class Explorer:
 
     def _lead_to_rest(self) -> int:
         """Follow the calm steps of every state until one is at rest. How many need a lease to lapse on the way."""
-        known = bytearray(len(self.states))  # 1: leads to rest, 2: by a lapse
-        for start in range(len(self.states)):
+        known = bytearray(len(self._numbers))  # 1: leads to rest, 2: by a lapse
+        for start in range(len(self._numbers)):
             path: list[int] = []
             place = start
             on_it: set[int] = set()
@@ -196,9 +198,11 @@ class Explorer:
         while self._parents[numbers[-1]] != UNKNOWN:
             numbers.append(self._parents[numbers[-1]])
         numbers.reverse()
+        wanted = set(numbers)
+        states = {n: self.model.unpacked(packed) for n, packed in enumerate(self._numbers) if n in wanted}
         out: list[str] = []
         for before, after in itertools.pairwise(numbers):
-            step = next(s for s in self._safely(self.states[before]) if self._numbers.get(s.state) == after)
+            step = next(s for s in self._safely(states[before]) if s.state == states[after])
             out.append(tell(step, self.model))
         return out
 

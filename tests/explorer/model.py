@@ -9,20 +9,34 @@ waits as long as it likes; timers once nothing that they wait for moves; a coord
 What costs: a request that is late (its caller has given up), a request that comes twice, a reply that is lost, a timer
 that goes off before what it waits for, a phase or a write that fails, a crash, an abort by a person.
 
-Reductions, and why they lose nothing:
+Reductions, and why they lose nothing. The first five hold everywhere; the others are left out in a `plain` exploration, to
+which the tests compare on small bounds (how the world can stand at rest must be the same, state by state):
 - A lost request is a late one that has not arrived yet: whatever may follow a loss may follow a delay.
 - Participants and coordinators are numbers for states that were seen (`values`), so equal ones are one.
 - A message that changes nothing now and can change nothing later is taken out at once: a request that its participant
   refuses for ever (its operation is over there, or its epoch too low, and that incarnation is the last one), and a reply
   whose call does not run any more, unless it might say that somebody closed late.
 - An operation that has ended, and whose coordinator has nobody left to tell, is its outcome; marks of what happened in
-  it are taken off once it cannot be published any more, since only its publish would ask for them. Admission generations are only compared within an operation:
-  at rest they begin again.
+  it are taken off once it cannot be published any more, since only its publish would ask for them.
+- Admission generations are only compared within an operation: at rest they begin again.
+- A request that nobody waits for, and whose arrival would change nothing, does not arrive: what could follow without it
+  can follow with it as well, since it may stay on its way for ever. So could a Confirm that nobody waits for: all that it
+  changes is the lease, which is not counted here; it is gone. A repeat of a request that would be gone at once would only
+  cost: it does not happen.
+- A save that no coordinator can publish any more closes nobody again but by a Prepare that is on its way. A participant that
+  it does not hold, and to which none is on its way, has never heard of it: its tombstone would only refuse such a Prepare,
+  all that may still come is Resume or Abort, and "opened", "finished" and "fenced" are the same to a coordinator that opens
+  a save. So what is on its way there that nobody waits for is gone. Restores are left as they are: who has loaded is asked.
+- An operation that has an outcome, and that neither holds anybody nor can, is its outcome, though its coordinator would
+  still tell some to open (as long as one coordinator lives: with two, what they tell would say which epoch is served).
+- A call that was answered, or that never can be, is forgotten by the coordinator: another answer to it, which `CallBook`
+  would know, does not come. Causes and times that are only told are left out of keys (`values.ONLY_TOLD`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from struct import Struct
 from typing import Any, Final, NamedTuple, cast
 
 from coordinator.protocol.events import RecordKind
@@ -111,6 +125,8 @@ LEAVES: Final = 7
 NOT_BEGUN: Final = 0  # as the number of an operation
 GIVEN_UP: Final = OPENING_STAGES | {Stage.ENDED}  # it is not published any more, if it has not been
 NOBODY: Final = (-1, 0, 0)
+# A packed state: coordinators and what was (4 bytes each), participants and messages on their way (2 bytes each).
+_LAYOUTS: Final = tuple(Struct(f"<2I{3 + count}H") for count in range(40))
 
 
 class Model:
@@ -119,17 +135,34 @@ class Model:
     def __init__(self, program: tuple[str, ...], budget: Budget, *, split: bool = False, plain: bool = False) -> None:
         self.program = program
         self.split = split
+        self.plain = plain
         self.cores = Cores(program, plain=plain)
         self.shims = Shims(len(program))
         self._ops = Table()
         self._op(None)
         self._parts = Table()
         self._messages = Table()
+        self._pairs = Table()
+        self._pasts = Table()
         self._compacted: dict[tuple[int, ...], tuple[int, ...]] = {}
         self._left: dict[tuple[object, ...], dict[int, int]] = {}
         first = self._part(self.shims.first)
         none = (0,) * len(program)
         self.first = State(((NOT_BEGUN,) * len(program), ()), (first,) * 3, (), (), none, none, budget)
+
+    # ---- bytes ----
+
+    def packed(self, state: State) -> bytes:
+        """The state in few bytes, exactly."""
+        coordinators, shims, net, *past = state
+        former = self._pasts.number(key := tuple(past), key)
+        count = len(net)
+        return _LAYOUTS[count].pack(self._pairs.number(coordinators, coordinators), former, *shims, *net)
+
+    def unpacked(self, packed: bytes) -> State:
+        """The state that was packed by this model."""
+        pair, past, *rest = _LAYOUTS[(len(packed) - _LAYOUTS[0].size) // 2].unpack(packed)
+        return State(self._pairs.values[pair], tuple(rest[:3]), tuple(rest[3:]), *self._pasts.values[past])
 
     # ---- numbers ------------------------------------------------------------------------------------------------------
 
@@ -194,14 +227,19 @@ class Model:
             if isinstance(message, Request):
                 # A calm world does not count on what nobody waits for: it may be lost.
                 rank = 0 if message.live else LAPSE + 1
-                yield Step(("arrives", message), 0, rank, self._tidy(self._arrives(without, message)))
+                after = self._arrives(without, message)
+                once = self._tidy(after)
+                if message.live or after != without or self.plain:
+                    yield Step(("arrives", message), 0, rank, once)
                 if message.live and state.budget.losses:
                     paid = _paid(without)
                     stray = self._sent(paid, message._replace(live=False, number=NOBODY))
                     late = self._told(stray, message, ("no answer", message.number))
                     yield Step(("is late", message), 1, 0, self._tidy(late))
                     twice = self._arrives(self._sent(paid, message._replace(live=False, number=NOBODY)), message)
-                    yield Step(("arrives, and will again", message), 1, 0, self._tidy(twice))
+                    twice = self._tidy(twice)
+                    if self.plain or twice != once._replace(budget=twice.budget):
+                        yield Step(("arrives, and will again", message), 1, 0, twice)
             elif isinstance(message, Reply):
                 yield Step(("is answered", message), 0, 0, self._tidy(self._answered(without, message)))
                 if state.budget.losses:
@@ -374,9 +412,12 @@ class Model:
         return state
 
     def _is_about(self, record: int, operation: int) -> bool:
+        return self._belongs_to(record) == operation
+
+    def _belongs_to(self, record: int) -> int:
         data: Any = self.cores.records.values[record].data
         name = data["operation"]["operation_id"] if "operation" in data else data["operation_id"]
-        return bool(name == f"op-{operation}")
+        return int(str(name).partition("-")[2])
 
     # ---- what then happens ----------------------------------------------------------------------------------------------
 
@@ -548,12 +589,20 @@ class Model:
         for number in state.net:
             message = self.message(number)
             if isinstance(message, Request) and message.live and message[1:4] == ref:
-                return self._sent(_without(state, number), message._replace(live=False, number=NOBODY))
+                state = self._sent(_without(state, number), message._replace(live=False, number=NOBODY))
+                return self._never_answered(state, ref)
         for who in range(3):
             shim = self.shim(state, who)
             if ref in shim.followers:
-                return self._with(state, who, shim._replace(followers=tuple(r for r in shim.followers if r != ref)))
+                left = shim._replace(followers=tuple(r for r in shim.followers if r != ref))
+                return self._never_answered(self._with(state, who, left), ref)
         return state
+
+    def _never_answered(self, state: State, ref: Ref) -> State:
+        coordinator, operation, name = ref
+        op = self.op(state, coordinator, operation)
+        assert op is not None
+        return state if op.core < 0 else self._keep(state, coordinator, self.cores.without(op, name))
 
     # ---- parts ----------------------------------------------------------------------------------------------------------
 
@@ -604,6 +653,7 @@ class Model:
                 if op is not None and op.core >= 0 and op.outcome:
                     at = self.cores.at(op)
                     lingers = at.timer_at is not None or self._moves(state, coordinator, op)
+                    lingers = lingers and not self._is_behind(state, operation)
                     if not op.publishing and (at.transaction.settled or not lingers):
                         op = Op(operation, 0, (), -1, outcome=op.outcome)
                         state = self._keep(state, coordinator, op)
@@ -611,8 +661,12 @@ class Model:
                     rests = False
                     if op.publishing or self.cores.at(op).transaction.stage not in GIVEN_UP:
                         over.discard(operation)
-        rests = rests and any(state.coordinators)
-        net = tuple(sorted(kept for number in state.net if (kept := self._still(state, number)) is not None))
+        if self.plain:
+            rests = rests and any(state.coordinators)
+        else:
+            rests = len(over) == len(self.program) and not any(map(self._tells_generation, state.net))
+        behind = tuple(operation for operation in over if self._is_behind(state, operation))
+        net = tuple(sorted(kept for number in state.net if (kept := self._still(state, number, behind)) is not None))
         if net != state.net:
             state = _with_net(state, net)
         journal = self._compacted.get(state.journal)
@@ -620,25 +674,56 @@ class Model:
             journal = self._compacted[state.journal] = self._compact(state.journal)
         # The rest is looked up: most participants have been seen with operations that stand like these.
         stands = tuple(over), rests, tuple(tuple(map(self._is_heard, ops)) for ops in state.coordinators)
-        known = self._left.get(stands)
-        if known is None:
-            known = self._left[stands] = {}
         shims: list[int] = []
         for who, number in enumerate(state.shims):
+            out_of = () if self.plain else tuple(o for o in over if self._is_out_of(state, who, o))
+            key = stands, out_of
+            known = self._left.get(key)
+            if known is None:
+                known = self._left[key] = {}
             left = known.get(number)
             if left is None:
-                left = known[number] = self._part(self._without_the_past(state, self.shim(state, who), over, rests))
+                left = known[number] = self._part(
+                    self._without_the_past(state, self.shim(state, who), over, out_of, rests)
+                )
             shims.append(left)
+            if out_of:
+                net = tuple(n for n in state.net if not self._is_stray(n, who, out_of))
+                if net != state.net:
+                    state = _with_net(state, net)
         return State(state.coordinators, tuple(shims), state.net, journal, state.manifests, state.decided, state.budget)
+
+    def _is_stray(self, number: int, who: int, operations: tuple[int, ...]) -> bool:
+        message = self.message(number)
+        return (
+            isinstance(message, Request) and not message.live and message.who == who and message.operation in operations
+        )
+
+    def _is_out_of(self, state: State, who: int, operation: int) -> bool:
+        """Whether an operation that only opens does not hold this participant, and never will."""
+        if self.cores.is_restore(operation) or self.shims.owner(self.shim(state, who)) == operation:
+            return False
+        for number in state.net:
+            message = self.message(number)
+            if (
+                isinstance(message, Request)
+                and message.who == who
+                and message.operation == operation
+                and message.phase in _CLOSES
+            ):
+                return False
+        return True
 
     def _is_heard(self, number: int) -> bool:
         op: Op | None = self._ops.values[number]
         return op is not None and op.core >= 0
 
-    def _without_the_past(self, state: State, shim: Shim, over: set[int], rests: bool) -> Shim:
+    def _without_the_past(self, state: State, shim: Shim, over: set[int], out_of: tuple[int, ...], rests: bool) -> Shim:
         left = shim._replace(followers=tuple(ref for ref in shim.followers if self._hears(state, ref[0], ref[1])))
         for operation in over:
             left = self.shims.forgets(left, operation)
+        for operation in out_of:
+            left = self.shims.never_heard_of(left, operation)
         return left._replace(generation=1) if rests and left.open else left
 
     def _compact(self, journal: tuple[int, ...]) -> tuple[int, ...]:
@@ -657,10 +742,35 @@ class Model:
         op = self.op(state, coordinator, operation)
         return op is not None and op.core >= 0
 
-    def _still(self, state: State, number: int) -> int | None:
+    def _tells_generation(self, number: int) -> bool:
+        message = self.message(number)
+        if isinstance(message, Request):
+            return message.phase == Phase.CONFIRM
+        return isinstance(message, Reply) and message.payload[0] in ("prepare", "confirmed", "restore")
+
+    def _is_behind(self, state: State, operation: int) -> bool:
+        """Whether nobody is held by this operation, nor can be any more: then nothing that is left of it can matter."""
+        if self.plain or all(state.coordinators) or not any(state.coordinators):
+            return False
+        op = self.op(state, self.highest(state), operation)
+        if op is None or not op.outcome or op.publishing:
+            return False
+        for who in range(3):
+            shim = self.shim(state, who)
+            if shim.loaded == operation + 1 or self.shims.owner(shim) == operation:
+                return False
+        for number in state.net:
+            message = self.message(number)
+            if isinstance(message, Request) and message.operation == operation and message.phase in _CLOSES:
+                return False
+        return True
+
+    def _still(self, state: State, number: int, behind: tuple[int, ...] = ()) -> int | None:
         message = self.message(number)
         if isinstance(message, Notice):
             return number if state.coordinators[message.coordinator] else None
+        if message.operation in behind:
+            return None
         heard = self._hears(state, message.coordinator, message.operation)
         if isinstance(message, Reply):
             if not heard:
@@ -673,6 +783,8 @@ class Model:
             message = message._replace(live=False, number=NOBODY)
             number = self._message(message)
         if not message.live:
+            if message.phase == Phase.CONFIRM and not self.plain:
+                return None
             shim = self.shim(state, message.who)
             last = shim.up and (shim.incarnation > 1 or not state.budget.crashes)
             epoch = message.coordinator + 1

@@ -49,7 +49,7 @@ class Shim(NamedTuple):
     runs: Phase = Phase.UNSPECIFIED
     followers: tuple[Ref, ...] = ()
     loaded: int = 0
-    seen: int = 0  # the highest epoch of a call that was served
+    seen: int = 1  # the highest epoch of a call that was served
     marks: tuple[Mark, ...] = ()
 
 
@@ -237,6 +237,13 @@ class Shims:
         """Without what was marked for an operation that nobody can publish any more."""
         over = Mark(over=shim.marks[operation].over)
         return shim if shim.marks[operation] == over else _mark(shim, operation, **over._asdict())
+
+    def never_heard_of(self, shim: Shim, operation: int) -> Shim:
+        """As if it had never been called for an operation of which nobody will speak any more."""
+        fence: Fence = clone(self.fence(shim), {})
+        fence._finished.pop(operation_id(operation), None)
+        marks = (*shim.marks[:operation], Mark(), *shim.marks[operation + 1 :])
+        return self._done(shim._replace(marks=marks), fence, (), ()).shim
 
     # ---- parts --------------------------------------------------------------------------------------------------------
 

@@ -42,6 +42,17 @@ LEFT_OUT_OPENING: Final = frozenset({
     ("Evidence", "progress"), ("Course", "deadline"), ("Course", "run"), ("Course", "abort_wanted"),
     ("Course", "late_warned"), ("Course", "_owner_until"), ("Course", "opened_alone"),
 })  # fmt: skip
+# Who reads these tells people: nothing is decided by them.
+ONLY_TOLD: Final = frozenset({
+    ("Finish", "primary"), ("Finish", "unconfirmed"), ("Evidence", "opened"), ("Opening", "acknowledged"),
+    ("Opening", "told"), ("Opening", "_operation_id"), ("Opening", "_not_ours"),
+    ("Opening", "_calls"), ("Opening", "_gone"),  # those of the course
+})  # fmt: skip
+CAUSES: Final = frozenset(
+    {"primary", "lost"}
+)  # why it came to an end: whether a phase is named is all that is looked at
+# When a call was sent is only asked for while leases are reckoned with.
+ONLY_TOLD_OPENING: Final = frozenset({("Running", "sent_at")})
 NUMBERED: Final = frozenset({"_running", "_closing"})  # fields whose keys are numbers of calls
 
 
@@ -55,9 +66,33 @@ def _names(kind: Any) -> tuple[str, ...] | None:
 
 
 @cache
-def _frozen(kind: Any) -> bool:
+def _is_shared(kind: Any) -> bool:
+    """Whether what is of this class never changes."""
     parameters: Any = getattr(kind, "__dataclass_params__", None)
-    return parameters is not None and bool(parameters.frozen)
+    return issubclass(kind, ATOMS) or kind is tuple or (parameters is not None and bool(parameters.frozen))
+
+
+@cache
+def _left_out(kind: Any, opening: bool, plain: bool) -> frozenset[str]:
+    """The fields of a class that are no part of keys."""
+    all_of_them = LEFT_OUT
+    all_of_them |= frozenset() if plain else ONLY_TOLD
+    all_of_them |= LEFT_OUT_OPENING | ONLY_TOLD_OPENING if opening else frozenset()
+    return frozenset(name for whose, name in all_of_them if whose in ("", kind.__name__))
+
+
+@cache
+def _is_mapping(kind: Any) -> bool:
+    return issubclass(kind, Mapping)
+
+
+@cache
+def _is_atom(kind: Any) -> bool:
+    return kind in (int, str, bool, type(None)) or issubclass(kind, Enum)
+
+
+def _kind(value: Any) -> Any:
+    return type(value)
 
 
 def _each(value: Any) -> list[Any]:
@@ -70,32 +105,34 @@ def _items(value: Any) -> list[tuple[Any, Any]]:
 
 def clone(value: Any, made: dict[int, Any]) -> Any:
     """A copy that shares what cannot change. `made` keeps parts that are shared by two fields shared in the copy."""
-    kind: Any = type(value)
-    if isinstance(value, ATOMS) or kind is tuple or _frozen(kind):
+    kind = _kind(value)
+    if _is_shared(kind):
         return value
     known = made.get(id(value))
     if known is not None:
         return known
-    copy: Any
-    if isinstance(value, (OrderedDict, dict)):
+    copy: Any = None
+    if kind in (OrderedDict, dict):
         copy = made[id(value)] = kind()
         for name, each in _items(value):
-            copy[name] = clone(each, made)
-    elif isinstance(value, list):
+            copy[name] = each if _is_shared(_kind(each)) else clone(each, made)
+    elif kind is list:
         copy = made[id(value)] = [clone(each, made) for each in _each(value)]
-    elif isinstance(value, set):
+    elif kind is set:
         copy = made[id(value)] = set(_each(value))
     else:
         copy = made[id(value)] = kind.__new__(kind)
         names = _names(kind)
         for name in tuple(vars(cast(object, value))) if names is None else names:
-            setattr(copy, name, clone(getattr(value, name), made))
+            each = getattr(value, name)
+            setattr(copy, name, each if _is_shared(_kind(each)) else clone(each, made))
     return copy
 
 
 class Keys:
-    """Makes keys. `calls`: a name for each number of a call, since only their order of birth could tell numbers apart,
-    and nothing asks for it. `opening`: whether everybody is being told to open. `plain`: leave in what could be left out.
+    """Makes keys. `calls`: a name for each number of a call that may still be answered, since only their order of birth
+    could tell numbers apart, and nothing asks for it. `opening`: whether everybody is being told to open. `plain`: leave
+    in what could be left out.
     """
 
     def __init__(
@@ -108,38 +145,38 @@ class Keys:
     ) -> None:
         self._now = now
         self._calls = calls or {}
+        self._plain = plain
         self._opening = opening and not plain
 
     def of(self, value: Any, name: str = "") -> Hashable:
         """What of a value can decide anything, as something that can be hashed."""
-        kind: Any = type(value)
+        kind = _kind(value)
         if kind is float:
             return float(value) if name.endswith("_s") or name in DURATIONS else round(value - self._now, 6)
-        if kind in (int, str, bool, type(None)) or isinstance(value, Enum):
+        if _is_atom(kind):
             return value  # type: ignore[no-any-return]
         if kind is Problem:
+            if name in CAUSES and not self._plain:
+                return bool(value.phase)
             return value.reason, value.phase, value.participant_id
-        if isinstance(value, Mapping):
+        if _is_mapping(kind):
             if name == "progress":
                 return frozenset(_each(value))  # who has said something; what it said is only told on
             if name in NUMBERED:
-                return frozenset((self._calls[number], self.of(below, name)) for number, below in _items(value))
+                calls = self._calls
+                return frozenset(
+                    (calls[number], self.of(below, name)) for number, below in _items(value) if number in calls
+                )
             items = [(each, self.of(below, name)) for each, below in _items(value)]
             return tuple(items) if kind is OrderedDict else frozenset(items)
         if kind in (set, frozenset):
             return frozenset(_each(value))
         if kind in (list, tuple):
-            return tuple(self.of(each, name) for each in _each(value))
-        names = _names(kind)
-        fields_ = tuple(vars(cast(object, value))) if names is None else names
-        return kind.__name__, *(
-            self.of(getattr(value, each), each) for each in fields_ if not self._left_out(kind.__name__, each)
-        )
-
-    def _left_out(self, kind: str, name: str) -> bool:
-        if (kind, name) in LEFT_OUT or ("", name) in LEFT_OUT:
-            return True
-        return self._opening and (kind, name) in LEFT_OUT_OPENING
+            return tuple([self.of(each, name) for each in _each(value)])
+        names, left_out = _names(kind), _left_out(kind, self._opening, self._plain)
+        if names is None:
+            return kind.__name__, *[self.of(b, n) for n, b in vars(cast(object, value)).items() if n not in left_out]
+        return kind.__name__, *[self.of(getattr(value, each), each) for each in names if each not in left_out]
 
 
 class Table:
