@@ -46,8 +46,8 @@ Fronts = dict[str, tuple[int, psutil.Process]]  # port and process of what stand
 
 
 @contextlib.contextmanager
-def fronts(folder: Path, pace: float = 0.0, profile: str = "") -> Iterator[Fronts]:
-    """The shim and a bare pump, before one engine."""
+def fronts(folder: Path, pace: float = 0.0, profile: str = "", steps: bool = False) -> Iterator[Fronts]:
+    """The shim and a bare pump, before one engine; with `steps` also the engine itself."""
     environment = {**os.environ, "PYTHONPATH": f"{REPOSITORY}{os.pathsep}{REPOSITORY / 'gen'}"}
     run: dict[str, Any] = {
         "stdout": subprocess.PIPE,
@@ -55,7 +55,9 @@ def fronts(folder: Path, pace: float = 0.0, profile: str = "") -> Iterator[Front
         "cwd": REPOSITORY,
         "env": environment,
     }
-    engine = subprocess.Popen([sys.executable, "-m", "tests.vllm.canned_engine", str(pace)], **run)
+    engine = subprocess.Popen(
+        [sys.executable, "-m", "tests.vllm.canned_engine", str(pace), *(["steps"] if steps else [])], **run
+    )
     assert engine.stdout is not None
     upstream, port = int(engine.stdout.readline()), free_ports(1)[0]
     command = [sys.executable, *(["-m", "cProfile", "-o", profile] if profile else []), "-m", "participant_shims.cli"]
@@ -68,7 +70,8 @@ def fronts(folder: Path, pace: float = 0.0, profile: str = "") -> Iterator[Front
         process.stdout.readline()
         pumps_at = int(pump.stdout.readline())
         time.sleep(1.5)  # it gets to know its engine
-        yield {"": (port, psutil.Process(process.pid)), ", bare pump": (pumps_at, psutil.Process(pump.pid))}
+        found = {"": (port, psutil.Process(process.pid)), ", bare pump": (pumps_at, psutil.Process(pump.pid))}
+        yield {**found, ", no proxy": (upstream, psutil.Process(engine.pid))} if steps else found
     finally:
         process.send_signal(signal.SIGTERM)
         process.wait(20)

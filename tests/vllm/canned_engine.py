@@ -1,10 +1,11 @@
 """A server that answers like vLLM from canned bytes, as fast as it can be done in Python: what a proxy costs shows only
 before one that costs little itself.
 
-    python -m tests.vllm.canned_engine [TOKENS_A_SECOND]     prints its port
+    python -m tests.vllm.canned_engine [TOKENS_A_SECOND] [steps]     prints its port
 
 A request gets its `max_tokens` tokens at once, in chunks of one; with TOKENS_A_SECOND each stream gets its tokens at that
-pace.
+pace. With `steps` all streams get a token in one step, each written by itself, as a real engine has it; with 0 for a pace
+steps follow each other as quickly as streams take them.
 """
 
 from __future__ import annotations
@@ -12,7 +13,8 @@ from __future__ import annotations
 import asyncio
 import json
 import sys
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Final
 
 HEAD = b"HTTP/1.1 200 OK\r\ndate: Sun, 01 Nov 2026 00:00:00 GMT\r\nserver: uvicorn\r\n"
 INFO = {
@@ -34,11 +36,49 @@ def token(number: int, last: bool) -> bytes:
 
 FIRST, MIDDLE, LAST = token(0, False), token(7, False), token(7, True)
 END = b"e\r\ndata: [DONE]\n\n\r\n0\r\n\r\n"
+BEHIND: Final = 256 << 10  # bytes that a stream has not taken yet; then it gets no more
+
+
+@dataclass(slots=True)
+class Running:
+    """A stream that gets its tokens in steps."""
+
+    transport: asyncio.Transport
+    count: int
+    said: int = 0
+
+    def step(self) -> bool:
+        """Whether that was its last token."""
+        if self.transport.get_write_buffer_size() < BEHIND:
+            self.said += 1
+            last = self.said == self.count
+            self.transport.write(MIDDLE if 1 < self.said < self.count else LAST + END if last else FIRST)
+            return last
+        return self.transport.is_closing()
+
+
+class Steps:
+    """Of all streams at once, `pace` a second; 0: as quickly as can be."""
+
+    def __init__(self, pace: float) -> None:
+        self.pace = pace
+        self.running: list[Running] = []
+
+    async def run(self) -> None:
+        loop = asyncio.get_running_loop()
+        due = loop.time()
+        while True:
+            self.running = [stream for stream in self.running if not stream.step()]
+            if self.pace:
+                due = max(due + 1 / self.pace, loop.time() - 1.0)  # one that was late catches up, within a second
+            await asyncio.sleep(
+                max(0.0, due - loop.time()) if self.running and self.pace else 0 if self.running else 0.01
+            )
 
 
 class Canned(asyncio.Protocol):
-    def __init__(self, pace: float) -> None:
-        self.pace = pace
+    def __init__(self, pace: float, steps: Steps | None = None) -> None:
+        self.pace, self.steps = pace, steps
         self.rest = b""
         self.tasks: set[asyncio.Task[None]] = set()
 
@@ -68,6 +108,10 @@ class Canned(asyncio.Protocol):
         asked = json.loads(body)
         count = asked.get("max_tokens", 16)
         head = HEAD + b"content-type: text/event-stream; charset=utf-8\r\ntransfer-encoding: chunked\r\n\r\n"
+        if self.steps is not None:
+            self.transport.write(head)
+            self.steps.running.append(Running(self.transport, count))
+            return
         if not self.pace:
             middle = [FIRST, *[MIDDLE] * (count - 2), LAST] if count > 1 else [token(0, True)]
             self.transport.write(head + b"".join(middle) + END)
@@ -88,8 +132,11 @@ class Canned(asyncio.Protocol):
 
 async def main() -> None:
     pace = float(sys.argv[1]) if len(sys.argv) > 1 else 0.0
-    server = await asyncio.get_running_loop().create_server(lambda: Canned(pace), "127.0.0.1", 0)
+    steps = Steps(pace) if "steps" in sys.argv else None
+    server = await asyncio.get_running_loop().create_server(lambda: Canned(pace, steps), "127.0.0.1", 0, backlog=1024)
     print(server.sockets[0].getsockname()[1], flush=True)
+    if steps is not None:
+        await steps.run()
     await server.serve_forever()
 
 

@@ -17,6 +17,7 @@ from coordinator.wire.errors import Reason, SafepointError
 from coordinator.wire.terms import QuiesceMode
 from participant_shims.adapter import Drain, Exported, Loaded, Opened
 from participant_shims.adapters.vllm import VllmAdapter
+from participant_shims.engine.requests_file import read_requests
 from tests.vllm.real_engine import SLOTS, Caller, Said, completion
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900)]
@@ -263,3 +264,17 @@ async def test_other_weights_are_refused_unless_they_are_marked(
     finally:
         await adapter.open()
         await caller.post("/update_weight_version", {"new_version": "default"})
+
+
+async def test_checksums_of_the_weights_are_the_same_in_each_cut(adapter: VllmAdapter, tmp_path: Path) -> None:
+    object.__setattr__(adapter._options, "weight_digest", True)
+    digests: list[str] = []
+    for number in range(2):
+        directory = tmp_path / f"cut-{number}"
+        directory.mkdir()
+        await freeze(adapter, f"op-{number}")
+        _ = [step async for step in adapter.export(directory)]
+        await adapter.open()
+        digests.append(read_requests(directory)[0].weight_digest)
+    assert digests[0] == digests[1]
+    assert len(digests[0]) == 64
