@@ -119,7 +119,8 @@ bench-engine: setup setup-vllm ## what freezing an engine takes and its proxy co
 	SAFEPOINT_MEASURES=1 $(PY) -m pytest tests/vllm/test_proxy_cost.py tests/vllm/test_freeze.py tests/vllm/test_freeze_length.py tests/vllm/test_continuation.py -m vllm
 	cat build/vllm-figures.json
 
-# A server that starts and freezes, drains, aborts, and is transparent: the part of test-vllm that takes under 4 minutes.
+# A server that starts and freezes, drains, aborts, and is transparent: the part of test-vllm that takes under 4 minutes
+# on two cores. What CI runs after `make check`, with RERUNS=1.
 check-vllm: setup ## the shorter engine tests against a real vLLM, where one can be installed
 	if $(MAKE) --no-print-directory setup-vllm; then \
 	$(PY) -m pytest tests/vllm -m "vllm and not slow" --reruns $(RERUNS) --max-suite-reruns 3 --rerun-show-tracebacks; \
