@@ -12,7 +12,7 @@ from __future__ import annotations
 import importlib
 import threading
 from collections import Counter, deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Final, Protocol
 
 from safepoint.v1 import coordinator_service_pb2 as pb
@@ -188,6 +188,7 @@ class MetricsServer:
         host, port = metrics_address(bind)
         try:
             server, thread = _client().start_http_server(port, host.strip("[]"), metrics.registry)
+            server.set_app(_only_metrics(server.get_app()))  # its own answers whatever the path is
         except OSError as error:
             raise refuse(
                 Reason.UNAVAILABLE, f"The address {bind} for metrics cannot be bound: {error.strerror or error}.",
@@ -223,6 +224,16 @@ def _client() -> Any:
             Reason.INVALID_ARGUMENT, "metrics_bind is set and prometheus-client is not installed.",
             next_step=f"{install_extra('metrics')}, or leave metrics_bind empty.",
         ) from error  # fmt: skip
+
+
+def _only_metrics(app: Callable[..., Any]) -> Callable[..., Any]:
+    def answer(environ: dict[str, Any], start_response: Callable[..., Any]) -> Any:
+        if environ.get("PATH_INFO") == "/metrics":
+            return app(environ, start_response)
+        start_response("404 Not Found", [("Content-Type", "text/plain; charset=utf-8")])
+        return [b"There is nothing here but /metrics.\n"]
+
+    return answer
 
 
 def _phase(number: int) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import re
+import urllib.error
 import urllib.request
 from pathlib import Path
 from typing import Any
@@ -224,6 +225,21 @@ def test_a_port_that_is_taken_is_refused_and_one_that_is_closed_is_free_again() 
     finally:
         server.close()
     MetricsServer(Metrics(Seen()), server.address).close()
+
+
+def test_what_is_not_metrics_is_not_found() -> None:
+    server = MetricsServer(Metrics(Seen()), "127.0.0.1:0")
+    try:
+        for path in ("/", "/metrics/", "/health", "/favicon.ico"):
+            with pytest.raises(urllib.error.HTTPError) as caught:
+                urllib.request.urlopen(f"http://{server.address}{path}", timeout=5)
+            assert caught.value.code == 404
+            assert b"/metrics" in caught.value.read()
+            caught.value.close()
+        with urllib.request.urlopen(f"http://{server.address}/metrics?a=b", timeout=5) as answer:
+            assert b"safepoint_operation_active" in answer.read()
+    finally:
+        server.close()
 
 
 async def test_a_real_coordinator_serves_what_its_saves_have_told(bench: Bench) -> None:
