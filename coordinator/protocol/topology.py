@@ -8,7 +8,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Final
@@ -47,6 +47,9 @@ class Topology:
 NEVER: Final = "not heard of since this coordinator started"  # begins the `why` of who took part before that
 STARTING_S: Final = 60.0  # servers that start beside the coordinator are not alarming for so long
 _NAMED: Final = 5
+_IN_ONE: Final = 3  # findings in one error
+_SHORT: Final = 160  # characters of a why in an error
+_QUOTES: Final = " The last of its log:"  # begins what may be long
 
 # Kinds that are not listed (the raw proxy, adapters of others) may have any role.
 KIND_ROLES: Final[Mapping[str, frozenset[Role]]] = MappingProxyType(
@@ -79,7 +82,8 @@ def validate(topology: Topology, quiesce_mode: QuiesceMode = QuiesceMode.UNSPECI
 def problem_from_findings(findings: Iterable[Finding]) -> Problem | None:
     """The one Problem that refuses an operation: None without blocking findings.
 
-    A single finding keeps its own reason and next step; several become TOPOLOGY_INVALID, whose message has them all.
+    A single finding keeps its own reason and next step; several become TOPOLOGY_INVALID, whose message has the first ones: a
+    message has 1,000 bytes, and the topology lists all.
     """
     blocking = [f for f in findings if f.blocking]
     if not blocking:
@@ -87,15 +91,22 @@ def problem_from_findings(findings: Iterable[Finding]) -> Problem | None:
     if len(blocking) == 1:
         only = blocking[0]
         return Problem(only.reason, only.message, only.next_step, Phase.DISCOVER, only.participant_id)
-    text = " ".join(f"({n}) {f.message}" for n, f in enumerate(blocking, 1))
-    steps = " ".join(f"({n}) {f.next_step}" for n, f in enumerate(blocking, 1))
+    shown, left = blocking[:_IN_ONE], len(blocking) - _IN_ONE
+    more = f" And {left} more: see `safepoint topology`." if left > 0 else ""
+    text = " ".join(f"({n}) {f.message}" for n, f in enumerate(shown, 1)) + more
+    steps = " ".join(f"({n}) {f.next_step}" for n, f in enumerate(shown, 1))
     reasons = {f.reason for f in blocking}
     reason = blocking[0].reason if len(reasons) == 1 else Reason.TOPOLOGY_INVALID
     return Problem(reason, text, steps, Phase.DISCOVER)
 
 
-def refusal(topology: Topology, findings: Iterable[Finding], expected_fingerprint: str) -> Problem | None:
+def refusal(topology: Topology, findings: Sequence[Finding], expected_fingerprint: str) -> Problem | None:
     """Why this topology takes no operation: blocking findings, else another fingerprint than the expected one, if any is."""
+    gone = [each for each in topology.missing if not _starting(each)]
+    if len(gone) > 1:  # the same for each of them, which would be cut in an error
+        names = {each.participant.participant_id for each in gone}
+        of_them = [f for f in findings if f.reason is Reason.TOPOLOGY_INVALID and f.participant_id in names]
+        findings = [gone_together(gone), *(f for f in findings if f not in of_them)] if of_them else findings
     problem = problem_from_findings(findings)
     if problem is None and expected_fingerprint not in ("", found := fingerprint(topology.participants)):
         return Problem(
@@ -215,7 +226,7 @@ def _names(participants: tuple[Participant, ...]) -> Iterator[Finding]:
 
 def gone_from(missing: tuple[Missing, ...]) -> Iterator[Finding]:
     """What is to be said of who has taken part and is not here."""
-    starting = [gone for gone in missing if gone.why.startswith(NEVER) and gone.since_s < STARTING_S]
+    starting = [gone for gone in missing if _starting(gone)]
     if starting:
         names = [gone.participant.participant_id for gone in starting]
         shown = [f"`{gone.participant.participant_id}`{_last_heard(gone)}" for gone in starting[:_NAMED]]
@@ -240,6 +251,30 @@ def gone_from(missing: tuple[Missing, ...]) -> Iterator[Finding]:
             f"Start `{p.participant_id}` again (under `gym env start` that is all of its servers, and then a restore); its "
             f"shim's log says why it ended. If it is gone for good, save once with `--without {p.participant_id}`.",
         )  # fmt: skip
+
+
+def gone_together(missing: Sequence[Missing]) -> Finding:
+    """The same of several, short enough for an error; what each log says is in the topology."""
+    shown = "; ".join(
+        f"`{gone.participant.participant_id}` for {gone.since_s:.0f} s ({_short(gone.why.partition(_QUOTES)[0])})"
+        for gone in missing[:_IN_ONE]
+    )
+    more = f"; and {len(missing) - _IN_ONE} more" if len(missing) > _IN_ONE else ""
+    return finding_of(
+        Reason.TOPOLOGY_INVALID, "",
+        f"{len(missing)} servers took part and are missed: {shown}{more}. What they hold would be missing in the snapshot.",
+        "Start them again (under `gym env start` that is all of its servers, and then a restore); `safepoint topology` and their "
+        "shims' logs say why each ended. Those that are gone for good: save once with `--without NAME` for each.",
+    )  # fmt: skip
+
+
+def _starting(gone: Missing) -> bool:
+    return gone.why.startswith(NEVER) and gone.since_s < STARTING_S
+
+
+def _short(why: str) -> str:
+    why = why.rstrip(". ")
+    return why if len(why) <= _SHORT else f"{why[: _SHORT - 3]}..."
 
 
 def _last_heard(gone: Missing) -> str:

@@ -19,6 +19,7 @@ from coordinator.protocol.topology import (
     difference,
     fingerprint,
     problem_from_findings,
+    refusal,
     validate,
 )
 from coordinator.wire.deadline import MIN_BUDGET_S
@@ -268,6 +269,32 @@ def test_several_blocking_findings_make_one_problem_that_has_them_all() -> None:
     assert "`box`" in problem.message
     assert "`x`" in problem.message
     assert problem_from_findings(validate(Topology(HEALTHY))) is None
+
+
+def test_what_refuses_a_save_is_never_cut_in_the_middle() -> None:
+    """A message has 1,000 bytes and a step 500; three servers that were missed had more."""
+    why = "its process (pid 4711 on node-3) was ended by SIGKILL, which the kernel sends when memory is short"
+    quoted = f'{why}. The last of its log: "{"x" * 400}".'
+    for count in (2, 3, 40):
+        gone = tuple(
+            Missing(participant(f"resources-server-number-{n:02}", Role.RESOURCES), 20.0, quoted) for n in range(count)
+        )
+        topology = Topology(HEALTHY, missing=gone)
+        problem = refusal(topology, validate(topology), "")
+        assert problem is not None
+        assert problem.reason is Reason.TOPOLOGY_INVALID
+        assert len(problem.message.encode()) <= 1000
+        assert len(problem.next_step.encode()) <= 500
+        assert problem.message.startswith(
+            f"{count} servers took part and are missed: `resources-server-number-00` for 20 s ({why})"
+        )
+        assert ("and 37 more" in problem.message) == (count == 40)
+        assert "`--without NAME` for each" in problem.next_step
+    broken = tuple(participant(f"agent-{n}", Role.AGENT, configured_workers=0) for n in range(9))
+    problem = problem_from_findings(validate(Topology((*HEALTHY, *broken))))
+    assert problem is not None
+    assert "And 6 more: see `safepoint topology`." in problem.message
+    assert len(problem.next_step.encode()) <= 500
 
 
 def test_the_fingerprint_ignores_what_may_change_between_save_and_restore() -> None:
