@@ -334,9 +334,7 @@ class Transaction:
         course.phase = _program(found.operation)[0]
         text = f"The coordinator stopped during the {found.operation.kind.name.lower()} (last record: {found.last})."
         opens = found.operation.kind == OperationKind.SAVE or found.last == RecordKind.ABORTING
-        # ABORTED says that nobody is paused; whoever is half restored is, until Abort.
-        reason = Reason.ABORTED if opens else Reason.COORDINATOR_RESTARTED
-        cause = found.primary or course.mine(Problem(reason, text))
+        cause = found.primary or course.mine(Problem(Reason.COORDINATOR_RESTARTED, text))
         if opens:
             return course.abort(cause, now)
         loaded = found.last == RecordKind.RESTORED

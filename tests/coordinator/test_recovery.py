@@ -41,7 +41,7 @@ async def test_a_crash_before_publishing_aborts_and_the_next_save_works(bench: B
     assert (await bench.save("save-2", "step-2"))[-1].saved.snapshot.snapshot_id == "step-2"
     with pytest.raises(SafepointError) as caught:
         await bench.save()
-    assert caught.value.reason is Reason.ABORTED
+    assert caught.value.reason is Reason.COORDINATOR_RESTARTED
     await until(lambda: not (bench.root / "snapshots" / "step-1").exists())
 
 

@@ -70,7 +70,7 @@ def test_a_save_survives_the_loss_of_the_coordinators_node_in(
             shims.verify("lost")
         else:
             assert isinstance(told, SafepointError)
-            assert told.reason is Reason.ABORTED
+            assert told.reason is Reason.COORDINATOR_RESTARTED
             assert told.problem.operation_id == "op-lost"
         shims.verify("before")
         assert_found_again(trainer, shims, name, epoch)
