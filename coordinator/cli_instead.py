@@ -24,7 +24,7 @@ T = TypeVar("T")
 _RECORD: Final = "file:"
 _ADDRESS: Final = "address.json"
 _BELOW: Final = f"/coordinator/{_ADDRESS}"
-_ASK_S: Final = 2.0  # the root can be read instead, so nobody has to wait longer for a coordinator
+ASK_S: Final = 2.0  # the root can be read instead, so nobody has to wait longer for a coordinator
 
 
 def root_here(target: str, root: str) -> str:
@@ -56,7 +56,7 @@ def holds_snapshots(root: str) -> bool:
 def patience(root: str, wait_s: float) -> float:
     """Seconds to wait for a coordinator beside a root that can be read: none where none has said that it is there."""
     announced = is_store(root) or (Path(root) / "coordinator" / _ADDRESS).exists()
-    return min(wait_s, _ASK_S) if announced else 0.0
+    return min(wait_s, ASK_S) if announced else 0.0
 
 
 def is_absent(error: SafepointError) -> bool:

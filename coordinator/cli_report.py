@@ -1,6 +1,7 @@
 """The command that writes one operation into one file, to look at it anywhere.
 
-The rule: the root is read first, since it has everything; a coordinator that answers knows the events without the curves.
+The rule: the root is read first, since it has everything; a coordinator that answers knows the events without the curves, and
+alone which operation is the latest, also when that could not be written.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from coordinator.cli_instead import history_here
+from coordinator.cli_instead import ASK_S, history_here, is_absent
 from coordinator.cli_options import DEFAULT_WAIT_S, AsJson, Root, Target, Timeout, TokenFile, Wait, make_client
 from coordinator.cli_output import emit, note, reporting, say
 from coordinator.cli_past import explained
@@ -21,6 +22,7 @@ from coordinator.wire.errors import Reason, SafepointError, refuse
 if TYPE_CHECKING:
     from safepoint.v1 import coordinator_service_pb2 as pb
 
+    from coordinator.client import Client
     from coordinator.history import History
     from coordinator.history_record import Record
 
@@ -57,12 +59,21 @@ def report(
         from coordinator.page.report import report as page
 
         here = history_here(target, root)
-        record, source = _found(here, operation_id), "root"
+        name = operation_id
+        if name == "latest" and here is not None:
+            # What a full disk kept from being written is known to the coordinator alone.
+            try:
+                with make_client(target, root, token_file, 0.0, as_json, patient=False) as client:
+                    name = _newest(client, ASK_S if timeout is None else timeout) or name
+            except SafepointError as error:
+                if not is_absent(error):
+                    note(
+                        f"the coordinator does not say which one is the latest, so the root does: {error.problem.message}"
+                    )
+        record, source = _found(here, name), "root"
         if record is None:
             with make_client(target, root, token_file, wait, as_json) as client:
-                name = operation_id
-                if name == "latest":
-                    name = next((one.operation.operation_id for one in client.operations(1, timeout=timeout)), "")
+                name = _newest(client, timeout) if name == "latest" else name
                 answer = explained(client, name, timeout) if name else None
             record, source = from_answer(answer) if answer is not None else None, "coordinator"
             if record is not None:
@@ -95,6 +106,10 @@ def report(
             )
         else:
             say(f"{file}: {record.operation} {record.snapshot_id}, {record.outcome.replace('_', ' ') or 'not ended'}")
+
+
+def _newest(client: Client, timeout_s: float | None) -> str:
+    return next((one.operation.operation_id for one in client.operations(1, timeout=timeout_s)), "")
 
 
 def _found(here: History | None, operation_id: str) -> Record | None:

@@ -94,6 +94,24 @@ async def test_report_asks_the_coordinator_where_the_root_cannot_be_read(bench: 
     assert [phase["phase"] for phase in operation["phases"]][-1] == "resume"  # type: ignore[index]
 
 
+async def test_the_latest_is_what_the_coordinator_says_and_not_the_last_that_could_be_written(
+    bench: Bench, tmp_path: Path
+) -> None:
+    await bench.start()
+    await bench.save("save-1", "step-1")
+    await bench.save("save-2", "step-2")
+    folder = History(str(bench.root)).path
+    assert isinstance(folder, Path)
+    for written in folder.glob("*-save-2.jsonl"):  # as if the disk had been full
+        written.unlink()
+    safepoint, file = Safepoint(f"file:{bench.root}/coordinator/address.json"), tmp_path / "r.html"
+    ran = await safepoint("report", "latest", "-o", str(file), "--json")
+    assert (ran.json()["operation_id"], ran.json()["source"]) == ("save-2", "coordinator")
+    assert "has no file of it, as when the storage was full" in ran.err
+    await bench.running.kill()
+    assert (await safepoint("report", "latest", "-o", str(file), "--json")).json()["operation_id"] == "save-1"
+
+
 async def test_report_says_that_the_file_is_missing_where_the_root_can_be_read(bench: Bench, tmp_path: Path) -> None:
     await bench.start()
     await bench.save("save-1", "step-1")
