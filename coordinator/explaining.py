@@ -111,10 +111,14 @@ def _looked_up(history: History, operations: Operations, operation_id: str) -> R
         return history.find(operation_id)
     active = operations.active
     running = active.operation.operation_id if active is not None else ""
-    for found in history.newest():
-        ended = operations.ended_operation(found.operation_id)
-        outcome = ended.outcome is Outcome.SUCCEEDED if ended is not None else found.outcome == "succeeded"
-        if not outcome and found.operation_id != running:
+
+    def passed_over(name: str) -> bool:
+        """What the journal knows to have succeeded is not read: of a root in a store each is a request."""
+        ended = operations.ended_operation(name)
+        return name == running or (ended is not None and ended.outcome is Outcome.SUCCEEDED)
+
+    for found in history.newest(known=passed_over):
+        if operations.ended_operation(found.operation_id) is not None or found.outcome != "succeeded":
             return history.find(found.operation_id)
     return None
 

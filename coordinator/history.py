@@ -10,7 +10,7 @@ one, in the order of their names.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
@@ -79,14 +79,14 @@ class History:
             return False
         return True
 
-    def newest(self, *, after: int = 0) -> Iterator[Record]:
-        """As `list`, one by one: no more is read than is asked for, or little more."""
+    def newest(self, *, after: int = 0, known: Callable[[str], bool] = lambda _: False) -> Iterator[Record]:
+        """As `list`, one by one: no more is read than is asked for, or little more. `known`: operations that are left out, unread."""
         try:
             folder = self._open()
         except FileNotFoundError:
             return
         with folder:
-            files = [mine for mine in by_operation(folder).values() if place(mine[0]) > after]
+            files = [mine for name, mine in by_operation(folder).items() if place(mine[0]) > after and not known(name)]
             read = partial(_read, folder, progress=False)
             if isinstance(folder, Directory):
                 yield from filter(None, map(read, reversed(files)))
@@ -134,8 +134,12 @@ class History:
         """As Explain answers, for when no coordinator does: of that operation or the newest on that snapshot (None: it is not
         known), or of the newest that did not succeed. Raises as `list`.
         """
-        listed = self.list()
-        name = operation_id or next((one.operation_id for one in listed if one.outcome != "succeeded"), "")
+        listed, name = self.list() if operation_id else [], operation_id
+        for one in islice(self.newest(), 0 if operation_id else MAX_NAMED):  # no more are read than that one and later ones
+            listed.append(one)
+            if one.outcome != "succeeded":
+                name = one.operation_id
+                break
         found = self.named(name) if name else None
         if found is None:
             return None if operation_id else pb.ExplainResponse()

@@ -322,3 +322,20 @@ def test_a_long_list_is_read_as_far_as_it_is_asked_for() -> None:
     assert [record.operation_id for record in History(url).list(3)] == ["op-99", "op-98", "op-97"]
     assert client.count < 20
     assert len(History(url).list(1000)) == 100
+
+
+async def test_what_the_journal_knows_to_have_succeeded_is_not_read_to_find_what_failed(
+    stored: Bench, client: MemoryRequests
+) -> None:
+    """Of 200 operations each was a request, and together longer than whoever asked had time."""
+    await stored.start()
+    for number in range(12):
+        await stored.save(f"save-{number}", f"step-{number}")
+    await written(client.store.url, "save-11")
+    await stored.crash()
+    await stored.restart()
+    await until(stored.all_open)
+    read: list[tuple[str, str]] = []
+    client.before = lambda method, key: read.append((method, key)) if "history!" in key else None
+    assert not (await stored.explain()).HasField("operation")
+    assert len(read) < 3, read
