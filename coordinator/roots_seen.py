@@ -12,6 +12,7 @@ from typing import Final
 from safepoint.v1 import capabilities_pb2
 
 from coordinator.wire.errors import Reason
+from coordinator.wire.names import is_store
 
 REASONS: Final = frozenset({Reason.STORAGE_FAILED, Reason.SNAPSHOT_NOT_FOUND})
 
@@ -41,7 +42,10 @@ def unseen(mark: str, root: str, seen: Iterable[tuple[str, capabilities_pb2.Seen
         else:
             found.setdefault((it.path, it.problem, it.mark), []).append(participant_id)
     next_step = (
-        f"Mount {root} on the shim's machine, let the user of the server write there, and set SAFEPOINT_ROOT to it before the "
+        f"Set SAFEPOINT_ROOT to {root} before the server starts, and give its machine what reaches that store (AWS_ENDPOINT_URL, "
+        "credentials, a region). If the coordinator began within the last minute, look again first."
+        if is_store(root)
+        else f"Mount {root} on the shim's machine, let the user of the server write there, and set SAFEPOINT_ROOT to it before the "
         "server starts. If the coordinator began within the last minute, look again first."
     )
     told: list[Unseen] = []

@@ -20,6 +20,8 @@ from coordinator.wire.record import address_below, look_up, mark_of
 
 EVERY_S: Final = 5.0
 AGAIN_S: Final = 0.5  # while something is wrong: that the coordinator has come must not look like a wrong root for long
+STORED_EVERY_S: Final = 60.0  # of a root in a store each look is a request, of each shim
+STORED_AGAIN_S: Final = 5.0
 HUNG_AFTER_S: Final = 5.0
 MAX_PATH_BYTES: Final = 1024
 MAX_PROBLEM_BYTES: Final = 500
@@ -27,9 +29,11 @@ _OURS: Final = ("coordinator", "snapshots", "chunks")  # below a root; made when
 
 
 class RootWatch:
-    """Looks at `root` now and then; None: there is nothing to look at, which is told as well. `clock`: seconds, monotonic."""
+    """Looks at `root` now and then: a directory, or the URL of one in a store, of which it reads one object. None: there is
+    nothing to look at, which is told as well. `clock`: seconds, monotonic.
+    """
 
-    def __init__(self, root: Path | None, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, root: Path | str | None, clock: Callable[[], float] = time.monotonic) -> None:
         self._root = root
         self._clock = clock
         self._seen: capabilities_pb2.SeenRoot | None = None
@@ -62,20 +66,25 @@ class RootWatch:
         while not self._stopped.is_set():
             self.look()
             well = self._seen is not None and not self._seen.problem
-            self._stopped.wait(EVERY_S if well else AGAIN_S)
+            if isinstance(self._root, str):
+                self._stopped.wait(STORED_EVERY_S if well else STORED_AGAIN_S)
+            else:
+                self._stopped.wait(EVERY_S if well else AGAIN_S)
 
 
-def _look(root: Path | None) -> capabilities_pb2.SeenRoot:
+def _look(root: Path | str | None) -> capabilities_pb2.SeenRoot:
     if root is None:
         return _seen(None)
     try:
+        if isinstance(root, str):
+            return _seen(root, mark_of(look_up(address_below(root)).nonce))
         if not root.is_dir():
             return _seen(root, problem="It is not there, or no directory.")
         if problem := _barred(root):
             return _seen(root, problem=problem)
         read_only = os.statvfs(root).f_flag & os.ST_RDONLY
         mark = mark_of(look_up(address_below(str(root))).nonce)
-    except SafepointError as error:  # no record: another root, or one that no coordinator has been in
+    except SafepointError as error:  # no record, or no store: another root, or one that no coordinator has been in
         return _seen(root, problem=error.problem.message)
     except PermissionError as error:
         return _seen(root, problem=f"The shim's user (uid {os.geteuid()}) may not look there: {error.strerror}.")
@@ -97,7 +106,7 @@ def _barred(root: Path) -> str:
     return ""
 
 
-def _seen(root: Path | None, mark: str = "", problem: str = "") -> capabilities_pb2.SeenRoot:
+def _seen(root: Path | str | None, mark: str = "", problem: str = "") -> capabilities_pb2.SeenRoot:
     path = os.fsencode(root)[:MAX_PATH_BYTES].decode(errors="ignore") if root is not None else ""
     return capabilities_pb2.SeenRoot(
         path=path, mark=mark, problem=problem.encode(errors="replace")[:MAX_PROBLEM_BYTES].decode(errors="ignore")

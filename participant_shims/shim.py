@@ -225,9 +225,8 @@ class Shim:
 
     def watch_root(self) -> None:
         """Look at the root now and then until the shim stops, and tell what is seen with the status."""
-        if not self._options.store:  # a look there is a request, of each shim, and the coordinator has tried the store
-            self.service.root_watch = RootWatch(self._options.root)
-            self.service.root_watch.start()
+        self.service.root_watch = RootWatch(self._options.store or self._options.root)
+        self.service.root_watch.start()
 
     def announcement(self) -> dict[str, object]:
         """What is printed once it can be called. `listens`: where a proxy takes its server's calls."""

@@ -9,12 +9,16 @@ import tempfile
 from pathlib import Path
 
 import pytest
+from safepoint.v1 import capabilities_pb2
 
 from coordinator.client import AsyncClient
+from coordinator.roots_seen import unseen
 from coordinator.server import serve
 from coordinator.settings import Settings
+from coordinator.wire.record import mark_of
 from participant_shims import root_watch
 from participant_shims.root_watch import HUNG_AFTER_S, RootWatch
+from tests.stored import MemoryStore
 
 
 async def test_a_shim_sees_the_root_of_the_coordinator_and_knows_it_from_another_ones(tmp_path: Path) -> None:
@@ -42,6 +46,33 @@ async def test_a_shim_sees_the_root_of_the_coordinator_and_knows_it_from_another
         (str(ours), True, ""), (str(others), False, ""),
         (str(tmp_path / "absent"), False, "It is not there, or no directory."), ("", False, ""),
     ]  # fmt: skip
+
+
+async def test_a_shim_sees_a_root_in_a_store_as_one_in_a_directory() -> None:
+    ours, others = MemoryStore().root(), MemoryStore().root()
+    coordinator, other = await serve(Settings(root=ours)), await serve(Settings(root=others))
+    try:
+        found: list[tuple[str, bool, str]] = []
+        for root in (ours, others, MemoryStore().root()):
+            watch = RootWatch(root)
+            await asyncio.to_thread(watch.look)
+            seen = watch.seen()
+            assert seen is not None
+            found.append((seen.path, seen.mark == mark_of(coordinator.nonce), seen.problem))
+    finally:
+        await coordinator.stop()
+        await other.stop()
+    assert found[:2] == [(ours, True, ""), (others, False, "")]
+    assert "none has written it yet" in found[2][2]
+
+
+def test_who_does_not_see_a_store_is_told_what_a_store_needs() -> None:
+    it = capabilities_pb2.SeenRoot(path="s3://bucket/run", problem="No credentials.")
+    (told,), well = unseen("mark", "s3://bucket/run", [("agent", it)])
+    assert (told.participant_ids, well) == (("agent",), 0)
+    assert "does not see the coordinator's root s3://bucket/run" in told.text
+    assert "Mount" not in told.next_step
+    assert "AWS_ENDPOINT_URL" in told.next_step
 
 
 async def test_a_root_that_was_not_seen_is_looked_at_again_at_once(
