@@ -16,6 +16,7 @@ from coordinator.cli_options import AsJson, Root, TokenFile, folder, say_root
 from coordinator.cli_output import emit, note, reporting, say
 from coordinator.cli_snapshots import SnapshotName, newest, open_store
 from coordinator.wire.errors import Reason, refuse
+from coordinator.wire.terms import counted
 
 Url = Annotated[
     str, typer.Argument(help="s3://bucket/prefix, another URL that fsspec knows, or an absolute path.", metavar="URL")
@@ -65,7 +66,9 @@ def push(snapshot: SnapshotName, url: Url, root: Root = "", timeout: Silence = N
             )
         else:
             there = f", {done.found} were there" if done.found else ""
-            say(f"{name} is at {url}: {done.files} files, {size_text(done.size_bytes)} with their manifests{there}")
+            say(
+                f"{name} is at {url}: {counted(done.files, 'file')}, {size_text(done.size_bytes)} with their manifests{there}"
+            )
 
 
 def pull(
@@ -96,7 +99,9 @@ def pull(
         if as_json:
             emit({"snapshot_id": name, "url": url, "files": done.files, "size_bytes": done.size_bytes})
         else:
-            say(f"{name} is in {into}: {done.files} files, {size_text(done.size_bytes)} with their manifests")
+            say(
+                f"{name} is in {into}: {counted(done.files, 'file')}, {size_text(done.size_bytes)} with their manifests"
+            )
 
 
 def _given(root: str) -> str:

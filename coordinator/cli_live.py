@@ -15,9 +15,10 @@ from safepoint.v1 import coordinator_service_pb2 as pb
 
 from coordinator.cli_output import short
 from coordinator.cli_views import operation_text, table
-from coordinator.client_results import counted, seconds, upload_from
+from coordinator.client_results import seconds, upload_from
 from coordinator.client_words import no_client_s
 from coordinator.wire.rpc import problem_from_detail
+from coordinator.wire.terms import counted
 
 if TYPE_CHECKING:
     from rich.console import Group
@@ -116,8 +117,7 @@ def _status(status: pb.GetCoordinatorStatusResponse, since_s: float, rollouts: i
     yield from (_line(text, bars) for text in relay_lines(status))
     yield from (_line(text, bars, "bold") for text in missing_lines(status) + kept_out_lines(status))
     for edge in edges(status):
-        calls = f"{edge.calls} call{'s' if edge.calls != 1 else ''}"
-        text = f"{edge.caller} -> {edge.callee}: {calls}, the oldest {edge.oldest_s:.0f} s of {edge.rollout_id}"
+        text = f"{edge.caller} -> {edge.callee}: {counted(edge.calls, 'call')}, the oldest {edge.oldest_s:.0f} s of {edge.rollout_id}"
         yield _line(text, bars)
     if rollouts:
         yield _rollouts(status, rollouts)
@@ -151,9 +151,7 @@ def upload_lines(status: pb.GetCoordinatorStatusResponse) -> Iterator[str]:
         return
     upload = status.upload
     last = f", {upload.uploaded_last} is there" if upload.uploaded_last else ""
-    waiting = (
-        f"{upload.waiting} snapshot{'s' if upload.waiting != 1 else ''} to go" if upload.waiting else "all is there"
-    )
+    waiting = f"{counted(upload.waiting, 'snapshot')} to go" if upload.waiting else "all is there"
     if upload.looking and not upload.waiting:
         waiting = "looking what is there"
     yield f"upload to {upload.url}: {waiting}{last}"

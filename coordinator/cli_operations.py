@@ -103,8 +103,6 @@ def save(
             emit(plain(result) | {"line": result.line})
         else:
             say(result.line)
-            for warning in result.warnings:
-                note(f"warning: {warning}")
 
 
 def restore(

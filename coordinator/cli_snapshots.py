@@ -29,6 +29,7 @@ from coordinator.cli_output import emit, note, plain, reporting, say, show
 from coordinator.wire.errors import Reason, refuse
 from coordinator.wire.ids import SnapshotId
 from coordinator.wire.objects import is_url, objects_at
+from coordinator.wire.terms import counted
 
 if TYPE_CHECKING:
     from safepoint.v1 import manifest_pb2
@@ -191,7 +192,7 @@ def verify(
             return
         # The first is what a list says; everything that was read is that and the manifests which vouch for it.
         state, manifests = size_text(one.state_bytes), size_text(one.size_bytes - one.state_bytes)
-        say(f"{one.snapshot_id} is whole: {one.files} files, {state}, and {manifests} of manifests")
+        say(f"{one.snapshot_id} is whole: {counted(one.files, 'file')}, {state}, and {manifests} of manifests")
         if one.unlisted:
             note(f"ignored, not part of it: {', '.join(one.unlisted)}")
 
@@ -279,5 +280,5 @@ def _print_rollouts(entries: Iterator[dict[str, Any]], as_json: bool) -> None:
         else:
             why = f"  {entry['reason'] or entry['waiting_on']}".rstrip()
             say(
-                f"{entry['rollout_id']}  attempt {entry['attempt']}  {entry['state']}  {entry['recorded_calls']} calls{why}"
+                f"{entry['rollout_id']}  attempt {entry['attempt']}  {entry['state']}  {counted(entry['recorded_calls'], 'call')}{why}"
             )

@@ -16,6 +16,7 @@ from coordinator.roots_seen import REASONS as ROOT_REASONS
 from coordinator.wire.places import Placement
 from coordinator.wire.refusals import KEPT_OUT
 from coordinator.wire.rpc import problem_from_detail
+from coordinator.wire.terms import counted
 
 if TYPE_CHECKING:
     from rich.console import Group
@@ -205,7 +206,9 @@ def report_text(report: Report) -> str:
         lines.append(f"tried     {seen.untried}")
     elif seen is not None and seen.ran:
         same = "the second server told the same" if seen.equal else "the second server told something else"
-        lines.append(f"tried     {seen.sessions} sessions, {seen.saved} saved, {size_text(seen.export_bytes)}; {same}")
+        lines.append(
+            f"tried     {counted(seen.sessions, 'session')}, {seen.saved} saved, {size_text(seen.export_bytes)}; {same}"
+        )
         lines += [f"excluded  {why}" for why in seen.excluded]
     elif seen is not None:
         lines.append(f"not tried {seen.problem}")

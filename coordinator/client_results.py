@@ -14,7 +14,7 @@ from safepoint.v1 import manifest_pb2
 
 from coordinator.wire.places import Locator, Placement
 from coordinator.wire.rpc import problem_from_detail
-from coordinator.wire.terms import RolloutState, UploadState
+from coordinator.wire.terms import RolloutState, UploadState, counted
 
 # Called with every event of an operation, in order, each one once. What it raises is logged and the operation goes on.
 ProgressCallback = Callable[[pb.OperationEvent], None]
@@ -250,7 +250,7 @@ class RestoreSummary:
         """One line for the training log."""
         text = (
             f"restored {self.snapshot_id}: {self.totals.kept_in_flight} in flight continue, "
-            f"{self.totals.completed} answered from record, {self.totals.excluded} restart, {self.sessions} sessions"
+            f"{self.totals.completed} answered from record, {self.totals.excluded} restart, {counted(self.sessions, 'session')}"
         )
         moved = sum(p.from_actor != p.to_actor for p in self.placements)
         text += f", spread over {len({p.to_actor for p in self.placements})} actors" if moved else ""
@@ -300,11 +300,6 @@ def seconds(duration: object) -> float:
 
 
 _UNITS: Final = ((1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1e3, "kB"))
-
-
-def counted(number: int, what: str) -> str:
-    """A number of things for people: "1 rollout", "3 rollouts"."""
-    return f"{number} {what}" + "s" * (number != 1)
 
 
 def size_text(size_bytes: int) -> str:

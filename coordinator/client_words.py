@@ -8,10 +8,10 @@ from __future__ import annotations
 from safepoint.v1 import capabilities_pb2
 from safepoint.v1 import coordinator_service_pb2 as pb
 
-from coordinator.client_results import counted, seconds, size_text
+from coordinator.client_results import seconds, size_text
 from coordinator.wire.errors import Blocked
 from coordinator.wire.rpc import problem_from_detail
-from coordinator.wire.terms import Phase
+from coordinator.wire.terms import Phase, counted
 
 
 def describe(event: pb.OperationEvent) -> str:
@@ -31,7 +31,7 @@ def describe(event: pb.OperationEvent) -> str:
     if kind == "saved":
         return f"{at}saved {event.saved.snapshot.snapshot_id}"
     if kind == "restored":
-        return f"{at}restored {event.restored.snapshot.snapshot_id}, {event.restored.sessions} sessions"
+        return f"{at}restored {event.restored.snapshot.snapshot_id}, {counted(event.restored.sessions, 'session')}"
     if kind == "resumed":
         return f"{at}resumed after {seconds(event.resumed.pause):.2f} s of pause"
     if kind == "failed":
@@ -44,7 +44,7 @@ def _progress_text(step: pb.ParticipantProgress) -> str:
     if step.bytes_done:
         parts.append(size_text(step.bytes_done) + (f" of {size_text(step.bytes_total)}" if step.bytes_total else ""))
     if step.items_done and not step.bytes_done:
-        parts.append(f"{step.items_done} items" + (f" of {step.items_total}" if step.items_total else ""))
+        parts.append(counted(step.items_done, "item") + (f" of {step.items_total}" if step.items_total else ""))
     parts += [
         f"{n} {what}" for n, what in ((step.in_flight, "in flight"), (step.parked, "parked"), (step.held, "held")) if n
     ]

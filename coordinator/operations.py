@@ -49,7 +49,7 @@ from coordinator.wire import failpoints, logs
 from coordinator.wire.errors import Problem, Reason, Refused, SafepointError, refuse
 from coordinator.wire.ids import OperationId, ParticipantId
 from coordinator.wire.refusals import KeptOut
-from coordinator.wire.terms import OperationKind, Phase, Role
+from coordinator.wire.terms import OperationKind, Phase, Role, counted
 
 log = logging.getLogger(__name__)
 
@@ -400,7 +400,10 @@ class Operations:
         )
         done = self._publisher.publish(cut, still_valid)
         if done.orphans:
-            text = f"{len(done.orphans)} rollouts are known to servers and to no agent; they are in no ledger."
+            text = (
+                counted(len(done.orphans), "rollout", "is", "are")
+                + " known to servers and to no agent, and in no ledger."
+            )
             self._loop.call_soon_threadsafe(drive.reporter.warn, text)
         if done.ambiguous:
             first, count = done.ambiguous[0], len(done.ambiguous)

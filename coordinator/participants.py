@@ -36,7 +36,7 @@ from coordinator.wire.errors import Misanswered, Problem, Reason
 from coordinator.wire.ids import OperationId
 from coordinator.wire.links import Security
 from coordinator.wire.rpc import error_from_rpc
-from coordinator.wire.terms import Phase
+from coordinator.wire.terms import Phase, counted
 
 OnProgress = Callable[[Progress], None]
 OnClosed = Callable[[], None]
@@ -244,7 +244,7 @@ async def _until_restored(call: RestoreCall, on_progress: OnProgress, on_closed:
                 diverged |= {entry.rollout_id: entry for entry in restored.diverged}
                 if len(diverged) < restored.diverged_count:
                     # Totals without their names would be a guess: which of them had finished, or were lost before?
-                    text = f"It says that {restored.diverged_count} rollouts restart, and names {len(diverged)}."
+                    text = f"It says that {counted(restored.diverged_count, 'rollout', 'restarts', 'restart')}, and names {len(diverged)}."
                     raise Misanswered(Problem(Reason.PROTOCOL_VIOLATION, text))
                 del restored.diverged[:]
                 restored.diverged.extend(diverged.values())

@@ -18,7 +18,7 @@ from coordinator.reporting import snapshot_info
 from coordinator.snapshots import SnapshotStore
 from coordinator.wire.errors import SafepointError
 from coordinator.wire.ids import SnapshotId
-from coordinator.wire.terms import RolloutState
+from coordinator.wire.terms import RolloutState, counted
 
 MAX_DIVERGED: Final = 20  # named; all are counted
 
@@ -38,7 +38,9 @@ async def restore_done(store: SnapshotStore, drive: Drive) -> coordinator_servic
         try:
             await asyncio.to_thread(_move_to_excluded, store, drive.operation.snapshot_id, diverged, done)
         except SafepointError as error:
-            drive.reporter.warn(f"The totals are those of the snapshot, {len(diverged)} rollouts restart: {error}")
+            drive.reporter.warn(
+                f"The totals are those of the snapshot, {counted(len(diverged), 'rollout', 'restarts', 'restart')}: {error}"
+            )
     return done
 
 

@@ -27,7 +27,7 @@ from coordinator.wire.errors import Problem, Reason, Refused, SafepointError, re
 from coordinator.wire.ids import is_rollout_id
 from coordinator.wire.marks import Marks
 from coordinator.wire.rpc import time_budget
-from coordinator.wire.terms import ParticipantState, Phase, QuiesceMode, Role
+from coordinator.wire.terms import ParticipantState, Phase, QuiesceMode, Role, counted
 from participant_shims import messages, placed
 from participant_shims.adapter import Adapter, Drain, Exported, Loaded, Opened, Progress, TakesForeign
 from participant_shims.export import Exports, until_seen
@@ -460,7 +460,11 @@ class ParticipantService(participant_service_pb2_grpc.ParticipantServicer):
         drain = running.drain
         waiting = drain.waiting_for if drain else ()
         count = max(drain.waiting_for_count, len(waiting)) if drain else 0
-        what = f"{count} rollouts still move." if drain else "Admission has not closed at every worker yet."
+        what = (
+            f"{counted(count, 'rollout', 'still moves', 'still move')}."
+            if drain
+            else "Admission has not closed at every worker yet."
+        )
         return Problem(
             Reason.DRAIN_INCOMPLETE, what, phase=Phase.PREPARE, participant_id=self.operations.participant_id,
             operation_id=running.operation_id, rollouts=tuple(messages.blocked(r) for r in waiting[: messages.MAX_LISTED]),

@@ -20,6 +20,7 @@ from coordinator.wire.errors import Reason
 from coordinator.wire.places import in_actor
 from coordinator.wire.refusals import KEPT_OUT
 from coordinator.wire.rpc import problem_from_detail
+from coordinator.wire.terms import counted
 
 # An answer on one machine takes a millisecond. A second means that the coordinator's loop is blocked or the link is bad.
 SLOW_ANSWER_S: Final = 1.0
@@ -147,7 +148,7 @@ def topology(answer: pb.GetTopologyResponse) -> Iterator[Finding]:
     if not any(finding.blocking for finding in answer.findings):
         yield Finding(
             "topology", Severity.OK, "topology",
-            f"{len(answer.participants)} participants can be checkpointed together",
+            f"{counted(len(answer.participants), 'participant')} can be checkpointed together",
         )  # fmt: skip
 
 
@@ -191,7 +192,7 @@ def roots(status: pb.GetCoordinatorStatusResponse) -> Iterator[Finding]:
         names = sentences.names(one.participant_ids)
         yield Finding("participants", Severity.ERROR, names, f"The shim {one.text}.", one.next_step, one.reason)
     if well and not found:
-        yield Finding("participants", Severity.OK, "root", f"The coordinator's root is seen by {well} shims")
+        yield Finding("participants", Severity.OK, "root", f"The coordinator's root is seen by {counted(well, 'shim')}")
 
 
 def judged(status: pb.GetCoordinatorStatusResponse) -> Iterator[Finding]:

@@ -17,7 +17,7 @@ from coordinator.protocol.proofs import Committed, Confirmed, Opened, Prepared, 
 from coordinator.protocol.topology import Participant
 from coordinator.wire.errors import Problem, Reason
 from coordinator.wire.ids import IncarnationId, ParticipantId
-from coordinator.wire.terms import Phase, RolloutState, StragglerPolicy
+from coordinator.wire.terms import Phase, RolloutState, StragglerPolicy, counted
 
 _DIGEST: Final = re.compile(r"[0-9a-f]{64}")
 
@@ -134,15 +134,15 @@ def _unaccounted(proof: RestoredProof, saved: Mapping[str, int]) -> str:
     now = {state.name.lower(): proof.totals.get(state, 0) for state in RolloutState if state}
     before = {name: saved.get(name, 0) for name in now}
     if sum(now.values()) != sum(before.values()):
-        return f"It accounts for {sum(now.values())} rollouts, and its manifest has {sum(before.values())}."
+        return f"It accounts for {counted(sum(now.values()), 'rollout')}, and its manifest has {sum(before.values())}."
     if now["completed"] != before["completed"]:
-        return f"It has {now['completed']} finished rollouts, and its manifest has {before['completed']}."
+        return f"It has {counted(now['completed'], 'finished rollout')}, and its manifest has {before['completed']}."
     for name in ("parked", "pending"):
         if now[name] > before[name]:
-            return f"It has {now[name]} {name} rollouts, and its manifest has {before[name]}."
+            return f"It has {counted(now[name], f'{name} rollout')}, and its manifest has {before[name]}."
     restart = now["excluded"] - before["excluded"]
     if restart > proof.diverged_count:
-        return f"{restart} rollouts restart that its manifest has, and it names {proof.diverged_count}."
+        return f"{counted(restart, 'rollout', 'restarts', 'restart')} that its manifest has, and it names {proof.diverged_count}."
     return ""
 
 

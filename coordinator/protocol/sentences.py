@@ -12,7 +12,7 @@ from coordinator.protocol.operation import Operation, Stage
 from coordinator.protocol.proofs import Prepared, Progress
 from coordinator.wire.errors import CATALOG, Blocked, Problem, Reason
 from coordinator.wire.ids import ParticipantId, SnapshotId
-from coordinator.wire.terms import Phase, QuiesceMode
+from coordinator.wire.terms import Phase, QuiesceMode, counted
 
 _NAMED = 5  # names in one sentence; all are in the status
 _EXCLUDED_NAMED = 3
@@ -39,7 +39,7 @@ def excluded(proof: Prepared, snapshot_id: SnapshotId) -> str:
     shown = ", ".join(map(str, proof.excluded[:_EXCLUDED_NAMED]))
     more = proof.excluded_count - min(len(proof.excluded), _EXCLUDED_NAMED)
     ends = "is excluded: a restore begins it" if proof.excluded_count == 1 else "are excluded: a restore begins them"
-    text = f"{_rollouts(proof.excluded_count)} could not quiesce and {ends} again from the input"
+    text = f"{counted(proof.excluded_count, 'rollout')} could not quiesce and {ends} again from the input"
     if not shown:
         return f"{text}; `safepoint snapshots show {snapshot_id} --rollouts` names them."
     rest = f" and {more} more, which `safepoint snapshots show {snapshot_id} --rollouts` names" if more > 0 else ""
@@ -48,7 +48,7 @@ def excluded(proof: Prepared, snapshot_id: SnapshotId) -> str:
 
 def not_excluded(proof: Prepared) -> str:
     """The same under the policy that such a cut is not wanted; the error names them."""
-    return f"{_rollouts(proof.excluded_count)} could not quiesce, and the straggler policy is fail."
+    return f"{counted(proof.excluded_count, 'rollout')} could not quiesce, and the straggler policy is fail."
 
 
 def once_open(problem: Problem, mode: QuiesceMode) -> Problem:
@@ -64,10 +64,6 @@ def once_open(problem: Problem, mode: QuiesceMode) -> Problem:
         step = f"{entry.next_step} A save with `--mode hold` does not wait for what models generate."
         return replace(problem, next_step=step)
     return replace(problem, next_step=entry.aborted) if entry.aborted else problem
-
-
-def _rollouts(count: int) -> str:
-    return f"{count} rollout" + ("s" if count != 1 else "")
 
 
 def waiting(
@@ -229,7 +225,8 @@ def _said(phase: Phase, progress: Progress | None, *, brief: bool = False) -> st
         what = f"{progress.in_flight} in flight"
         if brief:
             return what  # the Problem names the rollouts itself
-        return f"{what}: {some}{more}" if some else f"{what}, {count} rollouts" if count else what
+        return f"{what}: {some}{more}" if some else f"{what}, {counted(count, 'rollout')}" if count else what
     bytes_of = f" of {progress.bytes_total}" if progress.bytes_total else ""
     items_of = f" of {progress.items_total}" if progress.items_total else ""
-    return f"{progress.bytes_done}{bytes_of} bytes, {progress.items_done}{items_of} items"
+    items = "item" if (progress.items_total or progress.items_done) == 1 else "items"
+    return f"{progress.bytes_done}{bytes_of} bytes, {progress.items_done}{items_of} {items}"

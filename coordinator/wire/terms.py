@@ -13,6 +13,12 @@ PRECOPY: Final = "precopy"  # it serves Precopy
 FOREIGN_STATE: Final = "foreign_state"  # it takes `sources` in Restore: what others have saved, and parts of it
 
 
+def counted(number: int, what: str, one: str = "", more: str = "") -> str:
+    """A number of things for people: "1 rollout", "3 rollouts"; with the verb for each: "1 rollout restarts"."""
+    verb = one if number == 1 else more
+    return f"{number} {what}" + "s" * (number != 1) + (f" {verb}" if verb else "")
+
+
 class Named(IntEnum):
     """A number on the wire, a name for people: `print(rollout.state)` says `COMPLETED`, and it equals its number."""
 

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
+from coordinator.wire.terms import counted
 from participant_shims.adapter import Description, Elsewhere, Exported, Loaded, Part, Progress
 from participant_shims.adapters.gate_link import GateLink, Json
 from participant_shims.adapters.gym_files import GymFiles
@@ -167,10 +168,10 @@ def _gone(name: str, had: _Held, left: GateLink | None) -> str:
     how = f": {left.fate}" if left is not None and left.hello.pid == had.pid else ""
     more = had.rollout_count - len(had.rollouts)
     whose = f" ({', '.join(had.rollouts)}{f' and {more} more' if more else ''})" if had.rollouts else ""
-    count = f"{had.rollout_count} rollouts{whose} restart" if had.rollout_count != 1 else f"1 rollout{whose} restarts"
+    count = counted(had.rollout_count, "rollout", f"{whose} restarts".strip(), f"{whose} restart".strip())
     return (
-        f"Worker {name} (pid {had.pid}) has gone since the restore{how}. The {had.sessions} sessions that it had loaded are lost "
-        f"with it: {count} from the input, and the totals of the restore no longer hold."
+        f"Worker {name} (pid {had.pid}) has gone since the restore{how}. What it had loaded "
+        f"({counted(had.sessions, 'session')}) is lost with it: {count} from the input, and the totals of the restore no longer hold."
     )
 
 

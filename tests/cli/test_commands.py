@@ -32,6 +32,13 @@ async def test_a_save_prints_its_line_and_plain_progress_in_a_pipe(safepoint: Sa
     assert dict(fake.requests("Save")[0].metadata) == {"step": "40", "weights": "/ckpt/a=b"}
 
 
+async def test_a_warning_of_a_save_is_said_once(safepoint: Safepoint, fake: FakeCoordinator) -> None:
+    fake.warnings = ["A shim on 10.0.0.3 was refused", "the disk is slow"]
+    ran = await safepoint("save", "step-40")
+    assert [ran.err.count(text) for text in fake.warnings] == [1, 1]
+    assert (await safepoint("save", "step-41", "--json")).json()["warnings"] == fake.warnings
+
+
 async def test_json_is_one_document_and_nothing_else(safepoint: Safepoint, fake: FakeCoordinator) -> None:
     fake.published = ["step-40"]
     fake.rollouts = list(entries("r-1", "r-2"))

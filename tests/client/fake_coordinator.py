@@ -73,6 +73,7 @@ class FakeCoordinator(CoordinatorServicer):
     ledger_part: int = 2
     unconfirmed: list[str] = field(default_factory=list)
     causes: dict[str, str] = field(default_factory=dict)
+    warnings: list[str] = field(default_factory=list)  # of a save
     phase: str = ""  # of the trainer-driven operation: prepared, committed, published
     active: str = ""
     blocking: tuple[str, ...] = ()  # whom the active one waits for
@@ -116,6 +117,11 @@ class FakeCoordinator(CoordinatorServicer):
         if request.snapshot_id not in self.published:
             self.published.insert(0, request.snapshot_id)
             self.done.append(f"save {request.snapshot_id}")
+        for text in self.warnings:
+            number += 1
+            event = pb.OperationEvent(operation_id=request.operation_id, sequence=2 * number)
+            event.warning.message = text
+            yield event
         event = pb.OperationEvent(operation_id=request.operation_id, sequence=2 * number + 1)
         event.saved.snapshot.CopyFrom(snapshot_info(request.snapshot_id, request.operation_id))
         event.saved.snapshot.metadata.update(request.metadata)

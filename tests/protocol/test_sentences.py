@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from coordinator.protocol.proofs import Prepared
-from coordinator.protocol.sentences import checking, excluded, once_open
+from coordinator.protocol.proofs import Prepared, Progress
+from coordinator.protocol.sentences import checking, excluded, once_open, waiting
 from coordinator.wire.errors import CATALOG, Blocked, Problem, Reason
 from coordinator.wire.ids import IncarnationId, ParticipantId, SnapshotId
-from coordinator.wire.terms import QuiesceMode
+from coordinator.wire.terms import Phase, QuiesceMode, counted
 
 ALL_OF_THEM = "`safepoint snapshots show step-1 --rollouts` names"
 
@@ -56,3 +56,13 @@ def test_a_hold_that_failed_by_stragglers_is_not_advised_to_hold() -> None:
     assert "`safepoint why --stacks`" in held
     assert "hold" not in held
     assert "`--mode hold`" in once_open(late, QuiesceMode.DRAIN).advice
+
+
+@pytest.mark.parametrize(("count", "said"), [(1, "1 rollout)."), (2, "2 rollouts).")])
+def test_one_is_not_said_as_many(count: int, said: str) -> None:
+    who = ParticipantId("agent")
+    assert waiting(Phase.PREPARE, [who], {who: Progress(in_flight=1, waiting_for_count=count)}, 2.0).endswith(said)
+    assert counted(count, "rollout", "restarts", "restart") == f"{said[:-2]} {'restarts' if count == 1 else 'restart'}"
+    items = "1 item" if count == 1 else "1 of 2 items"
+    step = Progress(items_done=1, items_total=0 if count == 1 else 2)
+    assert waiting(Phase.COMMIT, [who], {who: step}, 2.0).endswith(f"0 bytes, {items}).")

@@ -538,7 +538,7 @@ async def test_a_resume_says_which_worker_has_gone_since_the_restore_and_what_is
         await until(lambda: bench.gates[1].doors.closed)
     (told,) = (await bench.adapter.status(0)).warnings
     assert f"Worker worker-1 (pid {pid}) has gone since the restore" in told
-    assert "The 3 sessions that it had loaded are lost with it: 2 rollouts (r-1-worker-1, r-2-worker-1) restart" in told
+    assert "What it had loaded (3 sessions) is lost with it: 2 rollouts (r-1-worker-1, r-2-worker-1) restart" in told
     await bench.adapter.keep()
     assert (await bench.adapter.open()).warnings == (told,)
     assert (await bench.adapter.open()).warnings == (), "it is said once"

@@ -168,7 +168,7 @@ const views = (() => {
     const known = verdicts[name];
     if (known === "reading") return el("span", {class: "badge live"}, "reading");
     if (known && known.error) return el("span", {class: "bad"}, known.error);
-    if (known) return el("span", {class: "badge good"}, `whole: ${known.files} files`);
+    if (known) return el("span", {class: "badge good"}, `whole: ${known.files} file${known.files === 1 ? "" : "s"}`);
     const button = el("button", {type: "button", "data-key": `verify ${name}`, "aria-label": `Verify ${name}: read every byte`}, "verify");
     button.addEventListener("click", () => verify(name));
     return button;
@@ -177,7 +177,7 @@ const views = (() => {
   function difference(diff) {
     const {before, after} = diff, states = ["completed", "parked", "pending", "excluded"];
     const sign = (a, b) => (b === a ? "same" : `${b > a ? "+" : "−"}${Math.abs(b - a)}`);
-    const said = (entry) => (entry ? `${words(entry.state)}, ${entry.calls} calls${entry.attempt ? `, attempt ${entry.attempt}` : ""}${entry.reason ? `: ${entry.reason}` : ""}` : "");
+    const said = (entry) => (entry ? `${words(entry.state)}, ${entry.calls} call${entry.calls === 1 ? "" : "s"}${entry.attempt ? `, attempt ${entry.attempt}` : ""}${entry.reason ? `: ${entry.reason}` : ""}` : "");
     return [
       el("div", {class: "title"}, el("a", {href: "#/snapshots", "data-key": "back"}, "← Snapshots"),
         el("h2", {}, `From ${before.snapshot_id} to ${after.snapshot_id}`)),
