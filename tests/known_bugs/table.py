@@ -60,6 +60,7 @@ CORE: Final = "protocol/test_any_interleaving.py::test_"
 LEDGER: Final = "protocol/test_ledger.py::test_"
 ENGINE: Final = "vllm/test_control.py::test_"
 REAL: Final = "vllm/test_freeze.py::test_"  # against a real vLLM
+DEAD_ENGINE: Final = "vllm/test_engine_dies.py::test_"
 TOPOLOGY: Final = "protocol/test_phases_and_topology.py::test_"
 
 OWN: Final = f"{BUGS}trainers_own_state.py::test_cursor_claims_and_versions_come_back_with_the_rollouts_of_the_same_cut"
@@ -133,7 +134,8 @@ PAUSE_ROWS: Final = (
          f"{ENGINE}a_parked_request_whose_caller_leaves_is_never_sent")),
     Row("A23", "miles #2372, #2589", "A save aborts nothing and repeats nothing.",
         (f"{PAUSES}sixteen_rollouts_in_flight_are_aborted_by_no_pause", f"{PAUSES}a_save_aborts_nobody",
-         f"{GYM}rollouts_that_are_cut_in_flight_all_finish_and_no_call_is_made_twice")),
+         f"{GYM}rollouts_that_are_cut_in_flight_all_finish_and_no_call_is_made_twice",
+         f"{REAL}a_storm_of_requests_through_a_hundred_pauses_loses_doubles_and_changes_nobody")),
     Row("A24", "verl-omni #491", "Abort waits for its acknowledgements and names who has not given one.",
         (f"{SAVE}an_abort_that_is_not_confirmed_is_said_to_be",
          f"{SHIM}an_abort_that_no_gate_confirms_says_so_within_a_second_and_goes_on")),
@@ -193,7 +195,8 @@ ROLLOUT_ROWS: Final = (
         (f"{ROLLOUTS}the_status_lists_every_live_rollout_with_turn_age_and_what_it_waits_for",
          f"{SAVE}a_drain_that_does_not_end_names_rollout_participant_turn_and_time")),
     Row("B22", "SkyRL #1691", "The death of a participant ends the wait for it.",
-        (f"{SAVE}a_dead_participant_ends_the_wait",)),
+        (f"{SAVE}a_dead_participant_ends_the_wait",
+         f"{DEAD_ENGINE}an_engine_that_is_dead_ends_whatever_is_asked_at_once_with_the_cause")),
     Row("B23", "xtuner #1386", "A save prints what it covers and what it does not.",
         (f"{ROLLOUTS}four_rollouts_in_four_states_are_four_in_every_place",
          f"{ROLLOUTS}what_used_a_server_that_saves_nothing_restarts_and_is_counted",
@@ -222,7 +225,8 @@ JUDGE_ROWS: Final = (
          f"{SHIM}prepare_that_does_not_drain_names_who_is_stuck_before_the_deadline")),
     Row("C7", "ART #346", "Health is looked at before anybody is paused: a server that is gone prevents the save.",
         (f"{MISSING}a_save_without_somebody_who_was_here_is_refused_and_names_it",
-         f"{SAVE}a_static_participant_takes_part_and_its_absence_is_found_before_anything_is_paused")),
+         f"{SAVE}a_static_participant_takes_part_and_its_absence_is_found_before_anything_is_paused",
+         f"{DEAD_ENGINE}an_engine_that_is_dead_ends_whatever_is_asked_at_once_with_the_cause")),
 )  # fmt: skip
 
 ID_ROWS: Final = (
