@@ -13,7 +13,6 @@ import hashlib
 import logging
 from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import replace
 from itertools import islice
 from typing import Any, Final
 
@@ -33,7 +32,7 @@ from coordinator.preflight import workers_problem
 from coordinator.protocol import events as core
 from coordinator.protocol import sentences
 from coordinator.protocol.operation import Operation, Options, Outcome
-from coordinator.protocol.topology import Participant, fingerprint, validate
+from coordinator.protocol.topology import Participant, fingerprint, gone_from, validate
 from coordinator.registration import Registration, check_end
 from coordinator.relay_registration import RelayRegistration
 from coordinator.reporting import snapshot_info
@@ -102,7 +101,9 @@ class CoordinatorService(coordinator_service_pb2_grpc.CoordinatorServicer):
         findings = [_finding_from_problem(problem) for problem in problems]
         at_the_door = self._operations.kept_out()
         refused, missing = kept_out.parted(topology.missing, at_the_door)
-        findings += refused + [convert.finding(found) for found in validate(replace(topology, missing=missing))]
+        of_missing = [*gone_from(topology.missing)]
+        rest = [found for found in validate(topology) if found not in of_missing]
+        findings += refused + [convert.finding(found) for found in (*gone_from(missing), *rest)]
         findings += map(kept_out.finding, at_the_door)
         findings += self._unseen_roots(states)
         return pb.GetTopologyResponse(
