@@ -29,6 +29,7 @@ QUIET_WITHIN_S: Final = 3.0
 PATIENT_S: Final = 5.0  # on a machine that is busy, an API server takes a second to say whether it is paused
 READS: Final = 4  # turns of the event loop from the arrival of a byte to its record
 LATELY_S: Final = 1.0  # who has said something within it generates
+SPEAKS_EVERY_S: Final = 0.005
 ABORT_WITHIN_S: Final = 5.0
 COUNTS_S: Final = 0.3  # between two looks at the tokens of each rank
 SHOWN: Final = 20
@@ -156,11 +157,11 @@ class Freeze:
         try:
             if asking is not None:
                 await self._read()  # the question leaves first, and what had come before says nothing
-                if not generates and await asking:
-                    self._paused_at = loop.time()
-                    self._leave_it_paused()
-                    return
             asked_at = loop.time()
+            if asking is not None and not generates and await self._is_paused(asking, asked_at):
+                self._paused_at = loop.time()
+                self._leave_it_paused()
+                return
             self.ours = True
             self._note.write(self._doors.operation_id)
             failpoints.reach("engine.before_pause")
@@ -174,22 +175,29 @@ class Freeze:
         finally:
             if asking is not None:
                 asking.cancel()
+                await asyncio.gather(asking, return_exceptions=True)
 
     def _generates(self) -> bool:
         """Whether something comes out of it, so that it is not likely to be paused."""
         spoke_ago_s = asyncio.get_running_loop().time() - self._front.spoke_at
         return spoke_ago_s < LATELY_S and any(not record.finished for record in self._front.in_flight.values())
 
+    async def _is_paused(self, asking: asyncio.Future[bool], asked_at: float) -> bool:
+        """Whether somebody else has paused it. Who generates after all is not: a server that is busy takes longer to say so."""
+        while not asking.done() and self._front.spoke_at <= asked_at:
+            await asyncio.wait({asking}, timeout=SPEAKS_EVERY_S)
+        return await asking if asking.done() else False
+
     async def _was_paused(self, asking: asyncio.Future[bool], asked_at: float) -> bool:
         """Whether somebody else had paused it when it was asked. Both calls are on their way at once: what it has generated
         since then shows that it took ours first."""
+        await self._read()
+        if self._front.spoke_at > asked_at:
+            return False
         try:
-            if not await asking:
-                return False
+            return await asking
         except SafepointError:
             return False  # it has answered the pause, which came later
-        await self._read()
-        return self._front.spoke_at <= asked_at
 
     def _leave_it_paused(self) -> None:
         log.warning("vLLM at %s is paused already, by somebody else; it stays so when we open", self._front.where)

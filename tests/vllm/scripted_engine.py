@@ -38,6 +38,7 @@ class Scripted:
     full: bool = False  # it has one slot: who comes later waits
     leaks: bool = False  # goes on generating while it is paused: rank 1, when it has several
     tokens: int = 0  # of rank 1
+    looks: int = 0  # at is_paused
     rejects: int = 0  # status for requests
     mute: bool = False  # tokens of a chat have no text, as in the middle of a character
     ends_bare: bool = False  # a stream is a bare [DONE]
@@ -109,6 +110,7 @@ class Scripted:
     async def look(self, request: web.Request) -> web.StreamResponse:
         if not self.dev_mode:
             return web.json_response({"detail": "Not Found"}, status=404)
+        self.looks += 1
         if self.deaf:
             await asyncio.sleep(3600)
         await self._turn(request.path)

@@ -8,6 +8,8 @@ from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
 from pathlib import Path
 
+import pytest
+
 from coordinator.wire.terms import QuiesceMode
 from participant_shims.adapter import Exported
 from tests.vllm.real_engine import Caller, Said
@@ -95,6 +97,22 @@ async def test_who_is_silent_is_asked_before_it_is_paused(tmp_path: Path) -> Non
         await adapter.open()
         assert engine.paused
         assert not any(path.startswith(("/pause", "/resume")) for path in engine.calls)
+
+
+async def test_who_was_silent_and_says_something_while_it_is_asked_is_paused_without_its_answer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A server that is busy is late with its answer; what it generates comes all the same."""
+    monkeypatch.setattr("participant_shims.adapters.vllm_freeze.LATELY_S", 0.0)
+    async with scripted() as engine, covered(engine, tmp_path) as (adapter, caller), generating(engine, caller):
+        engine.deaf, before = True, engine.looks
+        freezing = asyncio.create_task(freeze(adapter))
+        await until(lambda: engine.looks > before)
+        engine.deaf = False  # for whoever asks next
+        async with stepping(engine), asyncio.timeout(3):
+            assert (await freezing).quiesced
+        await adapter.open()
+        assert not engine.paused
 
 
 async def test_of_a_generation_of_32_000_tokens_the_cut_has_every_one_and_only_the_rest_is_asked_for(
