@@ -14,10 +14,11 @@ Everything here blocks: callers on an event loop use a thread. Safe for several 
 from __future__ import annotations
 
 import os
-from collections.abc import Generator
+from collections.abc import Generator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import Final
 
 from safepoint.v1 import manifest_pb2
@@ -67,6 +68,9 @@ class Listing:
 
     snapshots: tuple[manifest_pb2.SnapshotManifest, ...]
     invalid: dict[str, str]
+
+
+_NONE: Final[Mapping[str, manifest_pb2.SnapshotManifest]] = MappingProxyType({})
 
 
 class SnapshotReader:
@@ -158,8 +162,11 @@ class SnapshotReader:
             self._check_ledger(directory, self._manifest(directory, snapshot_id))
             yield from directory.lines(LEDGER_NAME, MAX_LEDGER_LINE)
 
-    def list(self) -> Listing:
+    def list(self, known: Mapping[str, manifest_pb2.SnapshotManifest] = _NONE, checked: int | None = None) -> Listing:
         """What is there. A directory without a valid manifest is listed with why, and never restored.
+
+        `known`: what an earlier list has found is not read again as long as it is there, since a name is never used again.
+        `checked`: only of so many, the newest, it is looked whether they are complete; None: of all.
 
         Reads manifests and no ledger: a byte that has changed elsewhere is found by `verify`, which a restore begins with.
         Newest first: by the epoch of the coordinator that published, then by its clock.
@@ -170,18 +177,31 @@ class SnapshotReader:
             for name in snapshots.names():
                 if name.startswith(GONE):
                     continue
+                if (before := known.get(name)) is not None:
+                    valid.append(before)
+                    continue
                 try:
                     if not is_wire_id(name):
                         raise refuse(Reason.SNAPSHOT_UNSAFE, f"{name[:130]!r} is no snapshot_id.")
                     with snapshots.seen(name) as directory:
                         manifest = self._manifest(directory, name)
-                        self._check_complete(directory, manifest)
+                        if checked is None:
+                            self._check_complete(directory, manifest)
                         valid.append(manifest)
                 except SafepointError as error:
                     invalid[name] = error.problem.message
                 except FileNotFoundError:
                     pass  # deleted in between
-        valid.sort(key=age, reverse=True)
+            valid.sort(key=age, reverse=True)
+            for manifest in valid[: checked or 0]:
+                if (name := manifest.snapshot_id) not in known:
+                    try:
+                        with snapshots.seen(name) as directory:
+                            self._check_complete(directory, manifest)
+                    except (SafepointError, FileNotFoundError) as error:
+                        valid.remove(manifest)
+                        if isinstance(error, SafepointError):
+                            invalid[name] = error.problem.message
         return Listing(tuple(valid), invalid)
 
     def newest_epoch(self) -> int:

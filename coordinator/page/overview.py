@@ -48,9 +48,13 @@ def overview(looked: Looked, past: Past, listed: Document) -> Document:
     return told | listed
 
 
-def listing(reader: SnapshotReader) -> Document:
-    """The newest snapshots, and what is none. Reads every manifest: not for each look. Raises STORAGE_FAILED."""
-    found, pinned = reader.list(), pruning.pins(reader)
+def listing(reader: SnapshotReader, known: dict[str, manifest_pb2.SnapshotManifest]) -> Document:
+    """The newest snapshots, and what is none. Reads every manifest that is not `known`, which it keeps up to date, and those of
+    participants of the newest alone. Raises STORAGE_FAILED.
+    """
+    found, pinned = reader.list(known, MAX_SNAPSHOTS), pruning.pins(reader)
+    known.clear()
+    known.update((manifest.snapshot_id, manifest) for manifest in found.snapshots)
     return {
         "snapshots": [snapshot(m, pinned.get(m.snapshot_id, "")) for m in found.snapshots[:MAX_SNAPSHOTS]],
         "snapshot_count": len(found.snapshots), "invalid": dict(islice(found.invalid.items(), 20)),

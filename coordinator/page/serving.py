@@ -26,6 +26,7 @@ from typing import Any, Final, cast
 from urllib.parse import parse_qs, unquote, urlsplit
 
 from safepoint.v1 import coordinator_service_pb2 as pb
+from safepoint.v1 import manifest_pb2
 
 from coordinator.history import History
 from coordinator.page import overview, timeline
@@ -45,6 +46,7 @@ LOOK_S: Final = 1.0  # how soon it is noticed that a page was closed
 POLL_S: Final = 0.1  # how soon a close is noticed
 CALM_S: Final = 10.0  # without an event the overview is as old as this at most
 BUSY_S: Final = 0.5  # and with events not made more often
+READ_ALL_S: Final = 600.0  # a manifest that was read is read again after so long: a few hundred take a second
 LISTED_S: Final = 30.0  # and snapshots are as old as this at most, unless an operation has ended since
 _LOOPBACK: Final = frozenset({"127.0.0.1", "localhost", "::1"})
 _COOKIE: Final = "safepoint_page"
@@ -89,6 +91,8 @@ class Page:
         self._verifying = threading.Lock()
         self._made: tuple[int, float, timeline.Document] | None = None
         self._listed: tuple[int, float, timeline.Document] | None = None
+        self._known: dict[str, manifest_pb2.SnapshotManifest] = {}  # as the last list has found them
+        self._read_all_at = time.monotonic()
         self._outcomes = 0  # how many operations have said how they ended
 
     def offer(self, event: pb.OperationEvent) -> None:
@@ -127,7 +131,10 @@ class Page:
         outcomes = self._outcomes
         if self._listed is not None and self._listed[0] == outcomes and now - self._listed[1] < LISTED_S:
             return self._listed[2]
-        listed = overview.listing(self._reader)
+        if now - self._read_all_at > READ_ALL_S:
+            self._known.clear()
+            self._read_all_at = now
+        listed = overview.listing(self._reader, self._known)
         self._listed = (outcomes, now, listed)
         return listed
 

@@ -2,11 +2,20 @@
 
 from __future__ import annotations
 
+import asyncio
+import shutil
 from typing import Any, cast
+
+import pytest
+from safepoint.v1 import manifest_pb2
 
 from coordinator.history import History
 from coordinator.history_record import Record
+from coordinator.page import overview
 from coordinator.page.past import SETTLED_S, Past
+from coordinator.snapshot_reading import SnapshotReader
+from coordinator.wire.folder import Folder
+from tests.coordinator.conftest import Bench
 from tests.page.records import record
 
 
@@ -93,3 +102,43 @@ def test_the_oldest_go_when_there_are_too_many() -> None:
         disk.put(f"op-{number}", 100 + number, "succeeded")
         past.summaries("")
     assert names(past.summaries("")) == ["op-5 succeeded", "op-4 succeeded", "op-3 succeeded"]
+
+
+async def test_a_snapshot_that_was_listed_is_not_read_again(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of 500 it took four seconds after each save, on a busy machine."""
+    await bench.start()
+    for number in range(3):
+        await bench.save(f"save-{number}", f"step-{number}")
+    reader, known = SnapshotReader(str(bench.root), "default"), dict[str, manifest_pb2.SnapshotManifest]()
+    before = await asyncio.to_thread(overview.listing, reader, known)
+    await bench.save("save-3", "step-3")
+    await asyncio.to_thread(shutil.rmtree, bench.root / "snapshots" / "step-0")
+    read: list[str] = []
+    manifest = SnapshotReader._manifest
+
+    def counted(self: SnapshotReader, directory: Folder, snapshot_id: str) -> manifest_pb2.SnapshotManifest:
+        read.append(snapshot_id)
+        return manifest(self, directory, snapshot_id)
+
+    monkeypatch.setattr(SnapshotReader, "_manifest", counted)
+    after = await asyncio.to_thread(overview.listing, reader, known)
+    assert read == ["step-3"]
+    assert [one["snapshot_id"] for one in after["snapshots"]] == ["step-3", "step-2", "step-1"]
+    assert after["snapshots"][1:] == before["snapshots"][:2]
+    assert sorted(known) == ["step-1", "step-2", "step-3"]
+
+
+async def test_a_part_that_is_missing_is_found_in_those_that_are_shown(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await bench.start()
+    for number in range(3):
+        await bench.save(f"save-{number}", f"step-{number}")
+    for name in ("step-0", "step-2"):
+        await asyncio.to_thread(shutil.rmtree, bench.root / "snapshots" / name / "agent-0")
+    reader = SnapshotReader(str(bench.root), "default")
+    monkeypatch.setattr(overview, "MAX_SNAPSHOTS", 2)
+    found = await asyncio.to_thread(overview.listing, reader, {})
+    assert list(found["invalid"]) == ["step-2"]
+    assert [one["snapshot_id"] for one in found["snapshots"]] == ["step-1", "step-0"]
+    assert list((await asyncio.to_thread(reader.list)).invalid) == ["step-0", "step-2"], "whoever asks for all has all"

@@ -270,7 +270,7 @@ def test_one_snapshot_is_verified_at_a_time(root: Path, monkeypatch: pytest.Monk
 def test_the_overview_is_made_once_for_all_who_look(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[int] = []
     now = [100.0]
-    monkeypatch.setattr(serving.overview, "listing", lambda _: {})
+    monkeypatch.setattr(serving.overview, "listing", lambda *_: {})
     monkeypatch.setattr(serving.overview, "overview", lambda *_: made.append(1) or {"n": len(made)})
     monkeypatch.setattr(serving.time, "monotonic", lambda: now[0])
     page = Page(Looked(), str(root), "default")
@@ -290,7 +290,7 @@ def test_snapshots_are_listed_when_an_operation_has_ended_and_not_at_each_look(
 ) -> None:
     made: list[int] = []
     now = [100.0]
-    monkeypatch.setattr(serving.overview, "listing", lambda _: made.append(1) or {"snapshots": len(made)})
+    monkeypatch.setattr(serving.overview, "listing", lambda *_: made.append(1) or {"snapshots": len(made)})
     monkeypatch.setattr(serving.time, "monotonic", lambda: now[0])
     page = Page(Looked(), str(root), "default")
 
