@@ -86,6 +86,40 @@ class Notice(NamedTuple):
 Message = Request | Reply | Notice
 
 
+class Facts(NamedTuple):
+    """What is looked at of a message again and again. `closes`: a request that may close; `tells`: of a generation."""
+
+    kind: int
+    who: int
+    coordinator: int
+    operation: int
+    closes: bool
+    tells: bool
+
+
+class Standing(NamedTuple):
+    """What follows from the coordinators alone. `ended`: operations with an outcome that are not that outcome yet.
+
+    `over`: which operations nobody publishes any more; `saves`: those of them that are saves.
+    """
+
+    number: int
+    ended: tuple[tuple[int, int], ...]
+    over: tuple[int, ...]
+    saves: tuple[int, ...]
+    alone: bool
+
+
+class Arrival(NamedTuple):
+    """What comes of a request. `sent`: numbers of the replies."""
+
+    shim: Shim
+    call: Call
+    served: Served
+    after: int
+    sent: tuple[int, ...]
+
+
 class Budget(NamedTuple):
     """How much may still go wrong. `lapses`: of leases that somebody still renews; others lapse for nothing."""
 
@@ -125,6 +159,8 @@ LEAVES: Final = 7
 NOT_BEGUN: Final = 0  # as the number of an operation
 GIVEN_UP: Final = OPENING_STAGES | {Stage.ENDED}  # it is not published any more, if it has not been
 NOBODY: Final = (-1, 0, 0)
+UNKNOWN: Final = -1
+NOTICE, REPLY, CALL, STRAY = 0, 1, 2, 3  # kinds of messages: a stray is a request that nobody waits for
 # A packed state: coordinators and what was (4 bytes each), participants and messages on their way (2 bytes each).
 _LAYOUTS: Final = tuple(Struct(f"<2I{3 + count}H") for count in range(40))
 
@@ -141,11 +177,17 @@ class Model:
         self._ops = Table()
         self._op(None)
         self._parts = Table()
+        self._owners: list[int] = []  # by number: which operation owns its pause, or -1
         self._messages = Table()
+        self._heard = Table()
         self._pairs = Table()
         self._pasts = Table()
         self._compacted: dict[tuple[int, ...], tuple[int, ...]] = {}
-        self._left: dict[tuple[object, ...], dict[int, int]] = {}
+        self._facts: list[Facts] = []
+        self._standings: dict[tuple[tuple[int, ...], ...], Standing] = {}
+        self._arrivals: dict[tuple[int, Request], Arrival] = {}
+        self._remains: dict[tuple[int, int, bool], int | None] = {}
+        self._left: dict[tuple[int, tuple[int, ...], bool, int], int] = {}
         first = self._part(self.shims.first)
         none = (0,) * len(program)
         self.first = State(((NOT_BEGUN,) * len(program), ()), (first,) * 3, (), (), none, none, budget)
@@ -170,10 +212,16 @@ class Model:
         return self._ops.number(op, op)
 
     def _part(self, shim: Shim) -> int:
-        return self._parts.number(shim, shim)
+        number = self._parts.number(shim, shim)
+        if number == len(self._owners):
+            self._owners.append(self.shims.owner(shim))
+        return number
 
     def _message(self, message: Message) -> int:
-        return self._messages.number((type(message), message), message)
+        number = self._messages.number((type(message), message), message)
+        if number == len(self._facts):
+            self._facts.append(_facts(message))
+        return number
 
     def op(self, state: State, coordinator: int, operation: int) -> Op | None:
         """The operation at this coordinator; None when it has not begun there."""
@@ -262,7 +310,7 @@ class Model:
                 if state.budget.losses:
                     served = self.shims.ends(shim, well=False)
                     yield Step(("fails", who, shim.runs), 1, 1, self._tidy(self._served(_paid(state), who, served)))
-            if self.shims.owner(shim) >= 0:
+            if self._owners[state.shims[who]] >= 0:
                 renewed = self._is_renewed(state, shim)
                 if renewed and not state.budget.lapses:
                     continue
@@ -350,8 +398,7 @@ class Model:
     def _settles(self, state: State, coordinator: int) -> Iterator[Step]:
         """A shim registers again while it is paused by an operation that has ended here: it is told how."""
         for who in range(3):
-            shim = self.shim(state, who)
-            owner = self.shims.owner(shim) if shim.up else -1
+            owner = self._owners[state.shims[who]]  # nobody's when it is dead
             op = self.op(state, coordinator, owner) if owner >= 0 else None
             if op is None or op.core >= 0:
                 continue
@@ -423,24 +470,32 @@ class Model:
 
     def _arrives(self, state: State, request: Request) -> State:
         who = request.who
-        shim = self.shim(state, who)
-        if not shim.up:
-            return self._told(state, request, ("no answer", request.number)) if request.live else state
-        call = Call(request.coordinator + 1, request.operation, Phase(request.phase), request.about)
-        ref = (request.coordinator, request.operation, request.number) if request.live else None
-        served = self.shims.serve(shim, call, ref)
-        self._look(state, who, shim, call, served)
-        after = self._served(state, who, served)
+        number = state.shims[who]
+        known = self._arrivals.get((number, request))
+        if known is None:
+            if not self.shim(state, who).up:
+                return self._told(state, request, ("no answer", request.number)) if request.live else state
+            known = self._arrivals[number, request] = self._arrival(self.shim(state, who), request)
+        self._look(state, who, known.shim, known.call, known.served)
+        net = tuple(sorted((*state.net, *known.sent))) if known.sent else state.net
+        after = State(state[0], _changed(state.shims, who, known.after), net, *state[3:])
         # A restore has no manifest that decides: how it ended is what participants were opened by.
         if (
             self.cores.is_restore(request.operation)
-            and self.shims.owner(shim) == request.operation
-            and served.shim.open
+            and self.shims.owner(known.shim) == request.operation
+            and known.served.shim.open
         ):
-            after = self._decided(after, request.operation, call.phase)
-        if request.live and served.answer:
-            after = self._sent(after, Reply(who, *_ref(ref), served.answer))
+            after = self._decided(after, request.operation, known.call.phase)
         return after
+
+    def _arrival(self, shim: Shim, request: Request) -> Arrival:
+        call = Call(request.coordinator + 1, request.operation, Phase(request.phase), request.about)
+        ref = (request.coordinator, request.operation, request.number) if request.live else None
+        served = self.shims.serve(shim, call, ref)
+        sent = [self._message(Reply(request.who, *its, payload)) for its, payload in served.others]
+        if ref is not None and served.answer:
+            sent.append(self._message(Reply(request.who, *ref, served.answer)))
+        return Arrival(shim, call, served, self._part(served.shim), tuple(sent))
 
     def _look(self, state: State, who: int, shim: Shim, call: Call, served: Served) -> None:
         """Rules about several participants at once."""
@@ -646,79 +701,84 @@ class Model:
 
     def _tidy(self, state: State) -> State:
         """Without what can change nothing any more; see above."""
-        over, rests = set(range(len(self.program))), not state.net
-        for coordinator, ops in enumerate(state.coordinators):
-            for operation, number in enumerate(ops):
-                op: Op | None = self._ops.values[number]
-                if op is not None and op.core >= 0 and op.outcome:
-                    at = self.cores.at(op)
-                    lingers = at.timer_at is not None or self._moves(state, coordinator, op)
-                    lingers = lingers and not self._is_behind(state, operation)
-                    if not op.publishing and (at.transaction.settled or not lingers):
-                        op = Op(operation, 0, (), -1, outcome=op.outcome)
-                        state = self._keep(state, coordinator, op)
-                if op is not None and op.core >= 0:
-                    rests = False
+        standing = self._stand(state.coordinators)
+        for coordinator, operation in standing.ended:
+            op = self.op(state, coordinator, operation)
+            assert op is not None
+            at = self.cores.at(op)
+            lingers = at.timer_at is not None or self._moves(state, coordinator, op)
+            if at.transaction.settled or not lingers or self._is_behind(state, standing, operation):
+                state = self._keep(state, coordinator, Op(operation, 0, (), -1, outcome=op.outcome))
+        standing = self._stand(state.coordinators)
+        coordinators, shims, net, journal, manifests, decided, budget = state
+        rests = not net and self._rests(coordinators) and any(coordinators)
+        if net:
+            behind = tuple(o for o in standing.saves if self._is_behind(state, standing, o))
+            remain = [kept for number in net if (kept := self._still(state, number, behind)) is not None]
+            net = tuple(sorted(remain))
+        known = self._facts
+        if not self.plain:
+            rests = len(standing.over) == len(self.program) and not any(known[number].tells for number in net)
+        compact = self._compacted.get(journal)
+        if compact is None:
+            compact = self._compacted[journal] = self._compact(journal)
+        closing = [known[number][1:4:2] for number in net if known[number].closes]  # whom, and of which operation
+        left: list[int] = []
+        for who, number in enumerate(shims):
+            out_of: tuple[int, ...] = ()
+            if standing.saves:
+                owner = self._owners[number]
+                out_of = tuple(o for o in standing.saves if owner != o and (who, o) not in closing)
+            key = standing.number, out_of, rests, number
+            found = self._left.get(key)
+            if found is None:
+                shim = self._without_the_past(state, self._parts.values[number], standing.over, out_of, rests)
+                found = self._left[key] = self._part(shim)
+            left.append(found)
+            if out_of and net:
+                net = tuple(n for n in net if not self._is_past(state, n, who, out_of))
+        return State(coordinators, tuple(left), net, compact, manifests, decided, budget)
+
+    def _stand(self, coordinators: tuple[tuple[int, ...], ...]) -> Standing:
+        known = self._standings.get(coordinators)
+        if known is None:
+            ended, over = list[tuple[int, int]](), set(range(len(self.program)))
+            for coordinator, ops in enumerate(coordinators):
+                for operation, number in enumerate(ops):
+                    op: Op | None = self._ops.values[number]
+                    if op is None or op.core < 0:
+                        continue
+                    if op.outcome and not op.publishing:
+                        ended.append((coordinator, operation))
                     if op.publishing or self.cores.at(op).transaction.stage not in GIVEN_UP:
                         over.discard(operation)
-        if self.plain:
-            rests = rests and any(state.coordinators)
-        else:
-            rests = len(over) == len(self.program) and not any(map(self._tells_generation, state.net))
-        behind = tuple(operation for operation in over if self._is_behind(state, operation))
-        net = tuple(sorted(kept for number in state.net if (kept := self._still(state, number, behind)) is not None))
-        if net != state.net:
-            state = _with_net(state, net)
-        journal = self._compacted.get(state.journal)
-        if journal is None:
-            journal = self._compacted[state.journal] = self._compact(state.journal)
-        # The rest is looked up: most participants have been seen with operations that stand like these.
-        stands = tuple(over), rests, tuple(tuple(map(self._is_heard, ops)) for ops in state.coordinators)
-        shims: list[int] = []
-        for who, number in enumerate(state.shims):
-            out_of = () if self.plain else tuple(o for o in over if self._is_out_of(state, who, o))
-            key = stands, out_of
-            known = self._left.get(key)
-            if known is None:
-                known = self._left[key] = {}
-            left = known.get(number)
-            if left is None:
-                left = known[number] = self._part(
-                    self._without_the_past(state, self.shim(state, who), over, out_of, rests)
-                )
-            shims.append(left)
-            if out_of:
-                net = tuple(n for n in state.net if not self._is_stray(n, who, out_of))
-                if net != state.net:
-                    state = _with_net(state, net)
-        return State(state.coordinators, tuple(shims), state.net, journal, state.manifests, state.decided, state.budget)
+            saves = () if self.plain else tuple(o for o in over if not self.cores.is_restore(o))
+            alone = any(coordinators) and not all(coordinators)
+            heard = tuple(over), tuple(tuple(map(self._is_heard, ops)) for ops in coordinators)
+            number = self._heard.number(heard, heard)
+            known = self._standings[coordinators] = Standing(number, tuple(ended), tuple(over), saves, alone)
+        return known
 
-    def _is_stray(self, number: int, who: int, operations: tuple[int, ...]) -> bool:
-        message = self.message(number)
-        return (
-            isinstance(message, Request) and not message.live and message.who == who and message.operation in operations
-        )
+    def _rests(self, coordinators: tuple[tuple[int, ...], ...]) -> bool:
+        return not any(self._is_heard(number) for ops in coordinators for number in ops)
 
-    def _is_out_of(self, state: State, who: int, operation: int) -> bool:
-        """Whether an operation that only opens does not hold this participant, and never will."""
-        if self.cores.is_restore(operation) or self.shims.owner(self.shim(state, who)) == operation:
+    def _is_past(self, state: State, number: int, who: int, operations: tuple[int, ...]) -> bool:
+        """Of an operation that this participant is out of: what nobody waits for, and word that it had closed."""
+        fact = self._facts[number]
+        if fact.who != who or fact.operation not in operations:
             return False
-        for number in state.net:
-            message = self.message(number)
-            if (
-                isinstance(message, Request)
-                and message.who == who
-                and message.operation == operation
-                and message.phase in _CLOSES
-            ):
-                return False
-        return True
+        if fact.kind != REPLY or not fact.tells:
+            return fact.kind == STRAY
+        op = self.op(state, fact.coordinator, fact.operation)
+        return op is None or op.core < 0 or not self.cores.at(op).runs(self.message(number).number)  # type: ignore[union-attr]
 
     def _is_heard(self, number: int) -> bool:
         op: Op | None = self._ops.values[number]
         return op is not None and op.core >= 0
 
-    def _without_the_past(self, state: State, shim: Shim, over: set[int], out_of: tuple[int, ...], rests: bool) -> Shim:
+    def _without_the_past(
+        self, state: State, shim: Shim, over: tuple[int, ...], out_of: tuple[int, ...], rests: bool
+    ) -> Shim:
         left = shim._replace(followers=tuple(ref for ref in shim.followers if self._hears(state, ref[0], ref[1])))
         for operation in over:
             left = self.shims.forgets(left, operation)
@@ -742,57 +802,69 @@ class Model:
         op = self.op(state, coordinator, operation)
         return op is not None and op.core >= 0
 
-    def _tells_generation(self, number: int) -> bool:
-        message = self.message(number)
-        if isinstance(message, Request):
-            return message.phase == Phase.CONFIRM
-        return isinstance(message, Reply) and message.payload[0] in ("prepare", "confirmed", "restore")
-
-    def _is_behind(self, state: State, operation: int) -> bool:
+    def _is_behind(self, state: State, standing: Standing, operation: int) -> bool:
         """Whether nobody is held by this operation, nor can be any more: then nothing that is left of it can matter."""
-        if self.plain or all(state.coordinators) or not any(state.coordinators):
+        if not standing.alone or operation not in standing.saves:
             return False
         op = self.op(state, self.highest(state), operation)
-        if op is None or not op.outcome or op.publishing:
+        if op is None or not op.outcome:
             return False
-        for who in range(3):
-            shim = self.shim(state, who)
-            if shim.loaded == operation + 1 or self.shims.owner(shim) == operation:
-                return False
-        for number in state.net:
-            message = self.message(number)
-            if isinstance(message, Request) and message.operation == operation and message.phase in _CLOSES:
-                return False
-        return True
+        if any(self._owners[number] == operation for number in state.shims):
+            return False
+        known = self._facts
+        return not any(known[number].closes and known[number].operation == operation for number in state.net)
 
-    def _still(self, state: State, number: int, behind: tuple[int, ...] = ()) -> int | None:
-        message = self.message(number)
-        if isinstance(message, Notice):
-            return number if state.coordinators[message.coordinator] else None
-        if message.operation in behind:
+    def _still(self, state: State, number: int, behind: tuple[int, ...]) -> int | None:
+        fact = self._facts[number]
+        if fact.kind == NOTICE:
+            return number if state.coordinators[fact.coordinator] else None
+        if fact.operation in behind:
             return None
-        heard = self._hears(state, message.coordinator, message.operation)
+        if fact.kind == STRAY:
+            key = number, state.shims[fact.who], bool(state.budget.crashes)
+        else:
+            ops = state.coordinators[fact.coordinator]
+            key = number, ops[fact.operation] if ops else -1, False
+        kept = self._remains.get(key, UNKNOWN)
+        if kept == UNKNOWN:
+            kept = self._remains[key] = self._remaining(state, number)
+        # Nobody waits for it any more: what becomes of it then is asked for the participant.
+        return kept if kept is None or kept == number else self._still(state, kept, ())
+
+    def _remaining(self, state: State, number: int) -> int | None:
+        message = self.message(number)
+        assert not isinstance(message, Notice)
+        op = self.op(state, message.coordinator, message.operation) if state.coordinators[message.coordinator] else None
+        heard = op is not None and op.core >= 0
         if isinstance(message, Reply):
-            if not heard:
+            if op is None or not heard:
                 return None
-            op = self.op(state, message.coordinator, message.operation)
-            assert op is not None
-            runs = self.cores.at(op).runs(message.number)
-            return number if runs or message.payload[0] in ("prepare", "restore") else None
-        if message.live and not heard:
-            message = message._replace(live=False, number=NOBODY)
-            number = self._message(message)
-        if not message.live:
-            if message.phase == Phase.CONFIRM and not self.plain:
+            at = self.cores.at(op)
+            late = message.payload[0] in ("prepare", "restore") and (self.plain or message.number in at.calls)
+            return number if at.runs(message.number) or late else None
+        if message.live:
+            return number if heard else self._message(message._replace(live=False, number=NOBODY))
+        if message.phase == Phase.CONFIRM and not self.plain:
+            return None
+        shim = self.shim(state, message.who)
+        last = shim.up and (shim.incarnation > 1 or not state.budget.crashes)
+        epoch = message.coordinator + 1
+        if last and (epoch < shim.seen or shim.marks[message.operation].over):
+            call = Call(epoch, message.operation, Phase(message.phase), message.about)
+            if self.shims.serve(shim, call, None).shim == shim:
                 return None
-            shim = self.shim(state, message.who)
-            last = shim.up and (shim.incarnation > 1 or not state.budget.crashes)
-            epoch = message.coordinator + 1
-            if last and (epoch < shim.seen or shim.marks[message.operation].over):
-                call = Call(epoch, message.operation, Phase(message.phase), message.about)
-                if self.shims.serve(shim, call, None).shim == shim:
-                    return None
         return number
+
+
+def _facts(message: Message) -> Facts:
+    if isinstance(message, Notice):
+        return Facts(NOTICE, message.who, message.coordinator, -1, False, False)
+    if isinstance(message, Reply):
+        tells = message.payload[0] in ("prepare", "confirmed", "restore")
+        return Facts(REPLY, message.who, message.coordinator, message.operation, False, tells)
+    closes, tells = message.phase in _CLOSES, message.phase == Phase.CONFIRM
+    kind = CALL if message.live else STRAY
+    return Facts(kind, message.who, message.coordinator, message.operation, closes, tells)
 
 
 def _with_net(state: State, net: tuple[int, ...]) -> State:
