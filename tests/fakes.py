@@ -494,7 +494,8 @@ class FakeShim(participant_service_pb2_grpc.ParticipantServicer):
         return int(self.knobs.inflight * waited_s / self.knobs.drain_after_s) if self.knobs.ebbs else 0
 
     def _snapshot(self, snapshot_id: str) -> Folder:
-        return open_root(place(self.root)).child(f"snapshots/{snapshot_id}")
+        with open_root(place(self.root)) as root:
+            return root.child(f"snapshots/{snapshot_id}")
 
     def _of_sources(self, request: participant_service_pb2.RestoreRequest) -> manifest_pb2.LedgerTotals:
         """The rollouts in the ranges that it is to load, counted from the ledgers of their parts."""
