@@ -103,19 +103,19 @@ def make_client(
     client = Client(target, token_file=token_file or None, budgets=budgets)
     if both_typed:
         try:
-            _require_root(client, place_of(root))
+            _require_root(client, place_of(root), max(wait_s, 1.0))
         except BaseException:
             client.close()
             raise
     return client
 
 
-def _require_root(client: Client, root: str) -> None:
+def _require_root(client: Client, root: str, within_s: float) -> None:
     """Raise INVALID_ARGUMENT when that coordinator serves another root. One that does not answer is the command's to meet."""
     from coordinator.wire.record import address_below, look_up, mark_of
 
     try:
-        served = client.status()
+        served = client.status(timeout=within_s)
     except Unanswered:
         return
     if served.snapshot_root == root:

@@ -21,7 +21,7 @@ from coordinator import convert
 from coordinator.protocol.topology import Participant
 from coordinator.uploading import Figures
 from coordinator.wire.errors import Reason, refuse
-from coordinator.wire.extras import install_extra
+from coordinator.wire.extras import NotInstalled, install_extra
 from coordinator.wire.terms import OperationKind, Phase
 
 # Seconds. A pause under hold is a tenth of a second, a drain may take an hour.
@@ -220,10 +220,10 @@ def _client() -> Any:
     try:
         return importlib.import_module("prometheus_client")
     except ImportError as error:
-        raise refuse(
-            Reason.INVALID_ARGUMENT, "metrics_bind is set and prometheus-client is not installed.",
-            next_step=f"{install_extra('metrics')}, or leave metrics_bind empty.",
-        ) from error  # fmt: skip
+        raise NotInstalled(
+            "metrics_bind is set and prometheus-client is not installed.",
+            f"{install_extra('metrics')}, or leave metrics_bind empty.",
+        ) from error
 
 
 def _only_metrics(app: Callable[..., Any]) -> Callable[..., Any]:

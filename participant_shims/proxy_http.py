@@ -16,8 +16,7 @@ from collections import deque
 from dataclasses import dataclass, field, replace
 from typing import Any, Final, NamedTuple, cast
 
-from coordinator.wire.errors import Reason, refuse
-from coordinator.wire.extras import install_extra
+from coordinator.wire.extras import NotInstalled, install_extra
 
 READ_BYTES: Final = 64 << 10
 MAX_HEAD_BYTES: Final = 256 << 10
@@ -33,11 +32,11 @@ class BrokenMessage(Exception):
 
 
 def load_httptools() -> Any:
-    """The parser. Raises UNSUPPORTED with the way to get it: there is no slow fallback that would be used unnoticed."""
+    """The parser. Raises NotInstalled with the way to get it: there is no slow fallback that would be used unnoticed."""
     try:
         return importlib.import_module("httptools")
     except ImportError:
-        raise refuse(Reason.UNSUPPORTED, "The proxy needs httptools.", next_step=install_extra("proxy")) from None
+        raise NotInstalled("The proxy needs httptools, which is not installed here.", install_extra("proxy")) from None
 
 
 @dataclass(slots=True)

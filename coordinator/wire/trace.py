@@ -18,7 +18,7 @@ import grpc
 from grpc import aio
 
 from coordinator.wire.errors import Reason, SafepointError, refuse
-from coordinator.wire.extras import install_extra
+from coordinator.wire.extras import NotInstalled, install_extra
 
 VARIABLE: Final = "SAFEPOINT_TRACES"
 _API: Final = "opentelemetry.trace"
@@ -182,7 +182,7 @@ def _provider(service: str) -> Any:
 
 
 def _missing(error: ImportError) -> SafepointError:
-    return refuse(
-        Reason.INVALID_ARGUMENT, f"Traces are wanted and OpenTelemetry is not installed ({error.name}).",
-        next_step=f"{install_extra('otel')}, or leave {VARIABLE} and the setting `traces` off.",
-    )  # fmt: skip
+    return NotInstalled(
+        f"Traces are wanted and OpenTelemetry is not installed ({error.name}).",
+        f"{install_extra('otel')}, or leave {VARIABLE} and the setting `traces` off.",
+    )

@@ -14,7 +14,8 @@ import aiohttp
 import pytest
 from aiohttp import web
 
-from coordinator.wire.errors import Reason, SafepointError
+from coordinator.wire.errors import SafepointError
+from coordinator.wire.extras import NotInstalled
 from coordinator.wire.terms import Activity, QuiesceMode
 from participant_shims.admission import Doors
 from participant_shims.identity import CallIdentity
@@ -335,5 +336,5 @@ def test_without_httptools_it_says_how_to_get_it(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(importlib, "import_module", missing)
     with pytest.raises(SafepointError) as raised:
         load_httptools()
-    assert raised.value.reason is Reason.UNSUPPORTED
+    assert isinstance(raised.value, NotInstalled)
     assert "[proxy]" in raised.value.problem.next_step

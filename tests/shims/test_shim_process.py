@@ -11,7 +11,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,10 +21,13 @@ from safepoint.v1 import capabilities_pb2, participant_service_pb2_grpc
 from safepoint.v1 import participant_service_pb2 as pb
 
 from coordinator.cli_exit import ExitCode
+from coordinator.metrics import metrics_address
 from coordinator.wire.errors import Reason, SafepointError
 from coordinator.wire.extras import NotInstalled
 from coordinator.wire.rpc import channel
 from coordinator.wire.terms import ParticipantState
+from coordinator.wire.trace import Tracer
+from participant_shims import proxy_http
 from participant_shims.adapters.gym import GymAdapter
 from participant_shims.cli import EXIT_ANOTHER, EXIT_MISSING, EXIT_USAGE, _registers_at, main
 from participant_shims.serve import BOOTSTRAP, ServeOptions, run_serve, serve_environment
@@ -262,6 +265,24 @@ def test_a_missing_package_is_the_exit_code_of_a_missing_package(
     monkeypatch.setattr("participant_shims.shim.serve_shim", serve)
     assert main(["shim", "--life", "/nowhere"]) == EXIT_MISSING == int(ExitCode.MISSING)
     assert ("s3fs" if isinstance(missing, NotInstalled) else "aiohttp") in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("module", "load"),
+    [
+        ("httptools", proxy_http.load_httptools),
+        ("prometheus_client", lambda: metrics_address("127.0.0.1:0")),
+        ("opentelemetry", lambda: Tracer("test")),
+    ],
+)
+def test_every_optional_package_that_is_missing_is_told_as_one(
+    module: str, load: Callable[[], object], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in [name for name in sys.modules if name == module or name.startswith(f"{module}.")]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, module, None)
+    with pytest.raises(NotInstalled, match=r"Next: pip install "):
+        load()
 
 
 @pytest.mark.parametrize("command", ["shim", "serve", "inspect"])
