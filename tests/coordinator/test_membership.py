@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import threading
 from pathlib import Path
 
 import pytest
@@ -232,3 +233,35 @@ async def test_a_coordinator_that_stops_notes_nobody_as_lost_and_complains_of_no
         assert '"lost"' not in lines
     finally:
         await shim.stop()
+
+
+async def test_who_left_right_before_a_coordinator_stops_is_noted_before_its_journal_is_closed(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    root = tmp_path / "root"
+    running = await serve(Settings(root=str(root)))
+    shims = [await FakeShim(name, Role.AGENT, root).start() for name in ("one", "two")]
+    membership, journal, slow = running.operations.membership, running.operations.journal, threading.Event()
+    append = journal.append
+    try:
+        for shim in shims:
+            await shim.register(running.address)
+        await membership.settled()
+        journal.append = lambda *entry: (slow.wait(10), append(*entry))[1]  # type: ignore[method-assign]
+        await shims[0].leave()
+        while membership._writing is None:
+            await asyncio.sleep(0.01)
+        await shims[1].leave()
+        while not membership._changed:
+            await asyncio.sleep(0.01)
+        caplog.clear()
+        asyncio.get_running_loop().call_later(0.5, slow.set)
+        await running.kill()
+        assert [r.getMessage() for r in caplog.records if r.name.startswith("coordinator")] == []
+        lines = "".join(path.read_text() for path in (root / "coordinator").glob("journal-*.log"))
+        assert lines.count('"lost"') == 2
+    finally:
+        slow.set()
+        await running.kill()
+        for shim in shims:
+            await shim.stop()
