@@ -11,8 +11,8 @@ import asyncio
 import logging
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
-from contextlib import suppress
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any, Final, Protocol
 
@@ -530,7 +530,8 @@ class Operations:
         for task in self._work:
             task.cancel()
         with suppress(TimeoutError):  # who came or went until now is still noted
-            await asyncio.wait_for(self.membership.settled(), 2)
+            async with asyncio.timeout(2):
+                await self.membership.settled()
         closing = self._loop.run_in_executor(self._writer, self.journal.close)  # behind what is being written
         await asyncio.wait({closing}, timeout=2)
         self._writer.shutdown(wait=False, cancel_futures=True)
