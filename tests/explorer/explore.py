@@ -18,15 +18,17 @@ import itertools
 import json
 import multiprocessing
 import os
+import resource
 import sys
 import time
 from array import array
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
-from tests.explorer.model import BEGIN, LAPSE, Budget, Model, State, Step
+from tests.explorer.model import Model
 from tests.explorer.tell import tell
 from tests.explorer.violation import Violation
+from tests.explorer.world import BEGIN, LAPSE, Budget, State, Step
 
 UNKNOWN = -1
 TOLD = 3  # how often a participant is told to open within its lease, with the times of `core`
@@ -52,23 +54,26 @@ class Bounds:
 
 
 DEFAULT = (
+    Bounds(("save",), losses=2, crashes=1, lapses=0),  # the longest first
     Bounds(("save",), losses=3, crashes=0, lapses=0),
     Bounds(("save",), losses=1, crashes=0, aborts=1),
     Bounds(("driven",), losses=1, crashes=0, aborts=1, lapses=0),
     Bounds(("save",), losses=0, crashes=1, lapses=0, split=True),
+    Bounds(("restore",), losses=0, crashes=1, lapses=0, split=True),
     Bounds(("save", "save"), losses=2, crashes=0, lapses=0),
     Bounds(("restore", "save"), losses=2, crashes=0, lapses=0),
+    Bounds(("save", "save"), losses=0, crashes=1, lapses=0),
     Bounds(("save", "save"), losses=0, crashes=0, aborts=1),
-    Bounds(("restore",), losses=0, crashes=1, lapses=0, split=True),
     Bounds(("restore", "save"), losses=0, crashes=0, lapses=1, aborts=1),
 )
-# What the default leaves out, towards two operations, three losses and a crash in one model.
+# What the default leaves out, up to two operations, three losses and a crash in one model.
 FULL = (
-    Bounds(("save",), losses=1, crashes=1, split=True),
-    Bounds(("save",), losses=2, crashes=1, lapses=0),
-    Bounds(("save",), losses=3, crashes=1, lapses=0),
     Bounds(("save", "save"), losses=1, crashes=1, lapses=0),
+    Bounds(("restore", "save"), losses=0, crashes=1, lapses=0),
+    Bounds(("save",), losses=3, crashes=1, lapses=0),
     Bounds(("restore", "save"), losses=1, crashes=1, lapses=0),
+    Bounds(("save",), losses=1, crashes=1, split=True),
+    Bounds(("save", "save"), losses=2, crashes=1, lapses=0),
     Bounds(("save", "save"), losses=3, crashes=1, lapses=0),
 )
 
@@ -82,6 +87,7 @@ class Result:
     transitions: int = 0
     depth: int = 0
     seconds: float = 0.0
+    peak_mb: int = 0  # the most memory that the process has had
     whole: bool = False  # whether everything within the bounds was seen
     by_lease: int = (
         0  # states whose calm way out needs a lease to lapse: only a crash may lead there, or as many losses as repeats
@@ -139,6 +145,7 @@ class Explorer:
             result.violation = str(stuck)
             result.trace = [*self._trace(stuck.place), f"!! {stuck}"]
         result.states, result.seconds = len(self._numbers), round(time.process_time() - began, 1)
+        result.peak_mb = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024
         return result
 
     def ends(self) -> set[tuple[object, ...]]:
@@ -236,7 +243,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--program", help="operations, with commas: save, driven (by the trainer), restore")
     parser.add_argument(
-        "--full", action="store_true", help="larger bounds as well; hours, and most of them are not ended"
+        "--full", action="store_true", help="larger bounds as well, up to two operations, three losses and a crash"
     )
     parser.add_argument("--losses", type=int)
     parser.add_argument("--crashes", type=int)
@@ -247,7 +254,7 @@ def main(arguments: list[str] | None = None) -> int:
         "--within", type=float, default=float("inf"), help="seconds of a processor for each exploration"
     )
     parser.add_argument(
-        "--most", type=int, default=sys.maxsize, help="states of each exploration: a million takes 1 GB"
+        "--most", type=int, default=sys.maxsize, help="states of each exploration: a million takes 150 MB"
     )
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1)
     parser.add_argument("--out", type=Path)
@@ -260,7 +267,8 @@ def main(arguments: list[str] | None = None) -> int:
                 setattr(bounds, name, getattr(asked, name))
     began, results = time.monotonic(), list[Result]()
     print(
-        "| explored | states | transitions | depth | CPU s | left to a lease | found |\n| --- | --- | --- | --- | --- | --- | --- |",
+        "| explored | states | transitions | depth | CPU s | MB | left to a lease | found |\n"
+        "| --- | --- | --- | --- | --- | --- | --- | --- |",
         flush=True,
     )
     tasks = [(bounds, asked.within, asked.most) for bounds in chosen]
@@ -272,7 +280,7 @@ def main(arguments: list[str] | None = None) -> int:
             )
             print(
                 f"| {result.bounds} | {result.states:,} | {result.transitions:,} | {result.depth} | {result.seconds} "
-                f"| {result.by_lease:,} | {found} |",
+                f"| {result.peak_mb:,} | {result.by_lease:,} | {found} |",
                 *result.trace,
                 sep="\n    ",
                 flush=True,

@@ -9,105 +9,46 @@ waits as long as it likes; timers once nothing that they wait for moves; a coord
 What costs: a request that is late (its caller has given up), a request that comes twice, a reply that is lost, a timer
 that goes off before what it waits for, a phase or a write that fails, a crash, an abort by a person.
 
-Reductions, and why they lose nothing. The first five hold everywhere; the others are left out in a `plain` exploration, to
-which the tests compare on small bounds (how the world can stand at rest must be the same, state by state):
-- A lost request is a late one that has not arrived yet: whatever may follow a loss may follow a delay.
-- Participants and coordinators are numbers for states that were seen (`values`), so equal ones are one.
-- A message that changes nothing now and can change nothing later is taken out at once: a request that its participant
-  refuses for ever (its operation is over there, or its epoch too low, and that incarnation is the last one), and a reply
-  whose call does not run any more, unless it might say that somebody closed late.
-- An operation that has ended, and whose coordinator has nobody left to tell, is its outcome; marks of what happened in
-  it are taken off once it cannot be published any more, since only its publish would ask for them.
-- Admission generations are only compared within an operation: at rest they begin again.
-- A request that nobody waits for, and whose arrival would change nothing, does not arrive: what could follow without it
-  can follow with it as well, since it may stay on its way for ever. So could a Confirm that nobody waits for: all that it
-  changes is the lease, which is not counted here; it is gone. A repeat of a request that would be gone at once would only
-  cost: it does not happen.
-- A save that no coordinator can publish any more closes nobody again but by a Prepare that is on its way. A participant that
-  it does not hold, and to which none is on its way, has never heard of it: its tombstone would only refuse such a Prepare,
-  all that may still come is Resume or Abort, and "opened", "finished" and "fenced" are the same to a coordinator that opens
-  a save. So what is on its way there that nobody waits for is gone. Restores are left as they are: who has loaded is asked.
-- An operation that has an outcome, and that neither holds anybody nor can, is its outcome, though its coordinator would
-  still tell some to open (as long as one coordinator lives: with two, what they tell would say which epoch is served).
-- A call that was answered, or that never can be, is forgotten by the coordinator: another answer to it, which `CallBook`
-  would know, does not come. Causes and times that are only told are left out of keys (`values.ONLY_TOLD`).
+Which states are one, and what is left out, is said in `tidy`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from struct import Struct
-from typing import Any, Final, NamedTuple, cast
+from typing import Any, NamedTuple, cast
 
 from coordinator.protocol.events import RecordKind
-from coordinator.protocol.legality import BEFORE_PUBLISH, OPENING_STAGES, OWNED, UNATTENDED
+from coordinator.protocol.legality import BEFORE_PUBLISH, OWNED, UNATTENDED
 from coordinator.protocol.operation import Outcome, Stage
 from coordinator.wire.terms import Phase
-from tests.explorer.core import AGENT, NAMES, OPENING, ORDER, RESOURCES, Cores, Op, Output, What
-from tests.explorer.shim import Call, Name, Payload, Ref, Served, Shim, Shims
-from tests.explorer.values import Table
+from tests.explorer.core import AGENT, NAMES, OPENING, ORDER, RESOURCES, Op, Output, What
+from tests.explorer.shim import Call, Name, Ref, Served, Shim
+from tests.explorer.tidy import Tidy
 from tests.explorer.violation import Violation
-
-NOTHING, THERE, VOID = 0, 1, 2  # a manifest's name on the disk
-ABORTED, RESUMED = 1, 2  # bits: what participants were told
-_CLOSES: Final = (Phase.PREPARE, Phase.RESTORE)
-
-
-class Request(NamedTuple):
-    """A call on its way. `live`: its caller waits for the answer; what nobody waits for has no name."""
-
-    who: int
-    coordinator: int
-    operation: int
-    number: Name
-    phase: int
-    about: tuple[int, ...]
-    live: bool
-
-
-class Reply(NamedTuple):
-    """An answer on its way."""
-
-    who: int
-    coordinator: int
-    operation: int
-    number: Name
-    payload: Payload
-
-
-class Notice(NamedTuple):
-    """The registration of a participant ended (`incarnation` 0), or it came back as another incarnation."""
-
-    who: int
-    coordinator: int
-    incarnation: int
-
-
-Message = Request | Reply | Notice
-
-
-class Facts(NamedTuple):
-    """What is looked at of a message again and again. `closes`: a request that may close; `tells`: of a generation."""
-
-    kind: int
-    who: int
-    coordinator: int
-    operation: int
-    closes: bool
-    tells: bool
-
-
-class Standing(NamedTuple):
-    """What follows from the coordinators alone. `ended`: operations with an outcome that are not that outcome yet.
-
-    `over`: which operations nobody publishes any more; `saves`: those of them that are saves.
-    """
-
-    number: int
-    ended: tuple[tuple[int, int], ...]
-    over: tuple[int, ...]
-    saves: tuple[int, ...]
-    alone: bool
+from tests.explorer.world import (
+    ABORTED,
+    BEGIN,
+    CLOSES,
+    LAPSE,
+    LEAVES,
+    NOBODY,
+    NOT_BEGUN,
+    NOTHING,
+    RESUMED,
+    THERE,
+    VOID,
+    Budget,
+    Message,
+    Notice,
+    Reply,
+    Request,
+    State,
+    Step,
+    changed,
+    paid_of,
+    with_net,
+    without_one,
+)
 
 
 class Arrival(NamedTuple):
@@ -120,128 +61,13 @@ class Arrival(NamedTuple):
     sent: tuple[int, ...]
 
 
-class Budget(NamedTuple):
-    """How much may still go wrong. `lapses`: of leases that somebody still renews; others lapse for nothing."""
-
-    losses: int
-    crashes: int
-    aborts: int
-    lapses: int
-
-
-class State(NamedTuple):
-    """Everything. `coordinators`: for each, its operations by number (of `Model.ops`), or () when it does not live.
-
-    `journal`: numbers of records; `manifests`: by operation; `decided`: by operation, what anybody was told.
-    """
-
-    coordinators: tuple[tuple[int, ...], ...]
-    shims: tuple[int, ...]
-    net: tuple[int, ...]
-    journal: tuple[int, ...]
-    manifests: tuple[int, ...]
-    decided: tuple[int, ...]
-    budget: Budget
-
-
-class Step(NamedTuple):
-    """One thing that may happen: what it is, whether it costs, and what is then. `rank`: what a calm world does first."""
-
-    label: tuple[Any, ...]
-    cost: int
-    rank: int
-    state: State
-
-
-LAPSE: Final = 9  # ranks
-BEGIN: Final = 8
-LEAVES: Final = 7
-NOT_BEGUN: Final = 0  # as the number of an operation
-GIVEN_UP: Final = OPENING_STAGES | {Stage.ENDED}  # it is not published any more, if it has not been
-NOBODY: Final = (-1, 0, 0)
-UNKNOWN: Final = -1
-NOTICE, REPLY, CALL, STRAY = 0, 1, 2, 3  # kinds of messages: a stray is a request that nobody waits for
-# A packed state: coordinators and what was (4 bytes each), participants and messages on their way (2 bytes each).
-_LAYOUTS: Final = tuple(Struct(f"<2I{3 + count}H") for count in range(40))
-
-
-class Model:
+class Model(Tidy):
     """The rules of the small world. `split`: a crashed coordinator may live on beside the next one."""
 
     def __init__(self, program: tuple[str, ...], budget: Budget, *, split: bool = False, plain: bool = False) -> None:
-        self.program = program
+        super().__init__(program, budget, plain=plain)
         self.split = split
-        self.plain = plain
-        self.cores = Cores(program, plain=plain)
-        self.shims = Shims(len(program))
-        self._ops = Table()
-        self._op(None)
-        self._parts = Table()
-        self._owners: list[int] = []  # by number: which operation owns its pause, or -1
-        self._messages = Table()
-        self._heard = Table()
-        self._pairs = Table()
-        self._pasts = Table()
-        self._compacted: dict[tuple[int, ...], tuple[int, ...]] = {}
-        self._facts: list[Facts] = []
-        self._standings: dict[tuple[tuple[int, ...], ...], Standing] = {}
         self._arrivals: dict[tuple[int, Request], Arrival] = {}
-        self._remains: dict[tuple[int, int, bool], int | None] = {}
-        self._left: dict[tuple[int, tuple[int, ...], bool, int], int] = {}
-        first = self._part(self.shims.first)
-        none = (0,) * len(program)
-        self.first = State(((NOT_BEGUN,) * len(program), ()), (first,) * 3, (), (), none, none, budget)
-
-    # ---- bytes ----
-
-    def packed(self, state: State) -> bytes:
-        """The state in few bytes, exactly."""
-        coordinators, shims, net, *past = state
-        former = self._pasts.number(key := tuple(past), key)
-        count = len(net)
-        return _LAYOUTS[count].pack(self._pairs.number(coordinators, coordinators), former, *shims, *net)
-
-    def unpacked(self, packed: bytes) -> State:
-        """The state that was packed by this model."""
-        pair, past, *rest = _LAYOUTS[(len(packed) - _LAYOUTS[0].size) // 2].unpack(packed)
-        return State(self._pairs.values[pair], tuple(rest[:3]), tuple(rest[3:]), *self._pasts.values[past])
-
-    # ---- numbers ------------------------------------------------------------------------------------------------------
-
-    def _op(self, op: Op | None) -> int:
-        return self._ops.number(op, op)
-
-    def _part(self, shim: Shim) -> int:
-        number = self._parts.number(shim, shim)
-        if number == len(self._owners):
-            self._owners.append(self.shims.owner(shim))
-        return number
-
-    def _message(self, message: Message) -> int:
-        number = self._messages.number((type(message), message), message)
-        if number == len(self._facts):
-            self._facts.append(_facts(message))
-        return number
-
-    def op(self, state: State, coordinator: int, operation: int) -> Op | None:
-        """The operation at this coordinator; None when it has not begun there."""
-        found: Op | None = self._ops.values[state.coordinators[coordinator][operation]]
-        return found
-
-    def shim(self, state: State, who: int) -> Shim:
-        """A participant."""
-        found: Shim = self._parts.values[state.shims[who]]
-        return found
-
-    def message(self, number: int) -> Message:
-        """A message."""
-        found: Message = self._messages.values[number]
-        return found
-
-    @staticmethod
-    def highest(state: State) -> int:
-        """The coordinator that started last."""
-        return 1 if state.coordinators[1] else 0
 
     # ---- what may happen ------------------------------------------------------------------------------------------------
 
@@ -271,7 +97,7 @@ class Model:
                 continue
             seen.add(number)
             message = self.message(number)
-            without = _with_net(state, state.net[:place] + state.net[place + 1 :])
+            without = with_net(state, state.net[:place] + state.net[place + 1 :])
             if isinstance(message, Request):
                 # A calm world does not count on what nobody waits for: it may be lost.
                 rank = 0 if message.live else LAPSE + 1
@@ -280,7 +106,7 @@ class Model:
                 if message.live or after != without or self.plain:
                     yield Step(("arrives", message), 0, rank, once)
                 if message.live and state.budget.losses:
-                    paid = _paid(without)
+                    paid = paid_of(without)
                     stray = self._sent(paid, message._replace(live=False, number=NOBODY))
                     late = self._told(stray, message, ("no answer", message.number))
                     yield Step(("is late", message), 1, 0, self._tidy(late))
@@ -291,7 +117,7 @@ class Model:
             elif isinstance(message, Reply):
                 yield Step(("is answered", message), 0, 0, self._tidy(self._answered(without, message)))
                 if state.budget.losses:
-                    lost = self._told(_paid(without), message, ("no answer", message.number))
+                    lost = self._told(paid_of(without), message, ("no answer", message.number))
                     yield Step(("is lost", message), 1, 0, self._tidy(lost))
             else:
                 yield Step(("is noticed", message), 0, 0, self._tidy(self._noticed(without, message)))
@@ -309,7 +135,7 @@ class Model:
                 yield Step(("is done", who, shim.runs), 0, 1, self._tidy(self._served(state, who, served)))
                 if state.budget.losses:
                     served = self.shims.ends(shim, well=False)
-                    yield Step(("fails", who, shim.runs), 1, 1, self._tidy(self._served(_paid(state), who, served)))
+                    yield Step(("fails", who, shim.runs), 1, 1, self._tidy(self._served(paid_of(state), who, served)))
             if self._owners[state.shims[who]] >= 0:
                 renewed = self._is_renewed(state, shim)
                 if renewed and not state.budget.lapses:
@@ -339,7 +165,7 @@ class Model:
                 free = (retry is not None and retry <= at.timer_at) or not self._moves(state, coordinator, op)
                 free = free and stage not in OWNED
                 if free or state.budget.losses:
-                    paid = state if free else _paid(state)
+                    paid = state if free else paid_of(state)
                     after = self._step(paid, coordinator, op, ("tick",))
                     yield Step(("time passes", coordinator, op.operation), not free, 5, self._tidy(after))
             if highest:
@@ -449,7 +275,7 @@ class Model:
                 state = self._keep(state, 1, Op(operation, 0, (), -1, outcome=str(last.data["outcome"])))
                 continue
             if state.manifests[operation] == NOTHING and not self.cores.is_restore(operation):
-                state = state._replace(manifests=_changed(state.manifests, operation, VOID))
+                state = state._replace(manifests=changed(state.manifests, operation, VOID))
             op, out = self.cores.recover(operation, 2, mine, state.manifests[operation] == THERE)
             state = self._performed(state, 1, op, out)
         for who in range(3):  # everybody registers
@@ -478,7 +304,7 @@ class Model:
             known = self._arrivals[number, request] = self._arrival(self.shim(state, who), request)
         self._look(state, who, known.shim, known.call, known.served)
         net = tuple(sorted((*state.net, *known.sent))) if known.sent else state.net
-        after = State(state[0], _changed(state.shims, who, known.after), net, *state[3:])
+        after = State(state[0], changed(state.shims, who, known.after), net, *state[3:])
         # A restore has no manifest that decides: how it ended is what participants were opened by.
         if (
             self.cores.is_restore(request.operation)
@@ -507,7 +333,7 @@ class Model:
             shut = [NAMES[other] for other in range(3) if other != AGENT and not self.shim(state, other).open]
             if shut:
                 raise Violation("I18", f"the agent is released while {', '.join(shut)} is closed")
-        if call.phase in _CLOSES and who == RESOURCES and shim.open and not served.shim.open:
+        if call.phase in CLOSES and who == RESOURCES and shim.open and not served.shim.open:
             order = ORDER[Phase(call.phase)]
             for other in order[: order.index(who)]:
                 its = self.shim(state, other)
@@ -552,11 +378,11 @@ class Model:
                 yield Step(("the snapshot is not published", *label), 0, 2, self._tidy(failed))
                 return
             self._may_be_published(state, op)
-            there = state._replace(manifests=_changed(state.manifests, op.operation, THERE))
+            there = state._replace(manifests=changed(state.manifests, op.operation, THERE))
             linked = self._keep(there, coordinator, op._replace(publishing=2))
             yield Step(("the snapshot is published", *label), 0, 2, self._tidy(linked))
             if state.budget.losses:
-                yield Step(("the disk fails", *label), 1, 2, self._tidy(_paid(failed)))
+                yield Step(("the disk fails", *label), 1, 2, self._tidy(paid_of(failed)))
         elif op.publishing == 2:
             after = self._step(state, coordinator, op._replace(publishing=0), ("published",))
             yield Step(("it is known to be published", *label), 0, 2, self._tidy(after))
@@ -637,14 +463,14 @@ class Model:
         decided = state.decided[operation] | bit
         if decided == ABORTED | RESUMED:
             raise Violation("I1", f"operation {operation} was resumed and aborted")
-        return state._replace(decided=_changed(state.decided, operation, decided))
+        return state._replace(decided=changed(state.decided, operation, decided))
 
     def _cancelled(self, state: State, ref: Ref) -> State:
         """Nobody waits any more: the request may still arrive, and only an answer that is here already is still read."""
         for number in state.net:
             message = self.message(number)
             if isinstance(message, Request) and message.live and message[1:4] == ref:
-                state = self._sent(_without(state, number), message._replace(live=False, number=NOBODY))
+                state = self._sent(without_one(state, number), message._replace(live=False, number=NOBODY))
                 return self._never_answered(state, ref)
         for who in range(3):
             shim = self.shim(state, who)
@@ -667,224 +493,14 @@ class Model:
             state = self._sent(state, Reply(who, *ref, payload))
         return state
 
-    def _with(self, state: State, who: int, shim: Shim) -> State:
-        c, shims, net, journal, manifests, decided, budget = state
-        return State(c, _changed(shims, who, self._part(shim)), net, journal, manifests, decided, budget)
-
-    def _keep(self, state: State, coordinator: int, op: Op) -> State:
-        ops = _changed(state.coordinators[coordinator], op.operation, self._op(op))
-        c, shims, net, journal, manifests, decided, budget = state
-        both = (ops, c[1]) if coordinator == 0 else (c[0], ops)
-        return State(both, shims, net, journal, manifests, decided, budget)
-
     def _sent(self, state: State, message: Message) -> State:
-        return _with_net(state, tuple(sorted((*state.net, self._message(message)))))
+        return with_net(state, tuple(sorted((*state.net, self._message(message)))))
 
     def _notified(self, state: State, who: int, incarnation: int) -> State:
         for coordinator, ops in enumerate(state.coordinators):
             if ops:
                 old = self._message(Notice(who, coordinator, 0))
                 if old in state.net:  # the later news says it all
-                    state = _without(state, old)
+                    state = without_one(state, old)
                 state = self._sent(state, Notice(who, coordinator, incarnation))
         return state
-
-    def _moves(self, state: State, coordinator: int, op: Op) -> bool:
-        """Whether anything is on its way that this operation waits for."""
-        mine = (coordinator, op.operation)
-        runs = self.cores.at(op).runs
-        for number in state.net:
-            message = self.message(number)
-            if not isinstance(message, Notice) and message[1:3] == mine and runs(message.number):
-                return True
-        return any(ref[:2] == mine and runs(ref[2]) for who in range(3) for ref in self.shim(state, who).followers)
-
-    def _tidy(self, state: State) -> State:
-        """Without what can change nothing any more; see above."""
-        standing = self._stand(state.coordinators)
-        for coordinator, operation in standing.ended:
-            op = self.op(state, coordinator, operation)
-            assert op is not None
-            at = self.cores.at(op)
-            lingers = at.timer_at is not None or self._moves(state, coordinator, op)
-            if at.transaction.settled or not lingers or self._is_behind(state, standing, operation):
-                state = self._keep(state, coordinator, Op(operation, 0, (), -1, outcome=op.outcome))
-        standing = self._stand(state.coordinators)
-        coordinators, shims, net, journal, manifests, decided, budget = state
-        rests = not net and self._rests(coordinators) and any(coordinators)
-        if net:
-            behind = tuple(o for o in standing.saves if self._is_behind(state, standing, o))
-            remain = [kept for number in net if (kept := self._still(state, number, behind)) is not None]
-            net = tuple(sorted(remain))
-        known = self._facts
-        if not self.plain:
-            rests = len(standing.over) == len(self.program) and not any(known[number].tells for number in net)
-        compact = self._compacted.get(journal)
-        if compact is None:
-            compact = self._compacted[journal] = self._compact(journal)
-        closing = [known[number][1:4:2] for number in net if known[number].closes]  # whom, and of which operation
-        left: list[int] = []
-        for who, number in enumerate(shims):
-            out_of: tuple[int, ...] = ()
-            if standing.saves:
-                owner = self._owners[number]
-                out_of = tuple(o for o in standing.saves if owner != o and (who, o) not in closing)
-            key = standing.number, out_of, rests, number
-            found = self._left.get(key)
-            if found is None:
-                shim = self._without_the_past(state, self._parts.values[number], standing.over, out_of, rests)
-                found = self._left[key] = self._part(shim)
-            left.append(found)
-            if out_of and net:
-                net = tuple(n for n in net if not self._is_past(state, n, who, out_of))
-        return State(coordinators, tuple(left), net, compact, manifests, decided, budget)
-
-    def _stand(self, coordinators: tuple[tuple[int, ...], ...]) -> Standing:
-        known = self._standings.get(coordinators)
-        if known is None:
-            ended, over = list[tuple[int, int]](), set(range(len(self.program)))
-            for coordinator, ops in enumerate(coordinators):
-                for operation, number in enumerate(ops):
-                    op: Op | None = self._ops.values[number]
-                    if op is None or op.core < 0:
-                        continue
-                    if op.outcome and not op.publishing:
-                        ended.append((coordinator, operation))
-                    if op.publishing or self.cores.at(op).transaction.stage not in GIVEN_UP:
-                        over.discard(operation)
-            saves = () if self.plain else tuple(o for o in over if not self.cores.is_restore(o))
-            alone = any(coordinators) and not all(coordinators)
-            heard = tuple(over), tuple(tuple(map(self._is_heard, ops)) for ops in coordinators)
-            number = self._heard.number(heard, heard)
-            known = self._standings[coordinators] = Standing(number, tuple(ended), tuple(over), saves, alone)
-        return known
-
-    def _rests(self, coordinators: tuple[tuple[int, ...], ...]) -> bool:
-        return not any(self._is_heard(number) for ops in coordinators for number in ops)
-
-    def _is_past(self, state: State, number: int, who: int, operations: tuple[int, ...]) -> bool:
-        """Of an operation that this participant is out of: what nobody waits for, and word that it had closed."""
-        fact = self._facts[number]
-        if fact.who != who or fact.operation not in operations:
-            return False
-        if fact.kind != REPLY or not fact.tells:
-            return fact.kind == STRAY
-        op = self.op(state, fact.coordinator, fact.operation)
-        return op is None or op.core < 0 or not self.cores.at(op).runs(self.message(number).number)  # type: ignore[union-attr]
-
-    def _is_heard(self, number: int) -> bool:
-        op: Op | None = self._ops.values[number]
-        return op is not None and op.core >= 0
-
-    def _without_the_past(
-        self, state: State, shim: Shim, over: tuple[int, ...], out_of: tuple[int, ...], rests: bool
-    ) -> Shim:
-        left = shim._replace(followers=tuple(ref for ref in shim.followers if self._hears(state, ref[0], ref[1])))
-        for operation in over:
-            left = self.shims.forgets(left, operation)
-        for operation in out_of:
-            left = self.shims.never_heard_of(left, operation)
-        return left._replace(generation=1) if rests and left.open else left
-
-    def _compact(self, journal: tuple[int, ...]) -> tuple[int, ...]:
-        """Of an operation that has ended, and that a later record has made durable, the end is all that is read."""
-        for place in range(len(journal) - 1, 0, -1):
-            record: Any = self.cores.records.values[journal[place]]
-            if record.kind is RecordKind.BEGUN:
-                before: list[Any] = [self.cores.records.values[number] for number in journal[:place]]
-                ends = [n for n, each in zip(journal, before, strict=False) if each.kind is RecordKind.ENDED]
-                return (*ends, *journal[place:])
-        return journal
-
-    def _hears(self, state: State, coordinator: int, operation: int) -> bool:
-        if not state.coordinators[coordinator]:
-            return False
-        op = self.op(state, coordinator, operation)
-        return op is not None and op.core >= 0
-
-    def _is_behind(self, state: State, standing: Standing, operation: int) -> bool:
-        """Whether nobody is held by this operation, nor can be any more: then nothing that is left of it can matter."""
-        if not standing.alone or operation not in standing.saves:
-            return False
-        op = self.op(state, self.highest(state), operation)
-        if op is None or not op.outcome:
-            return False
-        if any(self._owners[number] == operation for number in state.shims):
-            return False
-        known = self._facts
-        return not any(known[number].closes and known[number].operation == operation for number in state.net)
-
-    def _still(self, state: State, number: int, behind: tuple[int, ...]) -> int | None:
-        fact = self._facts[number]
-        if fact.kind == NOTICE:
-            return number if state.coordinators[fact.coordinator] else None
-        if fact.operation in behind:
-            return None
-        if fact.kind == STRAY:
-            key = number, state.shims[fact.who], bool(state.budget.crashes)
-        else:
-            ops = state.coordinators[fact.coordinator]
-            key = number, ops[fact.operation] if ops else -1, False
-        kept = self._remains.get(key, UNKNOWN)
-        if kept == UNKNOWN:
-            kept = self._remains[key] = self._remaining(state, number)
-        # Nobody waits for it any more: what becomes of it then is asked for the participant.
-        return kept if kept is None or kept == number else self._still(state, kept, ())
-
-    def _remaining(self, state: State, number: int) -> int | None:
-        message = self.message(number)
-        assert not isinstance(message, Notice)
-        op = self.op(state, message.coordinator, message.operation) if state.coordinators[message.coordinator] else None
-        heard = op is not None and op.core >= 0
-        if isinstance(message, Reply):
-            if op is None or not heard:
-                return None
-            at = self.cores.at(op)
-            late = message.payload[0] in ("prepare", "restore") and (self.plain or message.number in at.calls)
-            return number if at.runs(message.number) or late else None
-        if message.live:
-            return number if heard else self._message(message._replace(live=False, number=NOBODY))
-        if message.phase == Phase.CONFIRM and not self.plain:
-            return None
-        shim = self.shim(state, message.who)
-        last = shim.up and (shim.incarnation > 1 or not state.budget.crashes)
-        epoch = message.coordinator + 1
-        if last and (epoch < shim.seen or shim.marks[message.operation].over):
-            call = Call(epoch, message.operation, Phase(message.phase), message.about)
-            if self.shims.serve(shim, call, None).shim == shim:
-                return None
-        return number
-
-
-def _facts(message: Message) -> Facts:
-    if isinstance(message, Notice):
-        return Facts(NOTICE, message.who, message.coordinator, -1, False, False)
-    if isinstance(message, Reply):
-        tells = message.payload[0] in ("prepare", "confirmed", "restore")
-        return Facts(REPLY, message.who, message.coordinator, message.operation, False, tells)
-    closes, tells = message.phase in _CLOSES, message.phase == Phase.CONFIRM
-    kind = CALL if message.live else STRAY
-    return Facts(kind, message.who, message.coordinator, message.operation, closes, tells)
-
-
-def _with_net(state: State, net: tuple[int, ...]) -> State:
-    coordinators, shims, _, journal, manifests, decided, budget = state  # `_replace` takes three times as long
-    return State(coordinators, shims, net, journal, manifests, decided, budget)
-
-
-def _paid(state: State) -> State:
-    return state._replace(budget=state.budget._replace(losses=state.budget.losses - 1))
-
-
-def _without(state: State, number: int) -> State:
-    place = state.net.index(number)
-    return _with_net(state, state.net[:place] + state.net[place + 1 :])
-
-
-def _changed(values: tuple[int, ...], place: int, value: int) -> tuple[int, ...]:
-    return (*values[:place], value, *values[place + 1 :])
-
-
-def _ref(ref: Ref | None) -> Ref:
-    assert ref is not None
-    return ref

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from coordinator.wire.terms import Phase
 from tests.explorer.core import NAMES
-from tests.explorer.model import Model, Notice, Reply, Request, Step
+from tests.explorer.model import Model
+from tests.explorer.world import Notice, Reply, Request, Step
 
 
 def tell(step: Step, model: Model) -> str:

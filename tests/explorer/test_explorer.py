@@ -9,8 +9,10 @@ import pytest
 
 from coordinator.wire.terms import Phase
 from tests.explorer.explore import Bounds, Explorer, main
+from tests.explorer.model import Model
 from tests.explorer.mutants import MUTANTS, Mutant, apart
 from tests.explorer.shim import Call, Shim, Shims
+from tests.explorer.world import Budget
 
 SMALL = (
     Bounds(("save",), losses=0, crashes=0, aborts=1),
@@ -53,6 +55,17 @@ def test_a_guard_that_is_gone_gives_a_counterexample(mutant: Mutant) -> None:
     assert found["violation"].startswith(mutant.rule), found["violation"]
     assert found["trace"][-1] == f"!! {found['violation']}"
     assert len(found["trace"]) > 1 or found["states"] <= 2
+
+
+def test_a_packed_state_is_that_state() -> None:
+    model = Model(("save", "save"), Budget(losses=1, crashes=1, aborts=1, lapses=1), split=True)
+    seen, now = {model.first}, [model.first]
+    for _ in range(5):
+        now = [step.state for state in now for step in model.steps(state)]
+        seen.update(now)
+    packed = {model.packed(state): state for state in seen}
+    assert len(packed) == len(seen) > 100
+    assert all(model.unpacked(each) == state for each, state in packed.items())
 
 
 def _through(shims: Shims, shim: Shim, *phases: Phase) -> Shim:
