@@ -12,6 +12,7 @@ from __future__ import annotations
 from typing import Final, NamedTuple
 
 from coordinator.wire.errors import Problem, Reason
+from coordinator.wire.terms import ParticipantState as State
 from coordinator.wire.terms import Phase
 from participant_shims.fence import Accept, Cause, Ended, Fence, Join, Refuse, Replay, Rpc
 from tests.explorer.values import Keys, Table, clone
@@ -22,6 +23,11 @@ KEYS: Final = Keys()  # time stands still for a fence: leases lapse when the exp
 RPCS: Final = {
     Phase.PREPARE: Rpc.PREPARE, Phase.COMMIT: Rpc.COMMIT, Phase.CONFIRM: Rpc.CONFIRM, Phase.RESTORE: Rpc.RESTORE,
     Phase.RESUME: Rpc.RESUME, Phase.ABORT: Rpc.ABORT,
+}  # fmt: skip
+# In which states a phase of the owner is not begun again, not even when what runs fails.
+_DONE: Final = {
+    Phase.PREPARE: (State.PREPARING, State.PREPARED, State.COMMITTING, State.COMMITTED),
+    Phase.COMMIT: (State.COMMITTED,), Phase.RESTORE: (State.RESTORED,),
 }  # fmt: skip
 Name = tuple[int, int, int]  # a call: to whom, which phase, the how many-th of those that may still be answered
 Ref = tuple[int, int, Name]  # whose call, of which operation, which one
@@ -237,6 +243,13 @@ class Shims:
         """Without what was marked for an operation that nobody can publish any more."""
         over = Mark(over=shim.marks[operation].over)
         return shim if shim.marks[operation] == over else _mark(shim, operation, **over._asdict())
+
+    def has_done(self, shim: Shim, call: Call) -> bool:
+        """Whether this incarnation never begins again what this call asks for."""
+        fence, name = self.fence(shim), operation_id(call.operation)
+        if name in fence._finished:
+            return call.phase in (Phase.PREPARE, Phase.COMMIT, Phase.RESTORE)
+        return fence.operation_id == name and fence.state in _DONE.get(call.phase, ())
 
     def never_heard_of(self, shim: Shim, operation: int) -> Shim:
         """As if it had never been called for an operation of which nobody will speak any more."""

@@ -14,6 +14,8 @@ tests compare small bounds (the ways in which the world can stand at rest must b
   can follow with it as well, since it may stay on its way for ever. So could a Confirm that nobody waits for: all that it
   changes is the lease, which is not counted here; it is gone. A repeat of a request that would be gone at once would only
   cost: it does not happen.
+- A request that nobody waits for is gone as well once its participant, in its last incarnation, has done what it asks for
+  (or begun to prepare, since that which fails is not begun again): it is answered from what was recorded, then refused.
 - A save that no coordinator can publish any more closes nobody again but by a Prepare that is on its way. A participant that
   it does not hold, and to which none is on its way, has never heard of it: its tombstone would only refuse such a Prepare,
   all that may still come is Resume or Abort, and "opened", "finished" and "fenced" are the same to a coordinator that opens
@@ -214,8 +216,7 @@ class Tidy(World):
         shim = self.shim(state, message.who)
         last = shim.up and (shim.incarnation > 1 or not state.budget.crashes)
         epoch = message.coordinator + 1
-        if last and (epoch < shim.seen or shim.marks[message.operation].over):
-            call = Call(epoch, message.operation, Phase(message.phase), message.about)
-            if self.shims.serve(shim, call, None).shim == shim:
-                return None
-        return number
+        call = Call(epoch, message.operation, Phase(message.phase), message.about)
+        done = not self.plain and self.shims.has_done(shim, call)
+        idle = epoch < shim.seen or shim.marks[message.operation].over or done
+        return None if last and idle and self.shims.serve(shim, call, None).shim == shim else number
