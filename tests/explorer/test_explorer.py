@@ -84,6 +84,26 @@ def test_what_was_confirmed_stands_when_a_late_prepare_reaches_the_next_incarnat
     assert (again.marks[0].exported, again.marks[0].confirmed) == (True, 1)
 
 
+def test_a_late_commit_may_begin_again_until_one_is_done() -> None:
+    shims, commit = Shims(1), Call(1, 0, Phase.COMMIT)
+    prepared = _through(shims, shims.first, Phase.PREPARE)
+    commits = shims.serve(prepared, commit, None).shim
+    failed = shims.ends(commits, well=False).shim
+    committed = shims.ends(commits, well=True).shim
+    done = [shims.has_done(shim, commit) for shim in (shims.first, prepared, commits, failed, committed)]
+    assert done == [False, False, False, False, True]
+
+
+def test_a_late_prepare_begins_nothing_once_it_has_begun() -> None:
+    shims, prepare = Shims(1), Call(1, 0, Phase.PREPARE)
+    prepares = shims.serve(shims.first, prepare, None).shim
+    lapsed = shims.lapses(prepares).shim
+    failed = shims.ends(prepares, well=False).shim
+    done = [shims.has_done(shim, prepare) for shim in (shims.first, prepares, failed, lapsed)]
+    assert done == [False, True, True, True]
+    assert shims.serve(failed, prepare, None).shim == failed
+
+
 def test_what_was_exported_and_not_confirmed_is_void_in_the_next_incarnation() -> None:
     shims = Shims(1)
     exported = _through(shims, shims.first, Phase.PREPARE, Phase.COMMIT)
