@@ -29,7 +29,7 @@ from coordinator.cli_output import emit, note, plain, reporting, say, show
 from coordinator.wire.errors import Reason, refuse
 from coordinator.wire.ids import SnapshotId
 from coordinator.wire.objects import is_url, objects_at
-from coordinator.wire.terms import counted
+from coordinator.wire.terms import Weights, counted
 
 if TYPE_CHECKING:
     from safepoint.v1 import manifest_pb2
@@ -163,6 +163,7 @@ def verify(
 
     Example: safepoint snapshots verify step-40 --root /data/snapshots
     """
+    from coordinator.cli_views import weights_lines
     from coordinator.client_results import size_text
 
     def read(root: str) -> _Verified:
@@ -176,14 +177,18 @@ def verify(
             store = open_store(root, as_json)
             name = newest(store) if snapshot == "latest" else snapshot
             checked = store.verify(name)
-        state = _summary(checked.manifest, "").size_bytes
-        return _Verified(name, checked.files, checked.size_bytes, state, list(checked.unlisted))
+        held = _summary(checked.manifest, "")
+        return _Verified(
+            name, checked.files, checked.size_bytes, held.size_bytes, list(checked.unlisted), dict(held.weights)
+        )
 
     def ask(client: Client) -> _Verified:
         name = named(client.snapshots().published, snapshot).snapshot_id if snapshot == "latest" else snapshot
         answer = client.verify(name, timeout=timeout)
-        state = _summary(answer.manifest, "").size_bytes
-        return _Verified(name, answer.files, answer.size_bytes, state, list(answer.unlisted))
+        held = _summary(answer.manifest, "")
+        return _Verified(
+            name, answer.files, answer.size_bytes, held.size_bytes, list(answer.unlisted), dict(held.weights)
+        )
 
     with reporting(as_json):
         one = asked_or_read(root, Where(target, token_file, wait, as_json), ask, read)
@@ -193,6 +198,8 @@ def verify(
         # The first is what a list says; everything that was read is that and the manifests which vouch for it.
         state, manifests = size_text(one.state_bytes), size_text(one.size_bytes - one.state_bytes)
         say(f"{one.snapshot_id} is whole: {counted(one.files, 'file')}, {state}, and {manifests} of manifests")
+        for line in weights_lines(one.weights):
+            say(line)
         if one.unlisted:
             note(f"ignored, not part of it: {', '.join(one.unlisted)}")
 
@@ -206,6 +213,7 @@ class _Verified:
     size_bytes: int
     state_bytes: int
     unlisted: list[str]
+    weights: dict[str, Weights]
 
 
 def open_store(root: str, as_json: bool) -> SnapshotStore:
@@ -246,19 +254,10 @@ def named(published: tuple[SnapshotSummary, ...], name: str) -> SnapshotSummary:
 
 
 def _summary(manifest: manifest_pb2.SnapshotManifest, pin_reason: str) -> SnapshotSummary:
-    from coordinator.client_results import SnapshotSummary, totals_from
+    from coordinator.client_results import summary_from
+    from coordinator.reporting import snapshot_info
 
-    return SnapshotSummary(
-        manifest.snapshot_id,
-        manifest.operation_id,
-        manifest.create_time.ToMicroseconds() / 1e6,
-        sum(reference.size_bytes for reference in manifest.participants) + manifest.ledger_size_bytes,
-        totals_from(manifest.totals),
-        tuple(reference.participant_id for reference in manifest.participants),
-        manifest.topology_fingerprint,
-        dict(manifest.metadata),
-        pin_reason,
-    )
+    return summary_from(snapshot_info(manifest, pin_reason))
 
 
 def plain_entry(line: bytes) -> dict[str, Any]:

@@ -16,7 +16,7 @@ from coordinator.roots_seen import REASONS as ROOT_REASONS
 from coordinator.wire.places import Placement
 from coordinator.wire.refusals import KEPT_OUT
 from coordinator.wire.rpc import problem_from_detail
-from coordinator.wire.terms import counted
+from coordinator.wire.terms import Weights, counted
 
 if TYPE_CHECKING:
     from rich.console import Group
@@ -178,10 +178,16 @@ def snapshot_text(one: SnapshotSummary) -> str:
         ),
         f"fingerprint   {one.topology_fingerprint}",
     ]
+    lines += weights_lines(one.weights)
     lines += [f"metadata      {key} = {value}" for key, value in sorted(one.metadata.items())]
     lines += [f"pinned        {one.pin_reason}"] if one.pin_reason else []
     lines += [f"in the store  {one.upload.line}"] if one.upload is not None else []
     return "\n".join(lines)
+
+
+def weights_lines(weights: Mapping[str, Weights]) -> list[str]:
+    """A line for each engine."""
+    return [f"weights       {name}: {its}" for name, its in weights.items()]
 
 
 def report_text(report: Report) -> str:

@@ -14,7 +14,7 @@ from safepoint.v1 import manifest_pb2
 
 from coordinator.wire.places import Locator, Placement
 from coordinator.wire.rpc import problem_from_detail
-from coordinator.wire.terms import RolloutState, UploadState, counted
+from coordinator.wire.terms import RolloutState, UploadState, Weights, counted
 
 # Called with every event of an operation, in order, each one once. What it raises is logged and the operation goes on.
 ProgressCallback = Callable[[pb.OperationEvent], None]
@@ -107,7 +107,7 @@ class SnapshotSummary:
     """A published snapshot as lists show it. `create_time_s`: seconds since the epoch, for people only.
 
     `pin_reason`: why it is never pruned; empty when it is not pinned. Known in lists only, as is `upload`: how far its copy in
-    the object store is; None where the coordinator uploads nothing.
+    the object store is; None where the coordinator uploads nothing. `weights`: those of each engine at the cut, by its name.
     """
 
     snapshot_id: str
@@ -120,6 +120,7 @@ class SnapshotSummary:
     metadata: Mapping[str, str]
     pin_reason: str = ""
     upload: UploadSummary | None = None
+    weights: Mapping[str, Weights] = field(default_factory=dict[str, Weights])
 
 
 @dataclass(frozen=True, slots=True)
@@ -339,6 +340,7 @@ def summary_from(info: pb.SnapshotInfo) -> SnapshotSummary:
         dict(info.metadata),
         info.pin_reason,
         upload_from(info.upload) if info.HasField("upload") else None,
+        {name: Weights(its.version, its.digest_sha256) for name, its in sorted(info.weights.items())},
     )
 
 

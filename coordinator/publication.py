@@ -87,7 +87,8 @@ class Publisher:
         failpoints.reach("publication.before_ledger")
         self._until_seen(snapshot_id, cut.committed)
         with self._store.open(snapshot_id) as directory:
-            read = partial(_report_of, directory, cut.operation)
+            weights: dict[ParticipantId, manifest_pb2.Weights] = {}
+            read = partial(_report_of, directory, cut.operation, weights)
             parts = [(by_name[name], proof) for name, proof in sorted(cut.committed.items())]
             merged = ledger_merge.merge(self._each(read, parts))
             if cut.operation.options.straggler_policy == StragglerPolicy.FAIL:
@@ -104,7 +105,9 @@ class Publisher:
             job_id=self._store.job_id,
             coordinator_epoch=self._epoch,
             topology_fingerprint=fingerprint(cut.topology.participants),
-            participants=[_reference(by_name[name], cut.committed.get(name)) for name in sorted(by_name)],
+            participants=[
+                _reference(by_name[name], cut.committed.get(name), weights.get(name)) for name in sorted(by_name)
+            ],
             ledger_sha256=written.sha256,
             ledger_size_bytes=written.size_bytes,
             totals=convert.ledger_totals(merged.totals),
@@ -159,8 +162,10 @@ def _has_manifest(directory: Folder, name: ParticipantId) -> bool:
 
 
 def _report_of(
-    directory: Folder, operation: Operation, participant: Participant, proof: Committed
-) -> ledger_merge.Report:
+    directory: Folder, operation: Operation, weights: dict[ParticipantId, manifest_pb2.Weights],
+    participant: Participant, proof: Committed,
+) -> ledger_merge.Report:  # fmt: skip
+    """What the part says of rollouts. What it says of weights is put into `weights`."""
     participant_id = participant.participant_id
     with blamed_on(participant_id, Phase.PUBLISH):
         part, manifest = participant_files(directory, participant_id, proof.manifest_sha256)
@@ -189,15 +194,20 @@ def _report_of(
                     f"{part.path / listed.path} " + ("is missing." if size < 0 else f"has {size} bytes instead of {listed.size_bytes}."),
                     phase=Phase.PUBLISH, participant_id=participant_id,
                 )  # fmt: skip
+        if manifest.HasField("weights"):
+            weights[participant_id] = manifest.weights
         name = manifest.ledger_file
         blocks = part.blocks(name, MAX_LEDGER_LINE) if name else ()
         return ledger_merge.read(participant, blocks, str(part.path / name))
 
 
-def _reference(participant: Participant, proof: Committed | None) -> manifest_pb2.ParticipantRef:
+def _reference(
+    participant: Participant, proof: Committed | None, weights: manifest_pb2.Weights | None
+) -> manifest_pb2.ParticipantRef:
     return manifest_pb2.ParticipantRef(
         participant_id=participant.participant_id,
         manifest_sha256=proof.manifest_sha256 if proof is not None else "",
         size_bytes=proof.size_bytes if proof is not None else 0,
         capabilities=convert.capabilities(participant),
+        weights=weights,
     )

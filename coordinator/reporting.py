@@ -210,4 +210,5 @@ def snapshot_info(
         topology_fingerprint=manifest.topology_fingerprint,
         metadata=manifest.metadata,
         pin_reason=pin_reason,
+        weights={each.participant_id: each.weights for each in manifest.participants if each.HasField("weights")},
     )

@@ -124,6 +124,7 @@ class SnapshotReader:
                 with blamed, _participant_directory(directory, reference.participant_id) as part:
                     found, stored = _participant_manifest(part, reference)
                     _check_belongs(found, manifest, reference.participant_id)
+                    _check_weights(found, reference, directory.path)
                     verified = verify_files(part, found, self.chunks())
                 files += verified.files + 1
                 size += verified.size_bytes + stored.size_bytes
@@ -370,6 +371,19 @@ def _check_belongs(
             f"{found.snapshot_id} in {found.operation_id}.",
             participant_id=participant_id,
             next_step=MOVED,
+        )
+
+
+def _check_weights(
+    found: manifest_pb2.ParticipantManifest, reference: manifest_pb2.ParticipantRef, where: Place
+) -> None:
+    # A coordinator that did not know of weights has named none; one that did has copied what it read.
+    if reference.HasField("weights") and reference.weights != found.weights:
+        raise refuse(
+            Reason.SNAPSHOT_CORRUPT,
+            f"{where / MANIFEST_NAME} is damaged: the weights that it names of {reference.participant_id} are not those of "
+            "its own manifest.",
+            participant_id=reference.participant_id,
         )
 
 

@@ -265,6 +265,12 @@ def _check_participant(message: manifest_pb2.ParticipantManifest, where: str) ->
         raise _corrupt(where, "its ledger is not among its files")
     if message.shared_state_sha256 and not is_sha256(message.shared_state_sha256):
         raise _corrupt(where, "its digest of shared state is none")
+    _check_weights(message.weights, where)
+
+
+def _check_weights(weights: manifest_pb2.Weights, where: str) -> None:
+    if weights.digest_sha256 and not is_sha256(weights.digest_sha256):
+        raise _corrupt(where, "its digest of weights is none")
 
 
 def _check_snapshot(message: manifest_pb2.SnapshotManifest, where: str) -> None:
@@ -281,6 +287,7 @@ def _check_snapshot(message: manifest_pb2.SnapshotManifest, where: str) -> None:
             raise _corrupt(where, f"{reference.participant_id} has the capabilities of another participant")
         if reference.manifest_sha256 and not is_sha256(reference.manifest_sha256):
             raise _corrupt(where, f"{reference.participant_id} has no digest")
+        _check_weights(reference.weights, where)
     if names != sorted(set(names)):
         raise _corrupt(where, "its participants are not sorted, or one is listed twice")
     if not is_sha256(message.ledger_sha256):

@@ -1,10 +1,11 @@
-"""Roles, phases and modes: the enums of the contract, for code that must not import protobuf.
+"""Roles, phases and modes: the enums of the contract, and the values that all sides name, for code that must not import protobuf.
 
 Numbers equal those of the proto; `tests/wire/test_terms.py` compares them one by one.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from enum import IntEnum
 from typing import Final
 
@@ -110,6 +111,19 @@ class RolloutState(Named):
     PARKED = 2
     PENDING = 3
     EXCLUDED = 4
+
+
+@dataclass(frozen=True, slots=True)
+class Weights:
+    """The weights of a policy. `version`: as the trainer has named them. `digest_sha256`: SHA-256 hex over the engine's own
+    checksums of them. Each is empty when it is not known."""
+
+    version: str = ""
+    digest_sha256: str = ""
+
+    def __str__(self) -> str:
+        named = f"version {self.version!r}" if self.version else "without a version"
+        return named + (f", digest {self.digest_sha256}" if self.digest_sha256 else "")
 
 
 class OperationKind(Named):

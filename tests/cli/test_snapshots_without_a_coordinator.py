@@ -5,12 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from safepoint.v1 import manifest_pb2
 
 from coordinator.publication import Publisher
 from coordinator.snapshots import SnapshotStore
 from tests.cli.conftest import Safepoint
 from tests.client.fake_coordinator import FakeCoordinator, Fault, entries
-from tests.coordinator.test_snapshots import make
+from tests.coordinator.test_snapshots import AGENT, make
 
 
 @pytest.fixture
@@ -37,6 +38,17 @@ async def test_where_no_coordinator_answers_the_root_of_the_environment_is_read(
         (await safepoint("snapshots", command, "--json", "--wait", "0.1", env=env)).json() for env in (alone, by_record)
     ]
     assert documents[0] == documents[1] == (await safepoint("snapshots", command, "--root", str(root), "--json")).json()
+
+
+@pytest.mark.parametrize("command", ["show", "verify"])
+async def test_the_weights_of_each_engine_are_printed(safepoint: Safepoint, tmp_path: Path, command: str) -> None:
+    store = SnapshotStore(tmp_path / "engines", "job-1")
+    weights = manifest_pb2.Weights(version="step-40", digest_sha256="ab" * 32)
+    make(store, "step-1", Publisher(store, 1), weights=weights)
+    ran = await safepoint("snapshots", command, "--root", str(store.root))
+    assert f"weights       {AGENT}: version 'step-40', digest {'ab' * 32}" in ran.out
+    found = (await safepoint("snapshots", command, "--root", str(store.root), "--json")).json()
+    assert found["weights"] == {AGENT: {"version": "step-40", "digest_sha256": "ab" * 32}}
 
 
 async def test_a_coordinator_that_answers_is_asked_and_one_that_refuses_is_believed(

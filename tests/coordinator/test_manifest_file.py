@@ -57,6 +57,17 @@ def directory(tmp_path: Path) -> Iterator[Directory]:
         yield opened
 
 
+def test_weights_are_named_where_there_are_any_and_with_a_digest_that_is_one() -> None:
+    manifest = a_manifest()
+    assert b"weights" not in manifest_file.encode(KIND, manifest)  # an older version reads it
+    manifest.weights.version = "step-40"
+    assert decode(manifest_file.encode(KIND, manifest)).weights == manifest_pb2.Weights(version="step-40")
+    manifest.weights.digest_sha256 = "ab" * 32
+    assert decode(manifest_file.encode(KIND, manifest)) == manifest
+    manifest.weights.digest_sha256 = "ab"
+    assert reason_of(manifest_file.encode(KIND, manifest)) is Reason.SNAPSHOT_CORRUPT
+
+
 def test_a_manifest_reads_back_as_it_was_written(directory: Directory) -> None:
     written = manifest_file.write_participant_manifest(directory, a_manifest())
     message, found = manifest_file.read_participant_manifest(directory, written.sha256)

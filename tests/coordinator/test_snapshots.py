@@ -18,6 +18,7 @@ from coordinator.protocol.operation import Operation
 from coordinator.protocol.proofs import Committed
 from coordinator.protocol.topology import Participant, Topology
 from coordinator.publication import Cut, Publisher
+from coordinator.reporting import snapshot_info
 from coordinator.retention import Retention
 from coordinator.snapshots import SnapshotStore
 from coordinator.wire.beneath import Directory
@@ -45,8 +46,9 @@ def store(tmp_path: Path) -> SnapshotStore:
 
 
 def make(
-    store: SnapshotStore, name: str, publisher: Publisher | None = None, step: str = "7"
-) -> manifest_pb2.SnapshotManifest:
+    store: SnapshotStore, name: str, publisher: Publisher | None = None, step: str = "7",
+    weights: manifest_pb2.Weights | None = None,
+) -> manifest_pb2.SnapshotManifest:  # fmt: skip
     """A snapshot of one agent with two rollouts, made by the code that makes real ones."""
     snapshot_id = SnapshotId(name)
     operation = Operation(OperationKind.SAVE, OperationId(f"save-{name}"), snapshot_id)
@@ -60,7 +62,7 @@ def make(
             mine,
             manifest_pb2.ParticipantManifest(
                 format_version=1, operation_id=operation.operation_id, snapshot_id=name, incarnation_id="i-1",
-                capabilities=agent, ledger_file="ledger.jsonl",
+                capabilities=agent, ledger_file="ledger.jsonl", weights=weights,
                 files=[
                     manifest_pb2.FileEntry(path="ledger.jsonl", size_bytes=ledger.size_bytes, sha256=ledger.sha256),
                     manifest_pb2.FileEntry(path="state.bin", size_bytes=state.size_bytes, sha256=state.sha256),
@@ -427,6 +429,32 @@ def test_a_manifest_whose_fingerprint_is_not_that_of_its_participants_is_damaged
         assert refused(call, "step-1").reason is Reason.SNAPSHOT_CORRUPT
     assert store.list().snapshots == ()
     assert "is damaged" in store.list().invalid["step-1"]
+
+
+def test_the_weights_that_a_part_names_are_in_the_manifest_of_the_snapshot_and_in_lists(store: SnapshotStore) -> None:
+    weights = manifest_pb2.Weights(version="step-40", digest_sha256="ab" * 32)
+    agent, judge = make(store, "step-1", weights=weights).participants
+    assert (agent.weights, judge.HasField("weights")) == (weights, False)
+    assert store.part_manifest(agent, "step-1").weights == weights
+    assert dict(snapshot_info(store.load("step-1")).weights) == {AGENT: weights}
+    plain = make(store, "step-2")
+    assert not plain.participants[0].HasField("weights")
+    assert dict(snapshot_info(plain).weights) == {}
+
+
+def test_a_manifest_that_names_other_weights_than_its_parts_is_damaged_and_one_that_names_none_is_of_an_older_version(
+    store: SnapshotStore, tmp_path: Path
+) -> None:
+    manifest = make(store, "step-1", weights=manifest_pb2.Weights(version="step-40"))
+    path = tmp_path / "root" / "snapshots" / "step-1" / "manifest.json"
+    manifest.participants[0].weights.version = "step-41"
+    path.write_bytes(encode(SNAPSHOT_KIND, manifest))  # its envelope is right
+    error = refused(store.verify, "step-1")
+    assert error.reason is Reason.SNAPSHOT_CORRUPT
+    assert f"the weights that it names of {AGENT}" in str(error)
+    manifest.participants[0].ClearField("weights")
+    path.write_bytes(encode(SNAPSHOT_KIND, manifest))
+    assert store.verify("step-1").manifest == manifest
 
 
 @pytest.mark.parametrize("who", [AGENT, JUDGE])

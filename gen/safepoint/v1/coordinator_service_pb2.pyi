@@ -1626,6 +1626,27 @@ class SnapshotInfo(_message.Message):
         def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
         def WhichOneof(self, oneof_group: _Never) -> None: ...
 
+    @_typing.final
+    class WeightsEntry(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: _builtins.int
+        VALUE_FIELD_NUMBER: _builtins.int
+        key: _builtins.str
+        @_builtins.property
+        def value(self) -> _manifest_pb2.Weights: ...
+        def __init__(
+            self,
+            *,
+            key: _builtins.str = ...,
+            value: _manifest_pb2.Weights | None = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _typing.Literal["value", b"value"]  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
     SNAPSHOT_ID_FIELD_NUMBER: _builtins.int
     OPERATION_ID_FIELD_NUMBER: _builtins.int
     CREATE_TIME_FIELD_NUMBER: _builtins.int
@@ -1636,6 +1657,7 @@ class SnapshotInfo(_message.Message):
     METADATA_FIELD_NUMBER: _builtins.int
     PIN_REASON_FIELD_NUMBER: _builtins.int
     UPLOAD_FIELD_NUMBER: _builtins.int
+    WEIGHTS_FIELD_NUMBER: _builtins.int
     snapshot_id: _builtins.str
     """REQUIRED."""
     operation_id: _builtins.str
@@ -1666,6 +1688,10 @@ class SnapshotInfo(_message.Message):
     def upload(self) -> Global___SnapshotUpload:
         """OPTIONAL. Its copy in the object store. Set in lists only, of a coordinator that uploads."""
 
+    @_builtins.property
+    def weights(self) -> _containers.MessageMap[_builtins.str, _manifest_pb2.Weights]:
+        """OPTIONAL. The weights of each engine at the cut, by participant_id."""
+
     def __init__(
         self,
         *,
@@ -1679,10 +1705,11 @@ class SnapshotInfo(_message.Message):
         metadata: _abc.Mapping[_builtins.str, _builtins.str] | None = ...,
         pin_reason: _builtins.str = ...,
         upload: Global___SnapshotUpload | None = ...,
+        weights: _abc.Mapping[_builtins.str, _manifest_pb2.Weights] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["create_time", b"create_time", "totals", b"totals", "upload", b"upload"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["create_time", b"create_time", "metadata", b"metadata", "operation_id", b"operation_id", "participant_ids", b"participant_ids", "pin_reason", b"pin_reason", "size_bytes", b"size_bytes", "snapshot_id", b"snapshot_id", "topology_fingerprint", b"topology_fingerprint", "totals", b"totals", "upload", b"upload"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["create_time", b"create_time", "metadata", b"metadata", "operation_id", b"operation_id", "participant_ids", b"participant_ids", "pin_reason", b"pin_reason", "size_bytes", b"size_bytes", "snapshot_id", b"snapshot_id", "topology_fingerprint", b"topology_fingerprint", "totals", b"totals", "upload", b"upload", "weights", b"weights"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

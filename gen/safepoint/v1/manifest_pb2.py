@@ -26,7 +26,7 @@ from google.protobuf import timestamp_pb2 as google_dot_protobuf_dot_timestamp__
 from safepoint.v1 import capabilities_pb2 as safepoint_dot_v1_dot_capabilities__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1bsafepoint/v1/manifest.proto\x12\x0csafepoint.v1\x1a\x1fgoogle/protobuf/timestamp.proto\x1a\x1fsafepoint/v1/capabilities.proto\"=\n\tFileEntry\x12\x0c\n\x04path\x18\x01 \x01(\t\x12\x12\n\nsize_bytes\x18\x02 \x01(\x04\x12\x0e\n\x06sha256\x18\x03 \x01(\t\"0\n\nChunkEntry\x12\x0e\n\x06sha256\x18\x01 \x01(\t\x12\x12\n\nsize_bytes\x18\x02 \x01(\x04\"\xc7\x01\n\x0bLedgerEntry\x12\x12\n\nrollout_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\r\x12)\n\x05state\x18\x03 \x01(\x0e\x32\x1a.safepoint.v1.RolloutState\x12\x0e\n\x06reason\x18\x04 \x01(\t\x12\x16\n\x0eparticipant_id\x18\x05 \x01(\t\x12\x16\n\x0erecorded_calls\x18\x06 \x01(\x04\x12\x12\n\nwaiting_on\x18\x07 \x01(\t\x12\x14\n\x0cinput_sha256\x18\x08 \x01(\t\"T\n\x0cLedgerTotals\x12\x11\n\tcompleted\x18\x01 \x01(\x04\x12\x0e\n\x06parked\x18\x02 \x01(\x04\x12\x0f\n\x07pending\x18\x03 \x01(\x04\x12\x10\n\x08\x65xcluded\x18\x04 \x01(\x04\"\xfc\x02\n\x13ParticipantManifest\x12\x16\n\x0e\x66ormat_version\x18\x01 \x01(\r\x12\x14\n\x0coperation_id\x18\x02 \x01(\t\x12\x13\n\x0bsnapshot_id\x18\x03 \x01(\t\x12\x16\n\x0eincarnation_id\x18\x04 \x01(\t\x12\x30\n\x0c\x63\x61pabilities\x18\x05 \x01(\x0b\x32\x1a.safepoint.v1.Capabilities\x12&\n\x05\x66iles\x18\x06 \x03(\x0b\x32\x17.safepoint.v1.FileEntry\x12\x13\n\x0bledger_file\x18\x07 \x01(\t\x12*\n\x06totals\x18\x08 \x01(\x0b\x32\x1a.safepoint.v1.LedgerTotals\x12\x10\n\x08sessions\x18\t \x01(\x04\x12\x16\n\x0erecorded_calls\x18\n \x01(\x04\x12(\n\x06\x63hunks\x18\x0b \x03(\x0b\x32\x18.safepoint.v1.ChunkEntry\x12\x1b\n\x13shared_state_sha256\x18\x0c \x01(\t\"f\n\tPlacement\x12\x15\n\rfrom_actor_id\x18\x01 \x01(\t\x12\x13\n\x0bto_actor_id\x18\x02 \x01(\t\x12\x15\n\rrollouts_from\x18\x03 \x01(\t\x12\x16\n\x0erollouts_until\x18\x04 \x01(\t\"f\n\x0cRestoredFrom\x12\x13\n\x0bsnapshot_id\x18\x01 \x01(\t\x12\x14\n\x0coperation_id\x18\x02 \x01(\t\x12+\n\nplacements\x18\x03 \x03(\x0b\x32\x17.safepoint.v1.Placement\"\x87\x01\n\x0eParticipantRef\x12\x16\n\x0eparticipant_id\x18\x01 \x01(\t\x12\x17\n\x0fmanifest_sha256\x18\x02 \x01(\t\x12\x12\n\nsize_bytes\x18\x03 \x01(\x04\x12\x30\n\x0c\x63\x61pabilities\x18\x04 \x01(\x0b\x32\x1a.safepoint.v1.Capabilities\"\x85\x04\n\x10SnapshotManifest\x12\x16\n\x0e\x66ormat_version\x18\x01 \x01(\r\x12\x13\n\x0bsnapshot_id\x18\x02 \x01(\t\x12\x14\n\x0coperation_id\x18\x03 \x01(\t\x12\x0e\n\x06job_id\x18\x04 \x01(\t\x12\x19\n\x11\x63oordinator_epoch\x18\x05 \x01(\x04\x12/\n\x0b\x63reate_time\x18\x06 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12\x1c\n\x14topology_fingerprint\x18\x07 \x01(\t\x12\x32\n\x0cparticipants\x18\x08 \x03(\x0b\x32\x1c.safepoint.v1.ParticipantRef\x12\x15\n\rledger_sha256\x18\t \x01(\t\x12\x19\n\x11ledger_size_bytes\x18\n \x01(\x04\x12*\n\x06totals\x18\x0b \x01(\x0b\x32\x1a.safepoint.v1.LedgerTotals\x12>\n\x08metadata\x18\x0c \x03(\x0b\x32,.safepoint.v1.SnapshotManifest.MetadataEntry\x12\x31\n\rrestored_from\x18\r \x01(\x0b\x32\x1a.safepoint.v1.RestoredFrom\x1a/\n\rMetadataEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01*\x9b\x01\n\x0cRolloutState\x12\x1d\n\x19ROLLOUT_STATE_UNSPECIFIED\x10\x00\x12\x1b\n\x17ROLLOUT_STATE_COMPLETED\x10\x01\x12\x18\n\x14ROLLOUT_STATE_PARKED\x10\x02\x12\x19\n\x15ROLLOUT_STATE_PENDING\x10\x03\x12\x1a\n\x16ROLLOUT_STATE_EXCLUDED\x10\x04\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1bsafepoint/v1/manifest.proto\x12\x0csafepoint.v1\x1a\x1fgoogle/protobuf/timestamp.proto\x1a\x1fsafepoint/v1/capabilities.proto\"=\n\tFileEntry\x12\x0c\n\x04path\x18\x01 \x01(\t\x12\x12\n\nsize_bytes\x18\x02 \x01(\x04\x12\x0e\n\x06sha256\x18\x03 \x01(\t\"0\n\nChunkEntry\x12\x0e\n\x06sha256\x18\x01 \x01(\t\x12\x12\n\nsize_bytes\x18\x02 \x01(\x04\"\xc7\x01\n\x0bLedgerEntry\x12\x12\n\nrollout_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\r\x12)\n\x05state\x18\x03 \x01(\x0e\x32\x1a.safepoint.v1.RolloutState\x12\x0e\n\x06reason\x18\x04 \x01(\t\x12\x16\n\x0eparticipant_id\x18\x05 \x01(\t\x12\x16\n\x0erecorded_calls\x18\x06 \x01(\x04\x12\x12\n\nwaiting_on\x18\x07 \x01(\t\x12\x14\n\x0cinput_sha256\x18\x08 \x01(\t\"T\n\x0cLedgerTotals\x12\x11\n\tcompleted\x18\x01 \x01(\x04\x12\x0e\n\x06parked\x18\x02 \x01(\x04\x12\x0f\n\x07pending\x18\x03 \x01(\x04\x12\x10\n\x08\x65xcluded\x18\x04 \x01(\x04\"1\n\x07Weights\x12\x0f\n\x07version\x18\x01 \x01(\t\x12\x15\n\rdigest_sha256\x18\x02 \x01(\t\"\xa4\x03\n\x13ParticipantManifest\x12\x16\n\x0e\x66ormat_version\x18\x01 \x01(\r\x12\x14\n\x0coperation_id\x18\x02 \x01(\t\x12\x13\n\x0bsnapshot_id\x18\x03 \x01(\t\x12\x16\n\x0eincarnation_id\x18\x04 \x01(\t\x12\x30\n\x0c\x63\x61pabilities\x18\x05 \x01(\x0b\x32\x1a.safepoint.v1.Capabilities\x12&\n\x05\x66iles\x18\x06 \x03(\x0b\x32\x17.safepoint.v1.FileEntry\x12\x13\n\x0bledger_file\x18\x07 \x01(\t\x12*\n\x06totals\x18\x08 \x01(\x0b\x32\x1a.safepoint.v1.LedgerTotals\x12\x10\n\x08sessions\x18\t \x01(\x04\x12\x16\n\x0erecorded_calls\x18\n \x01(\x04\x12(\n\x06\x63hunks\x18\x0b \x03(\x0b\x32\x18.safepoint.v1.ChunkEntry\x12\x1b\n\x13shared_state_sha256\x18\x0c \x01(\t\x12&\n\x07weights\x18\r \x01(\x0b\x32\x15.safepoint.v1.Weights\"f\n\tPlacement\x12\x15\n\rfrom_actor_id\x18\x01 \x01(\t\x12\x13\n\x0bto_actor_id\x18\x02 \x01(\t\x12\x15\n\rrollouts_from\x18\x03 \x01(\t\x12\x16\n\x0erollouts_until\x18\x04 \x01(\t\"f\n\x0cRestoredFrom\x12\x13\n\x0bsnapshot_id\x18\x01 \x01(\t\x12\x14\n\x0coperation_id\x18\x02 \x01(\t\x12+\n\nplacements\x18\x03 \x03(\x0b\x32\x17.safepoint.v1.Placement\"\xaf\x01\n\x0eParticipantRef\x12\x16\n\x0eparticipant_id\x18\x01 \x01(\t\x12\x17\n\x0fmanifest_sha256\x18\x02 \x01(\t\x12\x12\n\nsize_bytes\x18\x03 \x01(\x04\x12\x30\n\x0c\x63\x61pabilities\x18\x04 \x01(\x0b\x32\x1a.safepoint.v1.Capabilities\x12&\n\x07weights\x18\x05 \x01(\x0b\x32\x15.safepoint.v1.Weights\"\x85\x04\n\x10SnapshotManifest\x12\x16\n\x0e\x66ormat_version\x18\x01 \x01(\r\x12\x13\n\x0bsnapshot_id\x18\x02 \x01(\t\x12\x14\n\x0coperation_id\x18\x03 \x01(\t\x12\x0e\n\x06job_id\x18\x04 \x01(\t\x12\x19\n\x11\x63oordinator_epoch\x18\x05 \x01(\x04\x12/\n\x0b\x63reate_time\x18\x06 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12\x1c\n\x14topology_fingerprint\x18\x07 \x01(\t\x12\x32\n\x0cparticipants\x18\x08 \x03(\x0b\x32\x1c.safepoint.v1.ParticipantRef\x12\x15\n\rledger_sha256\x18\t \x01(\t\x12\x19\n\x11ledger_size_bytes\x18\n \x01(\x04\x12*\n\x06totals\x18\x0b \x01(\x0b\x32\x1a.safepoint.v1.LedgerTotals\x12>\n\x08metadata\x18\x0c \x03(\x0b\x32,.safepoint.v1.SnapshotManifest.MetadataEntry\x12\x31\n\rrestored_from\x18\r \x01(\x0b\x32\x1a.safepoint.v1.RestoredFrom\x1a/\n\rMetadataEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01*\x9b\x01\n\x0cRolloutState\x12\x1d\n\x19ROLLOUT_STATE_UNSPECIFIED\x10\x00\x12\x1b\n\x17ROLLOUT_STATE_COMPLETED\x10\x01\x12\x18\n\x14ROLLOUT_STATE_PARKED\x10\x02\x12\x19\n\x15ROLLOUT_STATE_PENDING\x10\x03\x12\x1a\n\x16ROLLOUT_STATE_EXCLUDED\x10\x04\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -35,8 +35,8 @@ if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_SNAPSHOTMANIFEST_METADATAENTRY']._loaded_options = None
   _globals['_SNAPSHOTMANIFEST_METADATAENTRY']._serialized_options = b'8\001'
-  _globals['_ROLLOUTSTATE']._serialized_start=1762
-  _globals['_ROLLOUTSTATE']._serialized_end=1917
+  _globals['_ROLLOUTSTATE']._serialized_start=1893
+  _globals['_ROLLOUTSTATE']._serialized_end=2048
   _globals['_FILEENTRY']._serialized_start=111
   _globals['_FILEENTRY']._serialized_end=172
   _globals['_CHUNKENTRY']._serialized_start=174
@@ -45,16 +45,18 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_LEDGERENTRY']._serialized_end=424
   _globals['_LEDGERTOTALS']._serialized_start=426
   _globals['_LEDGERTOTALS']._serialized_end=510
-  _globals['_PARTICIPANTMANIFEST']._serialized_start=513
-  _globals['_PARTICIPANTMANIFEST']._serialized_end=893
-  _globals['_PLACEMENT']._serialized_start=895
-  _globals['_PLACEMENT']._serialized_end=997
-  _globals['_RESTOREDFROM']._serialized_start=999
-  _globals['_RESTOREDFROM']._serialized_end=1101
-  _globals['_PARTICIPANTREF']._serialized_start=1104
-  _globals['_PARTICIPANTREF']._serialized_end=1239
-  _globals['_SNAPSHOTMANIFEST']._serialized_start=1242
-  _globals['_SNAPSHOTMANIFEST']._serialized_end=1759
-  _globals['_SNAPSHOTMANIFEST_METADATAENTRY']._serialized_start=1712
-  _globals['_SNAPSHOTMANIFEST_METADATAENTRY']._serialized_end=1759
+  _globals['_WEIGHTS']._serialized_start=512
+  _globals['_WEIGHTS']._serialized_end=561
+  _globals['_PARTICIPANTMANIFEST']._serialized_start=564
+  _globals['_PARTICIPANTMANIFEST']._serialized_end=984
+  _globals['_PLACEMENT']._serialized_start=986
+  _globals['_PLACEMENT']._serialized_end=1088
+  _globals['_RESTOREDFROM']._serialized_start=1090
+  _globals['_RESTOREDFROM']._serialized_end=1192
+  _globals['_PARTICIPANTREF']._serialized_start=1195
+  _globals['_PARTICIPANTREF']._serialized_end=1370
+  _globals['_SNAPSHOTMANIFEST']._serialized_start=1373
+  _globals['_SNAPSHOTMANIFEST']._serialized_end=1890
+  _globals['_SNAPSHOTMANIFEST_METADATAENTRY']._serialized_start=1843
+  _globals['_SNAPSHOTMANIFEST_METADATAENTRY']._serialized_end=1890
 # @@protoc_insertion_point(module_scope)

@@ -209,6 +209,32 @@ class LedgerTotals(_message.Message):
 Global___LedgerTotals: _TypeAlias = LedgerTotals  # noqa: Y015
 
 @_typing.final
+class Weights(_message.Message):
+    """Weights names the weights that the tokens in an engine's part are of."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    VERSION_FIELD_NUMBER: _builtins.int
+    DIGEST_SHA256_FIELD_NUMBER: _builtins.int
+    version: _builtins.str
+    """OPTIONAL. As the trainer has named them; empty when it has not."""
+    digest_sha256: _builtins.str
+    """OPTIONAL. SHA-256 hex over the engine's own checksums of them; empty when it was not asked for them."""
+    def __init__(
+        self,
+        *,
+        version: _builtins.str = ...,
+        digest_sha256: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["digest_sha256", b"digest_sha256", "version", b"version"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Weights: _TypeAlias = Weights  # noqa: Y015
+
+@_typing.final
 class ParticipantManifest(_message.Message):
     """ParticipantManifest says what one participant wrote."""
 
@@ -226,6 +252,7 @@ class ParticipantManifest(_message.Message):
     RECORDED_CALLS_FIELD_NUMBER: _builtins.int
     CHUNKS_FIELD_NUMBER: _builtins.int
     SHARED_STATE_SHA256_FIELD_NUMBER: _builtins.int
+    WEIGHTS_FIELD_NUMBER: _builtins.int
     format_version: _builtins.int
     """REQUIRED. Format of this message; 1, or 2 when it has chunks. A reader refuses a higher one."""
     operation_id: _builtins.str
@@ -260,6 +287,12 @@ class ParticipantManifest(_message.Message):
     def chunks(self) -> _containers.RepeatedCompositeFieldContainer[Global___ChunkEntry]:
         """OPTIONAL. Every chunk that a rope among `files` names, sorted by sha256. See proto/README.md, section 10."""
 
+    @_builtins.property
+    def weights(self) -> Global___Weights:
+        """OPTIONAL. Of an engine: the weights that it had at the cut, which a restore compares with those that it has then. Not set in
+        what a version before this field has saved; its `requests.jsonl` says it in its first line.
+        """
+
     def __init__(
         self,
         *,
@@ -275,10 +308,11 @@ class ParticipantManifest(_message.Message):
         recorded_calls: _builtins.int = ...,
         chunks: _abc.Iterable[Global___ChunkEntry] | None = ...,
         shared_state_sha256: _builtins.str = ...,
+        weights: Global___Weights | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["capabilities", b"capabilities", "totals", b"totals"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["capabilities", b"capabilities", "totals", b"totals", "weights", b"weights"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["capabilities", b"capabilities", "chunks", b"chunks", "files", b"files", "format_version", b"format_version", "incarnation_id", b"incarnation_id", "ledger_file", b"ledger_file", "operation_id", b"operation_id", "recorded_calls", b"recorded_calls", "sessions", b"sessions", "shared_state_sha256", b"shared_state_sha256", "snapshot_id", b"snapshot_id", "totals", b"totals"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["capabilities", b"capabilities", "chunks", b"chunks", "files", b"files", "format_version", b"format_version", "incarnation_id", b"incarnation_id", "ledger_file", b"ledger_file", "operation_id", b"operation_id", "recorded_calls", b"recorded_calls", "sessions", b"sessions", "shared_state_sha256", b"shared_state_sha256", "snapshot_id", b"snapshot_id", "totals", b"totals", "weights", b"weights"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -360,6 +394,7 @@ class ParticipantRef(_message.Message):
     MANIFEST_SHA256_FIELD_NUMBER: _builtins.int
     SIZE_BYTES_FIELD_NUMBER: _builtins.int
     CAPABILITIES_FIELD_NUMBER: _builtins.int
+    WEIGHTS_FIELD_NUMBER: _builtins.int
     participant_id: _builtins.str
     """REQUIRED. Who wrote it; also the name of its directory."""
     manifest_sha256: _builtins.str
@@ -370,6 +405,10 @@ class ParticipantRef(_message.Message):
     def capabilities(self) -> _capabilities_pb2.Capabilities:
         """REQUIRED. What it was at the cut."""
 
+    @_builtins.property
+    def weights(self) -> Global___Weights:
+        """OPTIONAL. Of an engine: the weights that its manifest names, here for lists, which read no participant's manifest."""
+
     def __init__(
         self,
         *,
@@ -377,10 +416,11 @@ class ParticipantRef(_message.Message):
         manifest_sha256: _builtins.str = ...,
         size_bytes: _builtins.int = ...,
         capabilities: _capabilities_pb2.Capabilities | None = ...,
+        weights: Global___Weights | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["capabilities", b"capabilities"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["capabilities", b"capabilities", "weights", b"weights"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["capabilities", b"capabilities", "manifest_sha256", b"manifest_sha256", "participant_id", b"participant_id", "size_bytes", b"size_bytes"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["capabilities", b"capabilities", "manifest_sha256", b"manifest_sha256", "participant_id", b"participant_id", "size_bytes", b"size_bytes", "weights", b"weights"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
