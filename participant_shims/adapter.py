@@ -29,7 +29,7 @@ from typing import Protocol, runtime_checkable
 
 from coordinator.wire.errors import Reason
 from coordinator.wire.places import within
-from coordinator.wire.terms import Activity, CheckpointMode, QuiesceMode, Role, RolloutState
+from coordinator.wire.terms import Activity, CheckpointMode, QuiesceMode, Role, RolloutState, Weights
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,17 +162,22 @@ class Exported:
     shared_state_sha256: str = (
         ""  # of what belongs to the server as a whole and to no rollout; empty when there is none
     )
+    weights: Weights | None = None  # that what was written is of; None where there are none
 
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """A verified part of a snapshot to load, or the rollouts of it from `first` to before `until`, but for `without`."""
+    """A verified part of a snapshot to load, or the rollouts of it from `first` to before `until`, but for `without`.
+
+    `weights`: what its manifest says of them; None when it says nothing.
+    """
 
     directory: Path
     files: tuple[WrittenFile, ...]
     first: str = ""
     until: str = ""
     without: frozenset[str] = frozenset()
+    weights: Weights | None = None
 
     @property
     def whole(self) -> bool:
@@ -323,6 +328,15 @@ class Precopies(Protocol):
 
     def export(self, directory: Path, root: Path | None = None) -> AsyncIterator[Progress | Exported]:
         """As `Adapter.export`; files may be ropes (coordinator.wire.rope) of chunks below the snapshot root."""
+        ...
+
+
+@runtime_checkable
+class LoadsByManifest(Protocol):
+    """An adapter to which the manifest of what it loads says something, not its files alone."""
+
+    def load_part(self, part: Part) -> AsyncIterator[Progress | Loaded]:
+        """As `Adapter.load`, of its own part as a whole."""
         ...
 
 

@@ -19,7 +19,7 @@ from coordinator.wire.chunks import Chunk
 from coordinator.wire.errors import Blocked, Reason, refuse
 from coordinator.wire.ids import is_wire_id
 from coordinator.wire.manifest_file import CHUNKED_FORMAT, MAX_EPOCH, PLAIN_FORMAT
-from coordinator.wire.terms import Activity, QuiesceMode, RolloutState, StragglerPolicy
+from coordinator.wire.terms import Activity, QuiesceMode, RolloutState, StragglerPolicy, Weights
 from participant_shims.adapter import (
     Closed,
     Description,
@@ -264,7 +264,18 @@ def participant_manifest(
         recorded_calls=exported.recorded_calls,
         chunks=[manifest_pb2.ChunkEntry(sha256=chunk.sha256, size_bytes=chunk.size_bytes) for chunk in chunks],
         shared_state_sha256=exported.shared_state_sha256,
+        weights=_weights(exported.weights),
     )
+
+
+def _weights(weights: Weights | None) -> manifest_pb2.Weights | None:
+    return manifest_pb2.Weights(version=weights.version, digest_sha256=weights.digest_sha256) if weights else None
+
+
+def weights_of(manifest: manifest_pb2.ParticipantManifest) -> Weights | None:
+    """What it says of weights; None when it says nothing."""
+    named = manifest.weights
+    return Weights(named.version, named.digest_sha256) if manifest.HasField("weights") else None
 
 
 def written_files(manifest: manifest_pb2.ParticipantManifest) -> tuple[WrittenFile, ...]:

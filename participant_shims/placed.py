@@ -20,7 +20,16 @@ from coordinator.wire.manifest_file import is_sha256
 from coordinator.wire.places import Locator, Placement, actor_of
 from coordinator.wire.terms import Role
 from participant_shims import messages
-from participant_shims.adapter import Adapter, Description, Elsewhere, Loaded, Part, Progress, TakesForeign
+from participant_shims.adapter import (
+    Adapter,
+    Description,
+    Elsewhere,
+    Loaded,
+    LoadsByManifest,
+    Part,
+    Progress,
+    TakesForeign,
+)
 from participant_shims.adapters.ledger_file import snapshot_ledger
 from participant_shims.export import Exports, VerifiedPart
 from participant_shims.stored_export import StoredExports
@@ -72,6 +81,8 @@ def plan(request: pb.RestoreRequest, mine: Description, exports: Exports | Store
 def load(adapter: Adapter, parts: Sequence[Part]) -> AsyncIterator[Progress | Loaded]:
     """Load the parts. Raises UNSUPPORTED where the adapter takes a part of its own only."""
     if len(parts) == 1 and parts[0].whole:
+        if isinstance(adapter, LoadsByManifest):
+            return adapter.load_part(parts[0])
         return adapter.load(parts[0].directory, parts[0].files)
     if isinstance(adapter, TakesForeign):
         return adapter.load_parts(parts)
@@ -101,4 +112,7 @@ def _of_others(
 
 
 def _part(verified: VerifiedPart, first: str, until: str) -> Part:
-    return Part(verified.directory, messages.written_files(verified.manifest), first, until)
+    manifest = verified.manifest
+    return Part(
+        verified.directory, messages.written_files(manifest), first, until, weights=messages.weights_of(manifest)
+    )

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from coordinator.wire.errors import Reason, SafepointError, refuse
-from coordinator.wire.terms import CheckpointMode, QuiesceMode, Role
+from coordinator.wire.terms import CheckpointMode, QuiesceMode, Role, Weights
 from participant_shims.adapter import (
     Closed,
     Description,
@@ -27,13 +27,14 @@ from participant_shims.adapter import (
     Exported,
     Loaded,
     Opened,
+    Part,
     Progress,
     Snapshot,
     Stillness,
     Worker,
     WrittenFile,
 )
-from participant_shims.adapters.vllm_cut import check_weights, totals_of, write_cut
+from participant_shims.adapters.vllm_cut import check_weights, totals_of, weights_at_cut, write_cut
 from participant_shims.adapters.vllm_freeze import PATIENT_S, Freeze, live
 from participant_shims.adapters.vllm_restored import Restored
 from participant_shims.admission import Doors, Released
@@ -219,29 +220,31 @@ class VllmAdapter:
     async def export(self, directory: Path) -> AsyncIterator[Progress | Exported]:
         engine = self._engine
         assert engine is not None  # describe has come first
-        digest = await self.front.weight_digest(DIGEST_S) if self._options.weight_digest else ""
-        origin = Origin(engine.model, engine.version, await self.front.weight_version(), digest)
+        origin, weights = Origin(engine.model, engine.version), await self._weights()
         # Restored ones that nobody has asked for yet are as much in flight as before.
         await self.pool.settle()
         records = [*self.front.in_flight.values(), *self.pool.records()]
-        async for step in write_cut(directory, origin, records, self._options.participant_id):
+        async for step in write_cut(directory, origin, weights, records, self._options.participant_id):
             yield step
 
-    async def load(self, directory: Path, files: Sequence[WrittenFile]) -> AsyncIterator[Progress | Loaded]:
+    def load(self, directory: Path, files: Sequence[WrittenFile]) -> AsyncIterator[Progress | Loaded]:
+        return self.load_part(Part(directory, tuple(files)))
+
+    async def load_part(self, part: Part) -> AsyncIterator[Progress | Loaded]:
+        """As of an adapter. Raises FINGERPRINT_MISMATCH when the engine has other weights than at the cut."""
         records: list[Record] = []
-        origin, group = Origin("", "", ""), ""
-        if any(f.path == REQUESTS for f in files):
-            origin, records = await asyncio.to_thread(read_requests, directory)
-            digest = await self.front.weight_digest(DIGEST_S) if self._options.weight_digest else ""
-            now = Origin(origin.model, "", await self.front.weight_version(), digest)
-            self.front.weights_are(now.weight_version)
+        origin, group = Origin("", ""), ""
+        if any(f.path == REQUESTS for f in part.files):
+            origin, records = await asyncio.to_thread(read_requests, part.directory)
+            now = await self._weights()
+            self.front.weights_are(now.version)
             marks = self._options.weights == "mark"
-            check_weights(origin, now, self.target, marks=marks)
+            check_weights(weights_at_cut(part, origin), now, self.target, marks=marks)
             model = self._engine.model if self._engine else ""
-            weights = [] if marks else [now.weight_version, now.weight_digest]
+            weights = [] if marks else [now.version, now.digest_sha256]
             group = group_of(self._options.policy, model, weights)
         await self.restored.take(records, origin, self.doors.operation_id, self._engine, group)
-        size = sum(f.size_bytes for f in files)
+        size = sum(f.size_bytes for f in part.files)
         yield Progress(size, size, len(records), len(records))
         yield Loaded(sessions=len(records), totals=totals_of(records), generation=self.doors.generation)
 
@@ -358,6 +361,11 @@ class VllmAdapter:
     def _steered(self, path: str) -> None:
         self._spawn(self._learn_weights)
         log.info("somebody's POST %s was passed on", path)
+
+    async def _weights(self) -> Weights:
+        """Those that the engine has. Raises UNAVAILABLE."""
+        digest = await self.front.weight_digest(DIGEST_S) if self._options.weight_digest else ""
+        return Weights(await self.front.weight_version(), digest)
 
     async def _learn_weights(self) -> None:
         self.front.weights_are(await self.front.weight_version())

@@ -1,6 +1,7 @@
-"""What a snapshot holds of an engine: its requests, and what they say of rollouts.
+"""What a snapshot holds of an engine: its requests, what they say of rollouts, and of which weights they are.
 
-The rule: every request in flight is in it, also one that can only begin anew, and says which of the two it is.
+The rule: every request in flight is in it, also one that can only begin anew, and says which of the two it is. The weights
+that the engine had at the cut are in the manifest, and are compared at a restore before anything is continued.
 """
 
 from __future__ import annotations
@@ -11,17 +12,17 @@ from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 
 from coordinator.wire.errors import Reason, refuse
-from coordinator.wire.terms import RolloutState
-from participant_shims.adapter import Exported, LedgerLine, Progress
+from coordinator.wire.terms import RolloutState, Weights
+from participant_shims.adapter import Exported, LedgerLine, Part, Progress
 from participant_shims.adapters.ledger_file import LEDGER, write_ledger
 from participant_shims.engine.record import Record
-from participant_shims.engine.requests_file import Origin, encode, write_requests
+from participant_shims.engine.requests_file import REQUESTS, Origin, encode, write_requests
 
 log = logging.getLogger(__name__)
 
 
 async def write_cut(
-    directory: Path, origin: Origin, records: Sequence[Record], participant_id: str
+    directory: Path, origin: Origin, weights: Weights, records: Sequence[Record], participant_id: str
 ) -> AsyncIterator[Progress | Exported]:
     """Write requests and ledger, durably; ends with Exported. Raises OSError; partial files are left to be removed."""
     lines: list[str] = []
@@ -39,16 +40,28 @@ async def write_cut(
     yield Exported(
         tuple(files), LEDGER if ledger else "", totals_of(records),
         sessions=len(records), recorded_calls=sum(not r.anew for r in records),
+        weights=weights,
     )  # fmt: skip
 
 
-def check_weights(then: Origin, now: Origin, target: str, *, marks: bool) -> None:
+def weights_at_cut(part: Part, origin: Origin) -> Weights:
+    """As the manifest says; where it was written before manifests did, as `requests.jsonl` says. Raises SNAPSHOT_CORRUPT."""
+    weights = part.weights or origin.weights
+    if weights is None:
+        raise refuse(
+            Reason.SNAPSHOT_CORRUPT,
+            f"Neither the manifest in {part.directory} nor {REQUESTS} names the weights at the cut.",
+        )
+    return weights
+
+
+def check_weights(then: Weights, now: Weights, target: str, *, marks: bool) -> None:
     """Raises FINGERPRINT_MISMATCH when tokens of other weights would be continued, unless that is to be marked."""
     differs = ""
-    if then.weight_version != now.weight_version:
-        differs = f"version {then.weight_version!r}, not {now.weight_version!r}"
-    elif then.weight_digest and now.weight_digest and then.weight_digest != now.weight_digest:
-        differs = f"another digest, under the same version {now.weight_version!r}"
+    if then.version != now.version:
+        differs = f"version {then.version!r}, not {now.version!r}"
+    elif then.digest_sha256 and now.digest_sha256 and then.digest_sha256 != now.digest_sha256:
+        differs = f"another digest, under the same version {now.version!r}"
     if differs and not marks:
         raise refuse(
             Reason.FINGERPRINT_MISMATCH,

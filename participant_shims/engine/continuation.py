@@ -26,6 +26,13 @@ def label_of(record: Record) -> str:
     return EXACT if record.ask.greedy and one_policy and record.continued != NOT_EXACT else NOT_EXACT
 
 
+def told_of(record: Record) -> str:
+    """What the caller is told of a continuation, beside the answer."""
+    versions = {s.weight_version for s in record.segments}
+    weights = ",".join(f"{s.weight_version}@{s.start}" for s in record.segments) if len(versions) > 1 else ""
+    return f"{record.continued or EXACT}; kept={record.kept}" + (f"; weights={weights}" if weights else "")
+
+
 def continuation_body(record: Record, max_model_len: int) -> Json:
     """The body for /v1/completions. The record has been cut back."""
     ask, done = record.ask, len(record.token_ids)

@@ -143,8 +143,12 @@ async def weight_digest(target: str, timeout_s: float) -> str:
         answer = await call(target, "POST", "/weight_checker", {"action": "checksum"}, timeout_s=timeout_s)
     except (NotSent, Unknown) as error:
         raise refuse(Reason.UNAVAILABLE, f"vLLM at {target} gives no checksums of its weights: {error}.") from error
-    sums = answer.value("checksums") if answer.status == 200 else None
-    return hashlib.sha256(json.dumps(sums, sort_keys=True).encode()).hexdigest() if sums else ""
+    return digest_of(answer.value("checksums") if answer.status == 200 else None)
+
+
+def digest_of(checksums: Any) -> str:
+    """SHA-256 hex over checksums of weights, by the name of each tensor; empty when there are none."""
+    return hashlib.sha256(json.dumps(checksums, sort_keys=True).encode()).hexdigest() if checksums else ""
 
 
 async def life(target: str) -> str:

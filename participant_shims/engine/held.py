@@ -20,9 +20,9 @@ from typing import Any
 
 from coordinator.wire.errors import Reason, refuse
 from participant_shims.admission import ANONYMOUS, Doors
-from participant_shims.engine.continuation import continuation_body, label_of
+from participant_shims.engine.continuation import continuation_body, label_of, told_of
 from participant_shims.engine.control import CALL_S, CANARY_S, LOOK_S
-from participant_shims.engine.discovery import OLDEST, Engine, number
+from participant_shims.engine.discovery import OLDEST, Engine, digest_of, number
 from participant_shims.engine.front import IsStale
 from participant_shims.engine.held_outputs import (
     Kit,
@@ -34,6 +34,7 @@ from participant_shims.engine.held_outputs import (
     piece_of,
     sum_of,
 )
+from participant_shims.engine.held_ranks import Ranks
 from participant_shims.engine.pool import Pool
 from participant_shims.engine.record import Record
 from participant_shims.engine.request import COMPLETIONS, make_ask
@@ -64,6 +65,7 @@ class HeldFront:
         self._resumes = 0
         self._life = f"{os.getpid()}-{time.time():.3f}"
         self._readers: dict[str, _Reader] = {}
+        self._ranks = Ranks()
 
     # ---- for callers ----------------------------------------------------------------------------------------------
 
@@ -78,6 +80,8 @@ class HeldFront:
             caller.rollout_id if caller else ANONYMOUS, caller.attempt if caller else 0, waiting_on=request_id[:256]
         )
         reader: _Reader | None = None
+        restored: Record | None = None
+        whole = False  # whether its caller has had the last of it
         try:
             await self._doors.admitted(entry)
             record = self._new_record(prompt, sampling_params, request_id, caller)
@@ -87,6 +91,7 @@ class HeldFront:
             self.in_flight[request_id] = record
             if record.finished:
                 await self._doors.hold(entry)
+                whole = True
                 yield self._finished(record)
                 return
             asked, params = self._question(record, prompt, sampling_params)
@@ -97,7 +102,12 @@ class HeldFront:
                 shown = told.tell(output)
                 if shown is not None:
                     await self._doors.hold(entry)
+                    whole = bool(output.finished)
                     yield shown
+        except BaseException:
+            if restored is not None and not whole:
+                self._pool.put(restored)  # what a snapshot had must not be lost with one caller
+            raise
         finally:
             self._doors.leave(entry)
             self.in_flight.pop(request_id, None)
@@ -209,13 +219,23 @@ class HeldFront:
         return before
 
     async def generated(self) -> dict[str, float]:
-        return {}  # its callers see which requests go on, and no ranks
+        return self._ranks.generated(getattr(self._llm, "logger_manager", None))
 
     async def weight_version(self) -> str:
         return self._weight_version
 
     async def weight_digest(self, timeout_s: float) -> str:
-        return ""  # the trainer's own; it names its weights by their version
+        ask = getattr(self._llm, "compute_weight_checksums", None)
+        if ask is None:
+            return ""
+        try:
+            async with asyncio.timeout(timeout_s):
+                workers: list[dict[str, str]] = await ask()
+        except Exception as error:  # whatever a dead engine raises
+            raise refuse(Reason.UNAVAILABLE, f"{self.where} gives no checksums of its weights: {error!r}.") from error
+        # As `/weight_checker` joins them: an engine has the same digest in both forms, and none when names are not its own.
+        sums = {name: each for worker in workers for name, each in worker.items()}
+        return digest_of(sums) if len(sums) == sum(len(worker) for worker in workers) else ""
 
     # ---- parts ----------------------------------------------------------------------------------------------------
 
@@ -287,7 +307,7 @@ class HeldFront:
             request_id=record.request_id, prompt=None, prompt_token_ids=list(record.prompt_ids), prompt_logprobs=None,
             outputs=[made], finished=True,
         )  # fmt: skip
-        out.safepoint_continued = f"{record.continued or 'exact'}; kept={record.kept}"
+        out.safepoint_continued = told_of(record)
         return out
 
 

@@ -10,6 +10,7 @@ import importlib
 from dataclasses import dataclass
 from typing import Any, Final, cast
 
+from participant_shims.engine.continuation import told_of
 from participant_shims.engine.record import Piece, Record
 from participant_shims.engine.request import Json
 
@@ -75,7 +76,7 @@ class Teller:
         made.cumulative_logprob = (made.cumulative_logprob or 0.0) + self._before if self._wants else None
         output.prompt_token_ids = list(self._record.prompt_ids)
         if self._kept:
-            output.safepoint_continued = f"{self._record.continued}; kept={self._kept}"
+            output.safepoint_continued = told_of(self._record)
         return output
 
 

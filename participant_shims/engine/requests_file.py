@@ -1,5 +1,7 @@
 """`requests.jsonl`: the requests in flight at the cut, one a line, after a line that says of which engine.
 
+Of which weights they are is in the manifest of the part. Files of older versions say it in that line, too, and are read.
+
 The rule: saved files are read strictly; what can't be read refuses the file, by line. Blocks: use a thread.
 """
 
@@ -9,13 +11,14 @@ import hashlib
 import json
 import os
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, cast
 
 from coordinator.wire import failpoints
 from coordinator.wire.beneath import Directory
 from coordinator.wire.errors import Reason, refuse
+from coordinator.wire.terms import Weights
 from participant_shims.adapter import WrittenFile
 from participant_shims.engine.record import Record, record_from_json
 
@@ -26,21 +29,21 @@ MAX_LINE_BYTES: Final = 512 << 20  # a million tokens with their log-probabiliti
 
 @dataclass(frozen=True, slots=True)
 class Origin:
-    """The engine that generated what the file holds. `weight_digest` is empty when it was not asked for."""
+    """The engine that generated what the file holds. `weights`: as read from a file of an older version; never written."""
 
     model: str
     engine_version: str
-    weight_version: str
-    weight_digest: str = ""
+    weights: Weights | None = None
 
 
 def write_requests(directory: Path, origin: Origin, lines: Sequence[str]) -> WrittenFile:
     """Write the file, durably. `lines` are encoded records. Raises OSError; a partial file is left to be removed."""
     failpoints.reach("engine.before_requests")
     digest, size = hashlib.sha256(), 0
+    head = {"format": FORMAT, "count": len(lines), "model": origin.model, "engine_version": origin.engine_version}
     fd = os.open(directory / REQUESTS, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
     with os.fdopen(fd, "wb") as out:
-        for line in (json.dumps({"format": FORMAT, "count": len(lines), **asdict(origin)}), *lines):
+        for line in (json.dumps(head), *lines):
             raw = line.encode("utf-8", "surrogatepass") + b"\n"
             out.write(raw)
             digest.update(raw)
@@ -68,7 +71,9 @@ def read_requests(directory: Path) -> tuple[Origin, list[Record]]:
                 f"{directory / REQUESTS} is of the format {head.get('format')!r}, not {FORMAT}.",
             )
         try:
-            origin = Origin(*(str(head[n]) for n in ("model", "engine_version", "weight_version", "weight_digest")))
+            version = head.get("weight_version")
+            weights = Weights(str(version), str(head["weight_digest"])) if version is not None else None
+            origin = Origin(str(head["model"]), str(head["engine_version"]), weights)
             count = int(head["count"])
         except (KeyError, ValueError) as error:
             raise _corrupt(directory, 1, repr(error)) from error

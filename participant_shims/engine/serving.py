@@ -16,7 +16,7 @@ from coordinator.wire import failpoints
 from participant_shims.admission import Doors, Entry
 from participant_shims.engine import answer
 from participant_shims.engine.call import NotSent, Unknown, call
-from participant_shims.engine.continuation import EXACT, continuation_body, in_words_of, label_of
+from participant_shims.engine.continuation import EXACT, continuation_body, in_words_of, label_of, told_of
 from participant_shims.engine.discovery import Engine
 from participant_shims.engine.pool import Pool
 from participant_shims.engine.record import Piece, Record, read_chat_piece, read_piece
@@ -260,7 +260,7 @@ class Serving:
         tally.exact += int(restored.continued in ("", EXACT))
         tally.not_exact += int(restored.continued not in ("", EXACT))
         tally.kept += restored.kept
-        label = _label(restored)
+        label = told_of(restored)
         if not ask.stream:
             return await self._send_whole(at, restored, stream.whole() if stream else _at_once(), response, label)
         out = Head([_EVENTS, (b"transfer-encoding", b"chunked"), (LABEL, label.encode())], status=200, phrase=b"OK")
@@ -335,13 +335,6 @@ class Serving:
 
 async def _at_once() -> None:
     """Nothing more is to come."""
-
-
-def _label(record: Record) -> str:
-    """What the caller is told of a continuation, beside the answer."""
-    versions = {s.weight_version for s in record.segments}
-    weights = ",".join(f"{s.weight_version}@{s.start}" for s in record.segments) if len(versions) > 1 else ""
-    return f"{record.continued or EXACT}; kept={record.kept}" + (f"; weights={weights}" if weights else "")
 
 
 def _width(entries: Sequence[Any]) -> int:

@@ -179,9 +179,7 @@ async def test_whoever_asks_the_next_shim_at_once_gets_what_was_restored_and_not
     record = half_done(prompt=[1, 2, 3])
     record.request_id, record.rollout_id, record.call_id = "sp-1", "r-1", "0.1"
     async with scripted(started=1000.0) as engine, aiohttp.ClientSession() as http:
-        RestoredNote(tmp_path).write(
-            "op-1", await discovery.life(engine.target), Origin("tiny", "0.32.0", "default"), [record]
-        )
+        RestoredNote(tmp_path).write("op-1", await discovery.life(engine.target), Origin("tiny", "0.32.0"), [record])
         adapter = VllmAdapter(VllmOptions("engine", "127.0.0.1:0", engine.target, tmp_path))
         await adapter.start(lambda: None)
         try:

@@ -59,6 +59,7 @@ WIRE: Final = "wire/test_rpc.py::test_"
 CORE: Final = "protocol/test_any_interleaving.py::test_"
 LEDGER: Final = "protocol/test_ledger.py::test_"
 ENGINE: Final = "vllm/test_control.py::test_"
+FORMS: Final = "vllm/test_forms.py::test_"
 REAL: Final = "vllm/test_freeze.py::test_"  # against a real vLLM
 DEAD_ENGINE: Final = "vllm/test_engine_dies.py::test_"
 TOPOLOGY: Final = "protocol/test_phases_and_topology.py::test_"
@@ -83,8 +84,8 @@ PAUSE_ROWS: Final = (
          f"{REAL}drained_means_that_our_own_set_is_empty")),
     Row("A5", "vllm #52914", "Prepared means still: activity between Prepared and Commit voids the cut and names the participant.",
         (f"{SHIM}activity_after_prepared_voids_the_cut", f"{ADAPTER}work_that_starts_after_the_cut_is_told",
-         f"{ENGINE}a_token_after_the_freeze_voids_it",
-         f"{ENGINE}an_engine_that_goes_on_generating_is_not_frozen")),
+         f"{FORMS}a_token_after_the_freeze_voids_it",
+         f"{FORMS}an_engine_that_goes_on_is_not_frozen_and_its_requests_and_its_rank_are_named")),
     Row("A6", "vllm #33926", "Whether work is admitted and whether it is counted is decided in one step.",
         (f"{DOORS}work_is_counted_in_the_step_in_which_it_is_admitted",
          f"{PAUSES}no_interleaving_gets_work_past_a_closed_door_or_out_of_the_count",
@@ -130,8 +131,8 @@ PAUSE_ROWS: Final = (
          f"{ADAPTER}work_that_nobody_waits_for_is_given_up_so_long_after_its_client_left",
          f"{ADAPTER}where_nothing_may_be_excluded_work_without_a_client_is_waited_for_and_named",
          f"{GATE}an_execution_whose_client_left_stays_counted_until_it_ends",
-         f"{ENGINE}a_caller_that_leaves_takes_its_request_with_it",
-         f"{ENGINE}a_parked_request_whose_caller_leaves_is_never_sent")),
+         f"{FORMS}a_caller_that_leaves_takes_its_request_with_it",
+         f"{FORMS}a_parked_request_whose_caller_leaves_is_never_sent")),
     Row("A23", "miles #2372, #2589", "A save aborts nothing and repeats nothing.",
         (f"{PAUSES}sixteen_rollouts_in_flight_are_aborted_by_no_pause", f"{PAUSES}a_save_aborts_nobody",
          f"{GYM}rollouts_that_are_cut_in_flight_all_finish_and_no_call_is_made_twice",
@@ -143,8 +144,7 @@ PAUSE_ROWS: Final = (
         ("gym/test_pause.py::test_the_pause_under_hold_does_not_depend_on_how_long_generations_take",
          f"{ADAPTER}who_has_to_be_quiet_for_a_cut")),
     Row("A26", "tpu-inference #3362", "A client whose request was aborted is told, also when the engine tells nobody.",
-        (f"{ENGINE}an_abort_that_tells_nobody_still_ends_every_call",
-         "vllm/test_held.py::test_an_abort_ends_every_caller_also_when_the_engine_tells_nobody",
+        (f"{FORMS}an_abort_names_whom_it_ends_also_when_the_engine_tells_nobody",
          f"{REAL}an_abort_names_whom_it_ended_and_each_caller_is_told")),
 )  # fmt: skip
 

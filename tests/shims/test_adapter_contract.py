@@ -12,7 +12,8 @@ import pytest
 
 from coordinator.wire.ids import is_wire_id
 from coordinator.wire.terms import CheckpointMode, QuiesceMode, RolloutState
-from participant_shims.adapter import Drain, Exported, Loaded, Progress
+from participant_shims import placed
+from participant_shims.adapter import Drain, Exported, Loaded, Part, Progress
 from tests.in_time import Stopwatch
 from tests.shims.benches import BENCHES, Bench
 from tests.shims.shim_fakes import until
@@ -148,7 +149,8 @@ async def test_what_is_exported_is_there_and_can_be_loaded(kind: str, bench: Ben
     await bench.adapter.open()
     async with BENCHES[kind](short_path) as fresh:
         await close(fresh, "op-2")
-        loading = [step async for step in fresh.adapter.load(directory, exported.files)]
+        part = Part(directory, exported.files, weights=exported.weights)
+        loading = [step async for step in placed.load(fresh.adapter, [part])]
         loaded = loading[-1]
         assert isinstance(loaded, Loaded)
         # Nobody is missing and nobody is new; what has become excluded is named.

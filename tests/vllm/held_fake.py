@@ -71,8 +71,11 @@ KIT = Kit("0.32.0", Params, Kind, Logprob, Output, Completion)
 
 @dataclass
 class FakeLLM:
-    """`leaks`: goes on while it is paused. `aborts_silently`: an abort tells nobody."""
+    """`leaks`: goes on while it is paused, on its last rank. `aborts_silently`: an abort tells nobody. `checksums`: of its weights;
+    empty: it has none. `weight_version`: what the trainer that holds it has named them."""
 
+    weight_version: str = ""
+    checksums: dict[str, str] = field(default_factory=dict)
     paused: bool = False
     leaks: bool = False
     aborts_silently: bool = False
@@ -82,12 +85,15 @@ class FakeLLM:
     running: dict[int, asyncio.Queue[int]] = field(default_factory=dict)
     aborted: int = 0
     serial: Any = field(default_factory=lambda: itertools.count(1))
-    vllm_config: Any = field(
-        default_factory=lambda: SimpleNamespace(
+    ranks: int = 2
+    logger_manager: Any = None
+
+    def __post_init__(self) -> None:
+        self.logger_manager = SimpleNamespace(stat_loggers=[], engine_indexes=list(range(self.ranks)))
+        self.vllm_config = SimpleNamespace(
             model_config=SimpleNamespace(model="tiny", max_model_len=4096),
-            parallel_config=SimpleNamespace(data_parallel_size=2),
+            parallel_config=SimpleNamespace(data_parallel_size=self.ranks),
         )
-    )
 
     def step(self, tokens: int = 1) -> None:
         if self.paused and not self.leaks:
@@ -95,6 +101,13 @@ class FakeLLM:
         for queue in self.running.values():
             for _ in range(tokens):
                 queue.put_nowait(1)
+                for logger in self.logger_manager.stat_loggers if self.logger_manager else []:
+                    logger.record(
+                        None, SimpleNamespace(num_generation_tokens=1), mm_cache_stats=None, engine_idx=self.ranks - 1
+                    )
+
+    async def compute_weight_checksums(self) -> list[dict[str, str]]:
+        return [{name: each} for name, each in self.checksums.items()]  # a worker for each
 
     async def pause_generation(self, *, mode: str = "abort", clear_cache: bool = True) -> None:
         self.calls.append(f"pause {mode} {clear_cache}")
@@ -114,10 +127,9 @@ class FakeLLM:
 
     async def generate(self, prompt: Any, params: Params, request_id: str) -> AsyncIterator[Output]:
         ids = prompt["prompt_token_ids"] if isinstance(prompt, dict) else list(prompt)
-        if request_id.startswith("canary"):
-            return
-        assert params.output_kind is Kind.DELTA or params.n > 1
-        self.asked.append((prompt, params))
+        if not request_id.startswith("canary"):
+            assert params.output_kind is Kind.DELTA or params.n > 1
+            self.asked.append((prompt, params))
         mine = next(self.serial)
         queue = self.running[mine] = asyncio.Queue()
         said = 0

@@ -20,6 +20,7 @@ from coordinator.wire.terms import QuiesceMode
 from participant_shims.adapter import Exported, Loaded
 from participant_shims.adapters.vllm import VllmAdapter, VllmOptions
 from participant_shims.engine.held import HeldFront
+from tests.vllm.parts import part_of
 
 TOKENS = 280
 CUT_AT = 200  # tokens that each has at the cut: half a character of every one is then under 2 % of what is in flight
@@ -92,6 +93,7 @@ async def main(model: str, folder: Path) -> dict[str, Any]:
         await asyncio.sleep(0.1)
     resumed = [await task for task in asked]
 
+    await front.generated()  # counts from here on
     asked = [asyncio.create_task(ask(front.generate, n, kind, **more)) for n, kind, more in questions]
     while min([len(record.token_ids) for record in front.in_flight.values()] or [0]) < CUT_AT:
         await asyncio.sleep(0.02)
@@ -99,6 +101,7 @@ async def main(model: str, folder: Path) -> dict[str, Any]:
     exported = [step async for step in adapter.export(folder / "cut")][-1]
     assert isinstance(exported, Exported)
     in_flight = sum(len(record.token_ids) for record in front.in_flight.values())
+    ranks = await front.generated()
     for task in asked:
         task.cancel()
     await asyncio.gather(*asked, return_exceptions=True)
@@ -108,7 +111,7 @@ async def main(model: str, folder: Path) -> dict[str, Any]:
     llm = make_llm(model)
     adapter, front = await beside(llm, folder / "b")
     await adapter.close("op-load", QuiesceMode.HOLD, 60)
-    assert isinstance([step async for step in adapter.load(folder / "cut", exported.files)][-1], Loaded)
+    assert isinstance([step async for step in adapter.load_part(part_of(folder / "cut", exported))][-1], Loaded)
     await adapter.open()
     continued = await asyncio.gather(*(ask(front.generate, n, kind, **more) for n, kind, more in questions))
     tally, alive = adapter.pool.tally, await adapter.alive()
@@ -117,6 +120,7 @@ async def main(model: str, folder: Path) -> dict[str, Any]:
     return {
         "wanted": wanted, "resumed": resumed, "continued": continued, "rounds": len(times), "alive": alive,
         "freeze_s": statistics.median(times), "in_flight": in_flight, "kept": tally.kept, "again": tally.again,
+        "ranks": ranks,
     }  # fmt: skip
 
 

@@ -127,13 +127,16 @@ class Caller:
         take(said, answer["choices"][0])
         return said
 
-    async def stream(self, body: dict[str, Any], said: Said | None = None) -> Said:
+    async def stream(
+        self, body: dict[str, Any], said: Said | None = None, headers: dict[str, str] | None = None
+    ) -> Said:
         """The same, streamed into `said`."""
         said = Said() if said is None else said
         path = "/v1/chat/completions" if "messages" in body else "/v1/completions"
         loop = asyncio.get_running_loop()
         said.raw = []
-        async with self.http.post(f"http://{self.address}{path}", json={**body, "stream": True}) as response:
+        body = {**body, "stream": True}
+        async with self.http.post(f"http://{self.address}{path}", json=body, headers=headers) as response:
             assert response.status == 200, await response.text()
             said.label = response.headers.get("x-safepoint-continued", "")
             async for event in events(response):

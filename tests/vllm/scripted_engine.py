@@ -35,6 +35,7 @@ class Scripted:
     # another order than that in which they came.
     between_steps: str = ""
     waiting: list[tuple[str, asyncio.Future[None]]] = field(default_factory=list)
+    aborts_silently: bool = False  # an abort tells nobody
     full: bool = False  # it has one slot: who comes later waits
     leaks: bool = False  # goes on generating while it is paused: rank 1, when it has several
     tokens: int = 0  # of rank 1
@@ -97,7 +98,7 @@ class Scripted:
             await self._turn(request.path)
             if request.path in ("/pause", "/resume", "/wake_up"):  # waking up undoes a pause, too
                 self.paused = request.path == "/pause"
-            if request.query.get("mode") == "abort":
+            if request.query.get("mode") == "abort" and not self.aborts_silently:
                 for queue in self.running.values():
                     queue.put_nowait(-1)
             if fault == "lost":

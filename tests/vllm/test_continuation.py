@@ -15,6 +15,7 @@ from participant_shims.adapter import Exported, Loaded
 from participant_shims.adapters.vllm import VllmAdapter
 from participant_shims.engine.requests_file import read_requests
 from participant_shims.identity import CallIdentity
+from tests.vllm.parts import part_of
 from tests.vllm.real_engine import Caller, RealEngine, Said, chat, completion
 from tests.vllm.shims import shim_before
 from tests.vllm.test_freeze import figure, freeze, until
@@ -85,7 +86,7 @@ async def test_after_kill_nine_each_call_goes_on_from_its_prefix(
         async with shim_before(second.target, tmp_path) as adapter:
             caller = Caller(http, adapter.proxy.address)
             await adapter.close("op-load", QuiesceMode.HOLD, 60)
-            loaded = [step async for step in adapter.load(directory, exported.files)][-1]
+            loaded = [step async for step in adapter.load_part(part_of(directory, exported))][-1]
             assert isinstance(loaded, Loaded)
             answers = {name: asyncio.create_task(ask(caller, question)) for name, question in ALL.items()}
             await until(lambda: adapter.doors.counts().parked == len(ALL))

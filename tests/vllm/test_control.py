@@ -13,19 +13,17 @@ import aiohttp
 import pytest
 
 from coordinator.wire.errors import Reason, SafepointError
-from coordinator.wire.terms import CheckpointMode, QuiesceMode, Role
+from coordinator.wire.terms import QuiesceMode
 from participant_shims.adapter import Exported
-from participant_shims.adapters import vllm as vllm_module
 from participant_shims.adapters.vllm import VllmAdapter, VllmOptions
 from participant_shims.engine import control as control_module
 from participant_shims.engine.control import EngineControl
 from participant_shims.engine.discovery import discover
-from participant_shims.engine.pause_note import NAME as MARKER
 from participant_shims.engine.proxy import CONTROL
 from participant_shims.engine.record import Piece, Record
 from participant_shims.engine.request import make_ask
 from participant_shims.engine.requests_file import read_requests
-from participant_shims.identity import CallIdentity
+from tests.vllm.parts import part_of
 from tests.vllm.real_engine import Caller, Said
 from tests.vllm.scripted_engine import Scripted, scripted
 
@@ -90,14 +88,6 @@ async def test_one_of_several_api_servers_is_refused(parallel: dict[str, Any]) -
         with pytest.raises(SafepointError) as refused:
             await discover(engine.target)
     assert "does not reach the others" in str(refused.value)
-
-
-async def test_every_rank_behind_one_server_is_a_worker(tmp_path: Path) -> None:
-    async with scripted(parallel={"data_parallel_size": 4}) as engine, covered(engine, tmp_path) as (adapter, _):
-        what = await adapter.describe()
-        assert (what.role, what.kind, what.configured_workers) == (Role.ENGINE, "vllm", 4)
-        assert what.checkpoint_mode is CheckpointMode.EXPORT_RESTORE
-        assert len((await adapter.close("op", QuiesceMode.HOLD, 60)).workers) == 4
 
 
 async def test_it_is_known_from_which_version_on_a_paused_server_rejects() -> None:
@@ -274,79 +264,7 @@ async def test_an_engine_whose_streams_go_on_is_asked_for_no_token_to_show_that_
         await asyncio.gather(stream, return_exceptions=True)
 
 
-async def test_an_engine_whose_streams_stand_still_after_an_opening_is_called_wedged(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(vllm_module, "SPEAKS_S", 0.1)
-    monkeypatch.setattr(control_module.EngineControl.canary, "__defaults__", (0.1,))
-    async with scripted(full=True) as engine, covered(engine, tmp_path) as (adapter, caller):
-        stream = asyncio.create_task(caller.stream({**ASK, "max_tokens": 4000}))
-        await until(lambda: bool(engine.running))
-        await freeze(adapter)
-        await adapter.open()
-        assert "not one token" in await adapter.alive()
-        stream.cancel()
-        await asyncio.gather(stream, return_exceptions=True)
-
-
 # ---- freezing ---------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(("ranks", "who"), [(1, "a rank of it did not stop"), (2, "rank 1 of 2 did not stop")])
-async def test_an_engine_that_goes_on_generating_is_not_frozen(tmp_path: Path, ranks: int, who: str) -> None:
-    parallel = {"data_parallel_size": ranks}
-    async with scripted(leaks=True, parallel=parallel) as engine, covered(engine, tmp_path) as (adapter, caller):
-        stream = asyncio.create_task(caller.stream({**ASK, "max_tokens": 4000}))
-        await until(lambda: bool(engine.running))
-
-        async def leak() -> None:
-            while True:
-                engine.step()
-                await asyncio.sleep(0.02)
-
-        leaking = asyncio.create_task(leak())
-        with pytest.raises(SafepointError) as refused:
-            await freeze(adapter)
-        assert refused.value.reason is Reason.ACTIVITY_AFTER_PREPARED
-        assert "sp-" in str(refused.value)
-        assert who in refused.value.problem.advice
-        for task in (leaking, stream):
-            task.cancel()
-        await asyncio.gather(leaking, stream, return_exceptions=True)
-
-
-async def test_a_token_after_the_freeze_voids_it(tmp_path: Path) -> None:
-    async with scripted() as engine, covered(engine, tmp_path) as (adapter, caller):
-        stream = asyncio.create_task(caller.stream(ASK))
-        await until(lambda: bool(engine.running))
-        engine.step()
-        await freeze(adapter)
-        assert (await adapter.still()).activity == ""
-        engine.leaks = True
-        engine.step()
-        await until(lambda: bool(adapter.proxy.spoke_at > (adapter.freeze._frozen_at or 0)))
-        assert "generated after it was frozen" in (await adapter.still()).activity
-        stream.cancel()
-        await asyncio.gather(stream, return_exceptions=True)
-
-
-async def test_nothing_is_told_while_closed_and_the_record_goes_on_to_the_last_token(tmp_path: Path) -> None:
-    async with scripted() as engine, covered(engine, tmp_path) as (adapter, caller):
-        said = Said()
-        stream = asyncio.create_task(caller.stream(ASK, said))
-        await until(lambda: bool(engine.running))
-        engine.step(2)
-        await until(lambda: len(said.ids) == 2)
-        await adapter.close("op", QuiesceMode.HOLD, 60)
-        engine.step(3)  # between the doors and the pause
-        record = next(iter(adapter.proxy.in_flight.values()))
-        await until(lambda: len(record.token_ids) == 5)
-        assert [d.counts.held async for d in adapter.quiesce(QuiesceMode.HOLD, 5)] == [1]
-        assert len(said.ids) == 2
-        await adapter.open()
-        engine.step(3)
-        await stream
-        assert said.ids == [103 + n for n in range(8)]
 
 
 async def test_a_token_without_text_ends_no_stream_of_a_caller_that_asked_for_text(tmp_path: Path) -> None:
@@ -382,34 +300,13 @@ async def test_an_answer_that_ends_while_closed_is_in_the_cut_and_is_told_later(
         assert (origin.model, [r.finished for r in records]) == ("tiny", [True])
         async with covered(engine, tmp_path) as (adapter, caller):
             await adapter.close("op-2", QuiesceMode.HOLD, 60)
-            _ = [step async for step in adapter.load(directory, exported.files)]
+            _ = [step async for step in adapter.load_part(part_of(directory, exported))]
             await adapter.open()
             sent = len(engine.bodies)
             again = await caller.whole({**ASK, "max_tokens": 3})
             assert again.ids == [103, 104, 105]
             assert again.label.startswith("exact; kept=3")
             assert [b for b in engine.bodies[sent:] if b["max_tokens"] != 1] == []  # the canary may have asked
-
-
-async def test_a_lapsed_lease_resumes_the_engine_too(tmp_path: Path) -> None:
-    async with scripted() as engine, covered(engine, tmp_path) as (adapter, _):
-        await adapter.close("op", QuiesceMode.HOLD, 0.3)
-        _ = [d async for d in adapter.quiesce(QuiesceMode.HOLD, 5)]
-        assert engine.paused
-        await until(lambda: not engine.paused)
-        assert not adapter.doors.closed
-
-
-async def test_a_pause_left_by_a_dead_shim_is_undone_by_the_next_one(tmp_path: Path) -> None:
-    async with scripted(paused=True) as engine:
-        (tmp_path / MARKER).write_text("op-1\n")
-        async with covered(engine, tmp_path):
-            await until(lambda: not engine.paused)
-        assert not (tmp_path / MARKER).exists()
-        engine.paused = True  # somebody else's, without a note of ours
-        async with covered(engine, tmp_path):
-            await asyncio.sleep(0.05)
-            assert engine.paused
 
 
 async def test_an_opening_overtakes_a_pause_that_hangs(tmp_path: Path) -> None:
@@ -428,20 +325,6 @@ async def test_an_opening_overtakes_a_pause_that_hangs(tmp_path: Path) -> None:
         assert not adapter.doors.closed
 
 
-async def test_an_abort_that_tells_nobody_still_ends_every_call(tmp_path: Path, monkeypatch: Any) -> None:
-    async with scripted() as engine, covered(engine, tmp_path) as (adapter, caller):
-        monkeypatch.setattr("participant_shims.adapters.vllm_freeze.ABORT_WITHIN_S", 0.3)
-        headers = CallIdentity("r-1", 0, "0.1").headers()
-        asked = asyncio.create_task(caller.whole(ASK, headers))
-        await until(lambda: bool(engine.running))
-        engine.running = dict.fromkeys(engine.running, asyncio.Queue())  # what it says now reaches nobody
-        drain = await freeze(adapter, mode=QuiesceMode.ABORT)
-        assert [r.rollout_id for r in drain.excluded] == ["r-1"]
-        assert drain.counts.in_flight == 0
-        with pytest.raises(aiohttp.ClientError):
-            await asyncio.wait_for(asked, 2)
-
-
 # ---- admission --------------------------------------------------------------------------------------------------------
 
 
@@ -454,27 +337,6 @@ async def test_rejecting_is_typed_and_retryable(tmp_path: Path) -> None:
             assert (await response.json())["error"]["type"] == "engine_paused"
         assert not engine.bodies
         assert adapter.doors.counts().parked == 0
-
-
-async def test_a_parked_request_whose_caller_leaves_is_never_sent(tmp_path: Path) -> None:
-    async with scripted() as engine, covered(engine, tmp_path) as (adapter, caller):
-        await adapter.close("op", QuiesceMode.HOLD, 60)
-        asked = asyncio.create_task(caller.whole(ASK))
-        await until(lambda: adapter.doors.counts().parked == 1)
-        asked.cancel()
-        await until(lambda: adapter.doors.counts().parked == 0)
-        await adapter.open()
-        assert not [b for b in engine.bodies if b["max_tokens"] == 8]
-
-
-async def test_a_caller_that_leaves_takes_its_request_with_it(tmp_path: Path) -> None:
-    async with scripted() as engine, covered(engine, tmp_path) as (adapter, caller):
-        asked = asyncio.create_task(caller.whole(ASK))
-        await until(lambda: bool(engine.running))
-        asked.cancel()
-        await until(lambda: not engine.running and not adapter.proxy.in_flight)
-        assert engine.left == 1
-        assert len(adapter.pool) == 0
 
 
 async def test_a_stream_that_is_a_bare_done_is_an_aborted_answer(tmp_path: Path) -> None:
@@ -532,47 +394,12 @@ async def test_what_comes_before_the_kept_part_is_told_is_told_once(tmp_path: Pa
         assert len(said.logprobs) == 8
 
 
-async def test_a_restored_record_survives_a_caller_that_leaves(tmp_path: Path) -> None:
-    async with scripted() as engine, covered(engine, tmp_path) as (adapter, caller):
-        adapter.pool.put(half_done())
-        asked = asyncio.create_task(caller.whole(ASK))
-        await until(lambda: bool(engine.running))
-        engine.step(1)
-        await until(lambda: len(next(iter(adapter.proxy.in_flight.values())).token_ids) == 4)
-        asked.cancel()
-        await until(lambda: len(adapter.pool) == 1)
-        again = asyncio.create_task(caller.whole(ASK))
-        await until(lambda: engine.bodies[-1]["max_tokens"] == 4 and bool(engine.running))
-        engine.step(4)
-        assert (await again).ids == [103 + n for n in range(8)]
-
-
-async def test_a_record_that_had_said_nothing_is_asked_as_if_it_were_new(tmp_path: Path) -> None:
-    async with scripted() as engine, covered(engine, tmp_path) as (adapter, caller):
-        adapter.pool.put(half_done(0))
-        asked = asyncio.create_task(caller.whole(ASK))
-        await until(lambda: bool(engine.running))
-        engine.step(8)
-        said = await asked
-        assert (said.ids, said.label) == ([103 + n for n in range(8)], "")
-        assert adapter.pool.tally.regenerated == 0
-
-
 async def test_a_continuation_that_is_refused_begins_anew_and_is_counted(tmp_path: Path) -> None:
     async with scripted(rejects=503) as engine, covered(engine, tmp_path) as (adapter, caller):
         adapter.pool.put(half_done())
         assert (await caller.post("/v1/completions", ASK))[0] == 503
         assert [b["max_tokens"] for b in engine.bodies] == [5, 8]
         assert (adapter.pool.tally.regenerated, adapter.pool.tally.again) == (1, 3)
-
-
-async def test_answers_across_two_weights_say_so(tmp_path: Path) -> None:
-    async with scripted(weight_version="step-8") as engine, covered(engine, tmp_path) as (adapter, caller):
-        adapter.pool.put(half_done())
-        asked = asyncio.create_task(caller.whole(ASK))
-        await until(lambda: bool(engine.running))
-        engine.step(5)
-        assert (await asked).label == "continued_not_bit_exact; kept=3; weights=default@0,step-8@3"
 
 
 async def test_requests_that_nobody_has_asked_for_again_are_in_the_next_cut(tmp_path: Path) -> None:

@@ -93,10 +93,13 @@ async def test_a_generation_in_flight_is_saved_and_goes_on_after_everything_died
             assert any(event.HasField("saved") for event in events)
             assert not engine.paused
             assert not adapter.doors.closed
+            (listed,) = (await stub.ListSnapshots(pb.ListSnapshotsRequest(), timeout=10)).snapshots
+            assert listed.weights["engine"].version == "default"
             asked.cancel()
         part = short_path / "root/snapshots/snap-1/engine"
         lines = [json.loads(line) for line in (part / "requests.jsonl").read_text().splitlines()]
         assert lines[0]["format"] == "vllm-requests-v1"
+        assert '"version": "default"' in (part / "manifest.json").read_text()
         assert [(r["rollout_id"], len(r["token_ids"])) for r in lines[1:]] == [("r-1", 5)]
         assert "5 tokens generated" in (part / "ledger.jsonl").read_text()
 
@@ -119,6 +122,21 @@ async def test_a_generation_in_flight_is_saved_and_goes_on_after_everything_died
         assert said.label == "exact; kept=5"
         stale, answer = await caller.post("/v1/completions", question, CallIdentity("r-1", 0, "0.1").headers())
         assert (stale, answer["error"]["reason"]) == (409, "STALE_ATTEMPT")
+
+
+async def test_a_restore_compares_the_weights_of_the_manifest_with_those_of_the_engine(short_path: Path) -> None:
+    async with (
+        scripted() as engine,
+        beside(engine, short_path) as (shim, adapter, _),
+        coordinating(short_path) as (core, stub),
+    ):
+        await registered(shim, core)
+        await collect(stub.Save(pb.SaveRequest(operation_id="s-1", snapshot_id="snap-1"), timeout=30))
+        engine.weight_version = "step-8"
+        restore = pb.RestoreSnapshotRequest(operation_id="r-1", snapshot_id="snap-1")
+        with pytest.raises(aio.AioRpcError, match="version 'default', not 'step-8'"):
+            await collect(stub.Restore(restore, timeout=30))
+        assert len(adapter.pool) == 0
 
 
 async def test_an_engine_that_hangs_is_named_at_once_and_the_others_go_on(

@@ -17,7 +17,7 @@ from coordinator.wire.errors import Reason, SafepointError
 from coordinator.wire.terms import QuiesceMode
 from participant_shims.adapter import Drain, Exported, Loaded, Opened
 from participant_shims.adapters.vllm import VllmAdapter
-from participant_shims.engine.requests_file import read_requests
+from tests.vllm.parts import export, part_of
 from tests.vllm.real_engine import SLOTS, Caller, Said, completion
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900)]
@@ -256,11 +256,11 @@ async def test_other_weights_are_refused_unless_they_are_marked(
     try:
         await adapter.close("op-load", QuiesceMode.HOLD, 60)
         with pytest.raises(SafepointError) as refused:
-            _ = [step async for step in adapter.load(directory, exported.files)]
+            _ = [step async for step in adapter.load_part(part_of(directory, exported))]
         assert refused.value.reason is Reason.FINGERPRINT_MISMATCH
         assert "step-8" in str(refused.value)
         object.__setattr__(adapter._options, "weights", "mark")
-        assert isinstance([step async for step in adapter.load(directory, exported.files)][-1], Loaded)
+        assert isinstance([step async for step in adapter.load_part(part_of(directory, exported))][-1], Loaded)
     finally:
         await adapter.open()
         await caller.post("/update_weight_version", {"new_version": "default"})
@@ -273,8 +273,9 @@ async def test_checksums_of_the_weights_are_the_same_in_each_cut(adapter: VllmAd
         directory = tmp_path / f"cut-{number}"
         directory.mkdir()
         await freeze(adapter, f"op-{number}")
-        _ = [step async for step in adapter.export(directory)]
+        exported = await export(adapter, directory)
         await adapter.open()
-        digests.append(read_requests(directory)[0].weight_digest)
+        assert exported.weights is not None
+        digests.append(exported.weights.digest_sha256)
     assert digests[0] == digests[1]
     assert len(digests[0]) == 64

@@ -49,6 +49,7 @@ async def test_an_engine_in_process_goes_on_exactly_and_so_does_the_next_one(wor
             assert len(continued["ids"]) == len(want["ids"])
     assert sum(each["label"].startswith("exact") for each in found["continued"]) == 6
     assert found["kept"] + found["again"] == found["in_flight"]
+    assert found["ranks"] == {"0": found["in_flight"]}  # one that does not stop is named by what is counted of each
     assert found["again"] < 0.02 * found["in_flight"]
     assert not MEASURES or found["freeze_s"] < 0.3
     figure("in_process", {name: found[name] for name in ("rounds", "freeze_s", "in_flight", "kept", "again")})

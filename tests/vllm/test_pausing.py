@@ -12,6 +12,7 @@ import pytest
 
 from coordinator.wire.terms import QuiesceMode
 from participant_shims.adapter import Exported
+from tests.vllm.parts import part_of
 from tests.vllm.real_engine import Caller, Said
 from tests.vllm.scripted_engine import Scripted, scripted
 from tests.vllm.test_control import ASK, covered, freeze, until
@@ -135,7 +136,7 @@ async def test_of_a_generation_of_32_000_tokens_the_cut_has_every_one_and_only_t
         await asyncio.gather(asked, return_exceptions=True)
     async with scripted(max_model_len=65_536) as engine, covered(engine, tmp_path / "b") as (adapter, caller):
         await adapter.close("op-2", QuiesceMode.HOLD, 60)
-        _ = [step async for step in adapter.load(directory, exported.files)]
+        _ = [step async for step in adapter.load_part(part_of(directory, exported))]
         await adapter.open()
         asked = asyncio.create_task(caller.whole(ask))
         await until(lambda: any(body["max_tokens"] == more for body in engine.bodies), 30)

@@ -195,9 +195,9 @@ def test_log_probs_of_a_continued_chat_are_written_as_a_chat_writes_them() -> No
 def test_a_record_is_the_same_after_a_snapshot(tmp_path: Path) -> None:
     made = record({**PROMPT, "stream": True}, rollout_id="r-1", attempt=2, call_id="0.1", kept=2, text="\ud800")
     made.weights_are("v2")
-    write_requests(tmp_path, Origin("tiny", "0.32.0", "v1"), [encode(made)])
+    write_requests(tmp_path, Origin("tiny", "0.32.0"), [encode(made)])
     origin, (again,) = read_requests(tmp_path)
-    assert origin == Origin("tiny", "0.32.0", "v1")
+    assert origin == Origin("tiny", "0.32.0")
     assert again == made
     assert again.to_json() == made.to_json()
 
@@ -214,7 +214,7 @@ def test_a_record_is_the_same_after_a_snapshot(tmp_path: Path) -> None:
     ],
 )
 def test_a_file_that_is_not_what_was_written_is_refused(tmp_path: Path, damage: Any, reason: Reason) -> None:
-    write_requests(tmp_path, Origin("tiny", "0.32.0", "v1"), [encode(record()), encode(record())])
+    write_requests(tmp_path, Origin("tiny", "0.32.0"), [encode(record()), encode(record())])
     text = (tmp_path / REQUESTS).read_text()
     assert damage(text) != text
     (tmp_path / REQUESTS).write_text(damage(text))

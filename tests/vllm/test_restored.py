@@ -13,6 +13,7 @@ from participant_shims.adapter import Exported, Loaded, Unloads
 from participant_shims.adapters.vllm import VllmAdapter
 from participant_shims.engine.requests_file import read_requests
 from participant_shims.identity import CallIdentity
+from tests.vllm.parts import part_of
 from tests.vllm.scripted_engine import scripted
 from tests.vllm.test_control import ASK, covered, freeze, half_done, until
 
@@ -37,7 +38,7 @@ async def saved(adapter: VllmAdapter, directory: Path) -> Exported:
 
 async def load(adapter: VllmAdapter, directory: Path, exported: Exported, operation: str = "op-load") -> None:
     await adapter.close(operation, QuiesceMode.HOLD, 60)
-    assert isinstance([step async for step in adapter.load(directory, exported.files)][-1], Loaded)
+    assert isinstance([step async for step in adapter.load_part(part_of(directory, exported))][-1], Loaded)
 
 
 async def test_what_nobody_has_got_yet_is_in_the_next_cut_also_of_the_next_shim(tmp_path: Path) -> None:

@@ -18,6 +18,7 @@ from participant_shims.adapters.vllm import VllmAdapter
 from participant_shims.engine.record import Record
 from participant_shims.engine.requests_file import Origin, encode, read_requests, write_requests
 from participant_shims.identity import CallIdentity
+from tests.vllm.parts import part_with
 from tests.vllm.real_engine import Caller, Said
 from tests.vllm.scripted_engine import Scripted, scripted
 from tests.vllm.test_control import ASK, covered, freeze, half_done, until
@@ -51,10 +52,10 @@ class Fleet:
         for number, records in enumerate(parts):
             directory = self.path / f"{operation}-{number}"
             directory.mkdir()
-            file = write_requests(directory, Origin("tiny", "0.32.0", "default"), [encode(r) for r in records])
+            file = write_requests(directory, Origin("tiny", "0.32.0"), [encode(r) for r in records])
             adapter = self.adapters[number]
             await adapter.close(operation, QuiesceMode.HOLD, 60)
-            assert isinstance([step async for step in adapter.load(directory, [file])][-1], Loaded)
+            assert isinstance([step async for step in adapter.load_part(part_with(directory, file))][-1], Loaded)
         for adapter in self.adapters[: len(parts)]:
             await adapter.keep()
             await adapter.open()
@@ -155,8 +156,8 @@ async def test_engines_with_other_weights_continue_nothing_of_each_other(tmp_pat
         await its.adapters[1].close("op-2", QuiesceMode.HOLD, 60)
         directory = tmp_path / "eight"
         directory.mkdir()
-        file = write_requests(directory, Origin("tiny", "0.32.0", "step-8"), [])
-        _ = [step async for step in its.adapters[1].load(directory, [file])]
+        file = write_requests(directory, Origin("tiny", "0.32.0"), [])
+        _ = [step async for step in its.adapters[1].load_part(part_with(directory, file, "step-8"))]
         await its.adapters[1].open()
         await its.restore([record(2)], operation="op-2")
         assert (await its.ask(1)).label == ""
@@ -192,8 +193,8 @@ async def test_what_was_retired_or_given_up_goes_on_nowhere(tmp_path: Path) -> N
             await adapter.close("op-2", QuiesceMode.HOLD, 60)
             directory = tmp_path / f"given-up-{adapter._options.participant_id}"
             directory.mkdir()
-            file = write_requests(directory, Origin("tiny", "0.32.0", "default"), [encode(record(9))])
-            _ = [step async for step in adapter.load(directory, [file])]
+            file = write_requests(directory, Origin("tiny", "0.32.0"), [encode(record(9))])
+            _ = [step async for step in adapter.load_part(part_with(directory, file))]
         for adapter in its.adapters:
             await adapter.unload()
             await adapter.open()

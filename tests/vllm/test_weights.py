@@ -1,88 +1,126 @@
-"""Checksums of the engine's weights go into a snapshot and are compared, where that is asked for."""
+"""The weights that an engine had at the cut are in its manifest, and a restore compares them, in both forms. Scripted."""
 
 from __future__ import annotations
 
-import asyncio
+import json
 import logging
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from coordinator.wire.errors import Reason, SafepointError
-from coordinator.wire.terms import QuiesceMode
-from participant_shims.adapter import Exported, Loaded
-from participant_shims.adapters.vllm import VllmAdapter
-from participant_shims.engine.requests_file import read_requests
-from tests.vllm.scripted_engine import scripted
-from tests.vllm.test_control import ASK, covered, freeze, until
+from coordinator.wire.terms import Weights
+from participant_shims.adapter import Part
+from participant_shims.engine.requests_file import REQUESTS
+from tests.vllm.forms import WHOLE, both_forms, ended, engine_of, made
+from tests.vllm.parts import export, load, part_of
+from tests.vllm.test_control import freeze
 
 WEIGHTS = {"rank0/layers.0": "a1", "rank0/layers.1": "b2"}
 OTHERS = {**WEIGHTS, "rank0/layers.1": "c3"}
+STEP = "step-1"
 
 
-async def saved(folder: Path, checksums: dict[str, str], *, digest: bool) -> Exported:
+async def saved(form: str, folder: Path, checksums: dict[str, str], *, digest: bool = True) -> Part:
     """What an engine of these weights has saved in `folder`: one request, after two tokens."""
-    await asyncio.to_thread(folder.mkdir)
-    async with (
-        scripted(checksums=checksums) as engine,
-        covered(engine, folder, weight_digest=digest) as (adapter, caller),
+    folder.mkdir()  # noqa: ASYNC240
+    knobs = {"checksums": checksums, "weight_version": STEP}
+    async with made(form, folder.parent / f"life-{folder.name}", knobs, weight_digest=digest) as it:
+        asked = it.ask()
+        await it.running()
+        it.engine.step(2)
+        await it.recorded(2)
+        await freeze(it.adapter)
+        exported = await export(it.adapter, folder)
+        await ended(asked)
+    return part_of(folder, exported)
+
+
+def of_an_older_version(part: Part) -> Part:
+    """The same, as it was saved before manifests named weights: the first line of the requests does."""
+    assert part.weights is not None
+    path = part.directory / REQUESTS
+    head, *lines = path.read_text().splitlines()
+    named = {"weight_version": part.weights.version, "weight_digest": part.weights.digest_sha256}
+    path.write_text("\n".join([json.dumps(json.loads(head) | named), *lines]) + "\n")
+    return Part(part.directory, part.files)
+
+
+@both_forms
+async def test_the_version_and_where_it_is_asked_for_the_digest_are_in_the_manifest_and_nowhere_else(
+    tmp_path: Path, form: str
+) -> None:
+    a = await saved(form, tmp_path / "a", WEIGHTS)
+    b = await saved(form, tmp_path / "b", dict(reversed(WEIGHTS.items())))
+    c = await saved(form, tmp_path / "c", OTHERS)
+    assert a.weights is not None
+    assert c.weights is not None
+    assert a.weights == b.weights != c.weights  # it says nothing of their order
+    assert a.weights.version == STEP
+    assert len(a.weights.digest_sha256) == len(c.weights.digest_sha256) == 64
+    assert (await saved(form, tmp_path / "d", WEIGHTS, digest=False)).weights == Weights(STEP)
+    head = json.loads((tmp_path / "a" / REQUESTS).read_text().splitlines()[0])
+    assert sorted(head) == ["count", "engine_version", "format", "model"]
+
+
+async def test_one_engine_has_the_same_digest_in_both_forms(tmp_path: Path) -> None:
+    parts = [await saved(form, tmp_path / form[0], WEIGHTS) for form in ("behind the proxy", "in process")]
+    assert parts[0].weights == parts[1].weights
+
+
+@both_forms
+@pytest.mark.parametrize("older", [False, True])
+async def test_other_weights_are_refused_before_anything_is_continued(tmp_path: Path, form: str, older: bool) -> None:
+    part = await saved(form, tmp_path / "cut", WEIGHTS)
+    part = of_an_older_version(part) if older else part
+    for knobs, says in (
+        ({"checksums": OTHERS, "weight_version": STEP}, "another digest"),
+        ({"checksums": WEIGHTS, "weight_version": "step-2"}, "version 'step-1', not 'step-2'"),
     ):
-        asked = asyncio.create_task(caller.stream(ASK))
-        await until(lambda: bool(engine.running))
-        engine.step(2)
-        await until(lambda: len(next(iter(adapter.proxy.in_flight.values())).token_ids) == 2)
-        await freeze(adapter)
-        exported = [step async for step in adapter.export(folder)][-1]
-        asked.cancel()
-        await asyncio.gather(asked, return_exceptions=True)
-    assert isinstance(exported, Exported)
-    return exported
+        async with made(form, tmp_path / "new", knobs, weight_digest=True) as it:
+            with pytest.raises(SafepointError, match=says) as refused:
+                await load(it.adapter, part)
+            assert refused.value.reason is Reason.FINGERPRINT_MISMATCH
+            assert len(it.adapter.pool) == 0
+    async with made(form, tmp_path / "new", {"checksums": WEIGHTS, "weight_version": STEP}, weight_digest=True) as it:
+        assert (await load(it.adapter, part)).sessions == 1
 
 
-async def load(adapter: VllmAdapter, folder: Path, exported: Exported) -> Loaded:
-    await adapter.close("op-2", QuiesceMode.HOLD, 60)
-    loaded = [step async for step in adapter.load(folder, exported.files)][-1]
-    assert isinstance(loaded, Loaded)
-    return loaded
-
-
-async def test_the_digest_is_in_the_cut_where_it_is_asked_for_and_says_nothing_of_their_order(tmp_path: Path) -> None:
-    await saved(tmp_path / "a", WEIGHTS, digest=True)
-    await saved(tmp_path / "b", dict(reversed(WEIGHTS.items())), digest=True)
-    await saved(tmp_path / "c", OTHERS, digest=True)
-    await saved(tmp_path / "d", WEIGHTS, digest=False)
-    a, b, c, d = (read_requests(tmp_path / name)[0].weight_digest for name in "abcd")
-    assert a == b != c
-    assert len(a) == len(c) == 64
-    assert d == ""
-
-
-async def test_weights_of_the_same_version_and_another_digest_are_refused_before_anything_is_continued(
-    tmp_path: Path,
+@both_forms
+@pytest.mark.parametrize("older", [False, True])
+async def test_other_weights_are_taken_where_they_are_to_be_marked_and_the_answer_says_so(
+    tmp_path: Path, form: str, older: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
-    exported = await saved(tmp_path / "cut", WEIGHTS, digest=True)
-    async with scripted(checksums=OTHERS) as engine, covered(engine, tmp_path, weight_digest=True) as (adapter, _):
-        with pytest.raises(SafepointError) as refused:
-            await load(adapter, tmp_path / "cut", exported)
-        assert refused.value.reason is Reason.FINGERPRINT_MISMATCH
-        assert "another digest" in str(refused.value)
-        assert len(adapter.pool) == 0
-        engine.checksums = dict(WEIGHTS)  # what the snapshot is of
-        assert (await load(adapter, tmp_path / "cut", exported)).sessions == 1
-
-
-async def test_weights_of_another_digest_are_taken_where_they_are_to_be_marked(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    exported = await saved(tmp_path / "cut", WEIGHTS, digest=True)
-    marks = {"weight_digest": True, "weights": "mark"}
-    async with scripted(checksums=OTHERS) as engine, covered(engine, tmp_path, **marks) as (adapter, _):
+    part = await saved(form, tmp_path / "cut", WEIGHTS)
+    part = of_an_older_version(part) if older else part
+    async with made(form, tmp_path / "new", {"weight_version": "step-2"}, weights="mark") as it:
         with caplog.at_level(logging.WARNING):
-            assert (await load(adapter, tmp_path / "cut", exported)).sessions == 1
+            assert (await load(it.adapter, part)).sessions == 1
         assert "off-policy" in caplog.text
+        await it.adapter.open()
+        asked = it.ask()
+        await it.running()
+        it.engine.step(6)
+        said = await asked
+        assert said.ids == WHOLE
+        assert said.label == "continued_not_bit_exact; kept=2; weights=step-1@0,step-2@2"
 
 
-async def test_a_digest_that_one_of_the_two_does_not_have_is_not_compared(tmp_path: Path) -> None:
-    exported = await saved(tmp_path / "cut", WEIGHTS, digest=True)
-    async with scripted() as engine, covered(engine, tmp_path) as (adapter, _):
-        assert (await load(adapter, tmp_path / "cut", exported)).sessions == 1
+@both_forms
+@pytest.mark.parametrize("options", [{}, {"weight_digest": True}])
+async def test_a_digest_that_one_of_the_two_does_not_have_is_not_compared(
+    tmp_path: Path, form: str, options: dict[str, Any]
+) -> None:
+    part = await saved(form, tmp_path / "cut", WEIGHTS)
+    async with made(form, tmp_path / "new", {"weight_version": STEP}, **options) as it:
+        assert (await load(it.adapter, part)).sessions == 1
+
+
+@both_forms
+async def test_a_part_that_names_no_weights_anywhere_is_damaged(tmp_path: Path, form: str) -> None:
+    part = await saved(form, tmp_path / "cut", WEIGHTS)
+    async with engine_of(form, weight_version=STEP) as it, it.covered(tmp_path / "new"):
+        with pytest.raises(SafepointError, match="names the weights at the cut") as refused:
+            await load(it.adapter, Part(part.directory, part.files))
+        assert refused.value.reason is Reason.SNAPSHOT_CORRUPT
