@@ -67,6 +67,7 @@ def _participant_manifest() -> manifest_pb2.ParticipantManifest:
         format_version=1, operation_id="op-1", snapshot_id="step-1", incarnation_id="i-1", capabilities=_capabilities(),
         files=[manifest_pb2.FileEntry(path="calls.jsonl", size_bytes=3, sha256=SHA)], ledger_file="calls.jsonl",
         totals=manifest_pb2.LedgerTotals(completed=1, parked=2),
+        weights=manifest_pb2.Weights(version="step-40", digest_sha256=SHA),
     )  # fmt: skip
 
 

@@ -109,6 +109,7 @@ class _BehindProxy(Form):
     @asynccontextmanager
     async def covered(self, life: Path, **options: Any) -> AsyncIterator[Form]:
         self._before = len(self.asked())
+        life.mkdir(exist_ok=True)  # noqa: ASYNC240
         async with covered(self.engine, life, **options) as (self.adapter, self._caller):
             yield self
 

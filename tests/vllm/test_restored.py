@@ -13,6 +13,7 @@ from participant_shims.adapter import Exported, Loaded, Unloads
 from participant_shims.adapters.vllm import VllmAdapter
 from participant_shims.engine.requests_file import read_requests
 from participant_shims.identity import CallIdentity
+from tests.vllm.forms import both_forms, engine_of, made
 from tests.vllm.parts import part_of
 from tests.vllm.scripted_engine import scripted
 from tests.vllm.test_control import ASK, covered, freeze, half_done, until
@@ -76,47 +77,50 @@ async def test_what_nobody_has_got_yet_is_in_the_next_cut_also_of_the_next_shim(
             assert adapter.restored.is_stale(CallIdentity("r-2", 0, "0.1"))
 
 
-async def test_a_restore_that_is_given_up_leaves_nothing_also_after_its_shim_was_killed(tmp_path: Path) -> None:
-    for killed in (False, True):
-        life = tmp_path / f"life-{killed}"
-        life.mkdir()
-        async with scripted() as engine:
-            async with covered(engine, life) as (adapter, caller):
-                assert isinstance(adapter, Unloads)
-                adapter.pool.put(restored(1))
-                exported = await saved(adapter, tmp_path / f"cut-{killed}")
-                await load(adapter, tmp_path / f"cut-{killed}", exported)
-                assert adapter.restored.is_stale(MINE)
-                assert await adapter.loaded_by() == "op-load"
-                if not killed:
-                    await adapter.unload()
-                    await adapter.unload()
-                    await adapter.open()
-                    assert len(adapter.pool) == 0
-                    assert await adapter.loaded_by() == ""
-                    asked = asyncio.create_task(caller.whole({**ASK, "min_tokens": 1}, MINE.headers()))
-                    await until(lambda: any(b.get("stream") for b in engine.bodies))
-                    engine.step(8)
-                    assert (await asked).label == ""
-            async with covered(engine, life) as (adapter, _):
-                assert await adapter.loaded_by() == ("op-load" if killed else "")
-                await adapter.unload()
-                assert len(adapter.pool) == 0
-                assert not adapter.restored.is_stale(MINE)
-            async with covered(engine, life) as (adapter, _):
-                assert len(adapter.pool) == 0
+@both_forms
+@pytest.mark.parametrize("killed", [False, True])
+async def test_a_restore_that_is_given_up_leaves_nothing_also_after_its_shim_was_killed(
+    tmp_path: Path, form: str, killed: bool
+) -> None:
+    life = tmp_path / "life"
+    async with engine_of(form) as it:
+        async with it.covered(life):
+            assert isinstance(it.adapter, Unloads)
+            it.adapter.pool.put(restored(1))
+            exported = await saved(it.adapter, tmp_path / "cut")
+            await load(it.adapter, tmp_path / "cut", exported)
+            assert it.adapter.restored.is_stale(MINE)
+            assert await it.adapter.loaded_by() == "op-load"
+            if not killed:
+                await it.adapter.unload()
+                await it.adapter.unload()
+                await it.adapter.open()
+                assert len(it.adapter.pool) == 0
+                assert await it.adapter.loaded_by() == ""
+                asked = it.ask(MINE, min_tokens=1)
+                await it.running()
+                it.engine.step(8)
+                assert (await asked).label == ""
+        async with it.covered(life):
+            assert await it.adapter.loaded_by() == ("op-load" if killed else "")
+            await it.adapter.unload()
+            assert len(it.adapter.pool) == 0
+            assert not it.adapter.restored.is_stale(MINE)
+        async with it.covered(life):
+            assert len(it.adapter.pool) == 0
 
 
-async def test_a_resumed_restore_is_kept_whatever_is_given_up_later(tmp_path: Path) -> None:
-    async with scripted() as engine, covered(engine, tmp_path) as (adapter, _):
-        adapter.pool.put(restored(1))
-        exported = await saved(adapter, tmp_path / "cut")
-        await load(adapter, tmp_path / "cut", exported)
-        await adapter.open()
-        await adapter.keep()
-        await adapter.unload()
-        assert len(adapter.pool) == 1
-        assert adapter.restored.is_stale(MINE)
+@both_forms
+async def test_a_resumed_restore_is_kept_whatever_is_given_up_later(tmp_path: Path, form: str) -> None:
+    async with made(form, tmp_path) as it:
+        it.adapter.pool.put(restored(1))
+        exported = await saved(it.adapter, tmp_path / "cut")
+        await load(it.adapter, tmp_path / "cut", exported)
+        await it.adapter.open()
+        await it.adapter.keep()
+        await it.adapter.unload()
+        assert len(it.adapter.pool) == 1
+        assert it.adapter.restored.is_stale(MINE)
 
 
 async def test_an_engine_that_was_started_anew_is_not_given_what_another_one_was_restored_to(tmp_path: Path) -> None:
