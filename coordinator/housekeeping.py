@@ -23,7 +23,7 @@ log = logging.getLogger(__name__)
 
 class Housekeeping:
     """Belongs to the event loop of its operations. `lock`: held while an operation begins; `in_use`: snapshots that one
-    writes or restores now; `saved_last`: the snapshot that is never old; `unsent` says of all, newest first, which are on their
+    writes or restores now; `writing`: whether one writes chunks now; `saved_last`: the snapshot that is never old; `unsent` says of all, newest first, which are on their
     way to the object store, and why they stay therefore.
     """
 
@@ -34,6 +34,7 @@ class Housekeeping:
         journal: AnyJournal,
         lock: asyncio.Lock,
         in_use: Callable[[], Collection[str]],
+        writing: Callable[[], bool],
         saved_last: Callable[[], str],
         unsent: Callable[[Sequence[str]], Mapping[str, str]],
     ) -> None:
@@ -42,6 +43,7 @@ class Housekeeping:
         self._journal = journal
         self._lock = lock
         self._in_use = in_use
+        self._writing = writing
         self._saved_last = saved_last
         self._unsent = unsent
 
@@ -73,7 +75,7 @@ class Housekeeping:
         await asyncio.to_thread(self._journal.require_epoch)
         return await asyncio.to_thread(
             pruning.prune, self._store, retention, self._in_use(), dry_run=dry_run, spare=spare,
-            saved_last=self._saved_last(), also=self._unsent, still_ours=self._journal.require_epoch,
+            saved_last=self._saved_last(), writing=self._writing(), also=self._unsent, still_ours=self._journal.require_epoch,
         )  # fmt: skip
 
     async def sweep(self) -> None:

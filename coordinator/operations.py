@@ -31,7 +31,7 @@ from coordinator.kept_out import blaming, left_out
 from coordinator.membership import Membership
 from coordinator.outcomes import Ended
 from coordinator.participants import Participants
-from coordinator.precopying import precopy
+from coordinator.precopying import Ahead
 from coordinator.preflight import Discovery, check_restorable
 from coordinator.protocol import events as core
 from coordinator.protocol.legality import BEFORE_PUBLISH
@@ -89,7 +89,14 @@ class Operations:
         self.fetching: Fetching | None = None  # and back
         self.storage_lock = asyncio.Lock()  # prune never meets the beginning of an operation
         self.housekeeping = Housekeeping(
-            settings, store, journal, self.storage_lock, self.in_use, lambda: self.latest_snapshot_id, self._unsent
+            settings,
+            store,
+            journal,
+            self.storage_lock,
+            self.in_use,
+            self.writing,
+            lambda: self.latest_snapshot_id,
+            self._unsent,
         )
         self._publisher = Publisher(store, journal.epoch)
         self._writer = ThreadPoolExecutor(1, "journal")  # one thread: records keep their order
@@ -180,8 +187,9 @@ class Operations:
             if drive.operation.kind is OperationKind.SAVE:  # before anything is made on the disk
                 self.discovery.registry.check_known(drive.operation.options.without)
                 self._check_topology(drive.operation, topology)
-                self._checks(drive, "writing ahead what has changed")
-                await precopy(self.participants, topology.participants, deadline - self.clock())
+                ahead = Ahead(self.participants, topology.participants, self.discovery.registry.is_here)
+                self._checks(drive, "to write ahead what has changed", ahead.waiting)
+                await ahead.ask(deadline - self.clock())
             self._checks(drive, "waiting for the snapshot root")
             async with self.storage_lock:
                 if drive.operation.kind is OperationKind.SAVE:
@@ -366,6 +374,11 @@ class Operations:
         """Snapshots that an operation writes or restores now, or that are being fetched."""
         fetched = self.fetching.names() if self.fetching is not None else set[str]()
         return fetched | {drive.operation.snapshot_id for drive in (self.active, *self._lingering) if drive is not None}
+
+    def writing(self) -> bool:
+        """Whether a save or a fetch may be writing chunks that no manifest names yet."""
+        saves = self.active is not None and self.active.operation.kind is OperationKind.SAVE
+        return saves or (self.fetching is not None and bool(self.fetching.names()))
 
     # ---- surroundings of a drive ------------------------------------------------------------------------------------
 

@@ -111,13 +111,14 @@ def prune(
     dry_run: bool = False,
     spare: Collection[str] = (),
     saved_last: str = "",
+    writing: bool = False,
     also: Callable[[Sequence[str]], Mapping[str, str]] = lambda _: {},
     still_ours: Callable[[], None] = lambda: None,
 ) -> Pruned:
     """Delete what `retention` does not keep, and leavings: unpublished directories that nobody writes.
 
-    `in_use` is what an operation saves or restores now, `spare` what `spared` has said, `saved_last` what is never old, `also` says of all, newest first, which
-    else stay and why.
+    `in_use` is what an operation saves or restores now, `spare` what `spared` has said, `saved_last` what is never old,
+    `writing` whether somebody writes chunks now: then none is deleted; `also` says of all, newest first, which else stay and why.
     `still_ours` is asked before each deletion, after all have been looked for, and raises to forbid it: what a coordinator
     that has replaced us writes since is not among them. Raises what that raises, STORAGE_FAILED and SNAPSHOT_UNSAFE; what
     was not deleted then is whole, and goes the next time.
@@ -138,7 +139,10 @@ def prune(
             store.remove(name)
     if not dry_run:
         _finish_deletions(store)
-    swept = sweeping.sweep(store, dry_run=dry_run, without=frozenset(doomed), still_ours=still_ours)
+    # What is being written is named by no manifest yet, and its age is told by clocks, which jump. It goes the next time.
+    swept = sweeping.Swept()
+    if not writing:
+        swept = sweeping.sweep(store, dry_run=dry_run, without=frozenset(doomed), still_ours=still_ours)
     return Pruned(tuple(doomed), size + swept.size_bytes, planned.kept)
 
 

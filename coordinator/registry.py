@@ -288,6 +288,11 @@ class Registry:
         session = self._sessions.get(ParticipantId(name))
         return session.participant if session is not None else self._static.get(ParticipantId(name))
 
+    def is_here(self, who: Participant) -> bool:
+        """Whether this very incarnation of a participant is registered, or static."""
+        found = self.get(who.participant_id)
+        return found is not None and found.incarnation_id == who.incarnation_id
+
     def here_for_s(self, name: str) -> float | None:
         """For how many seconds the participant of that name has been registered; None when it is not."""
         session = self._sessions.get(ParticipantId(name))

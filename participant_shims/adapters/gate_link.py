@@ -28,6 +28,8 @@ log = logging.getLogger(__name__)
 MAX_LINE_BYTES: Final = 16 << 20
 MAX_FRAMES: Final = 32
 HELLO_WITHIN_S: Final = 10.0
+LOOK_EVERY_S: Final = 1.0
+ANSWERS_WITHIN_S: Final = 3.0
 END_SEEN_WITHIN_S: Final = 0.1  # the kernel closes a dead process's sockets a moment before it shows it as dead
 _BUSY: Final = (
     "Its process (pid {}) runs and does not answer: see how busy its machine is, and what its threads do; then repeat, or "
@@ -197,6 +199,19 @@ class GateLink:
             ) from None
         finally:
             self._waiting.pop(number, None)
+
+    async def while_it_answers(self, what: str, params: Json) -> Json:
+        """As `request` without a limit, but given up once the gate does not say how it is within `ANSWERS_WITHIN_S`.
+
+        The gate says so in a thread of its own, however busy its server is: who does not is stopped, or starved.
+        """
+        asking = asyncio.ensure_future(self.request(what, params))
+        try:
+            while not (await asyncio.wait({asking}, timeout=LOOK_EVERY_S))[0]:
+                await self.request("status", {"max_rollouts": 0}, ANSWERS_WITHIN_S)
+            return await asking
+        finally:
+            asking.cancel()
 
     def receive(self, message: Json) -> None:
         """An answer or a progress line."""

@@ -33,7 +33,7 @@ class GymState:
 
     async def precopy(self, links: Sequence[GateLink], root: Path, within_s: float) -> None:
         """Write ahead of a save what has changed since the last one. `links`: workers, open. Raises STORAGE_*, WORKERS_MISSING."""
-        work = [link.request("precopy", {"root": str(root), "within_s": within_s}) for link in links]
+        work = [link.while_it_answers("precopy", {"root": str(root), "within_s": within_s}) for link in links]
         done = await asyncio.gather(
             *work, asyncio.to_thread(self._files.precopy, root, within_s), return_exceptions=True
         )

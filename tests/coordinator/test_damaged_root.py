@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import errno
+import itertools
 import json
 import logging
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -298,3 +300,13 @@ def test_an_entry_without_fields_is_damage(tmp_path: Path, data: Any) -> None:
     with pytest.raises(SafepointError, match="damaged at line 2") as raised:
         Journal(Directory.open(tmp_path))
     assert raised.value.reason is Reason.SNAPSHOT_CORRUPT
+
+
+def test_threads_that_list_one_directory_at_once_see_all_of_it(tmp_path: Path) -> None:
+    """A journal is asked by several threads whether its epoch is still there: one that missed it said that it was gone."""
+    names = sorted(f"epoch-{number}" for number in range(300))
+    for name in names:
+        (tmp_path / name).touch()
+    with Directory.open(tmp_path) as directory, ThreadPoolExecutor(2) as threads:
+        seen = threads.map(lambda _: [directory.names() == names for _ in range(400)], range(2))
+        assert all(itertools.chain.from_iterable(seen))

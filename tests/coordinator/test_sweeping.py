@@ -118,6 +118,16 @@ def test_a_chunk_goes_with_the_last_part_that_names_it(store: SnapshotStore) -> 
     store.verify("b")
 
 
+def test_while_a_save_runs_no_chunk_is_swept_whatever_a_clock_says_of_its_age(store: SnapshotStore) -> None:
+    save(store, "a", [b"published"])
+    Chunks(store.root).write(b"written by a save, and named by no manifest yet")
+    grow_old(store)  # as when the storage's clock has jumped
+    assert pruning.prune(store, Retention(1), {"b"}, writing=True).deleted == ()
+    assert len(there(store)) == 2
+    pruning.prune(store, Retention(1))
+    assert there(store) == {b"published"}
+
+
 def test_chunks_of_a_save_that_is_not_published_and_young_ones_stay(store: SnapshotStore) -> None:
     save(store, "a", [b"published"])
     save(store, "b", [b"in the making"], publish=False)

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import json
+import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, cast
 
@@ -15,6 +18,7 @@ from coordinator.wire.errors import Reason, SafepointError, refuse
 from coordinator.wire.ids import IncarnationId, ParticipantId
 from coordinator.wire.terms import CheckpointMode, Role
 from participant_shims.adapter import Adapter
+from participant_shims.adapters import gate_link
 from participant_shims.fence import Fence, Rpc
 from participant_shims.precopying import export, precopy
 
@@ -42,6 +46,17 @@ class Plain:
 
     def export(self, directory: Path) -> Any:
         return directory
+
+
+def who(name: str, role: Role = Role.RESOURCES, *features: str) -> Participant:
+    mode = CheckpointMode.EXPORT_RESTORE
+    return Participant(ParticipantId(name), role, "k", mode, IncarnationId("i"), "a:1", features=features)
+
+
+def ahead(
+    participants: Any, everybody: list[Participant], is_here: Callable[[Participant], bool] = lambda _: True
+) -> coordinating.Ahead:
+    return coordinating.Ahead(cast("Participants", participants), everybody, is_here)
 
 
 async def refused(adapter: Any, fence: Fence, epoch: int = 3, root: Path | None = ROOT) -> Reason:
@@ -83,15 +98,58 @@ async def test_a_save_asks_those_who_can_and_goes_without_those_who_fail() -> No
             if whom.participant_id == "full":
                 raise refuse(Reason.STORAGE_FULL, "The storage is full.")
 
-    def who(name: str, role: Role = Role.RESOURCES, *features: str) -> Participant:
-        mode = CheckpointMode.EXPORT_RESTORE
-        return Participant(ParticipantId(name), role, "k", mode, IncarnationId("i"), "a:1", features=features)
-
     everybody = [
         who("box", Role.RESOURCES, "precopy"), who("full", Role.RESOURCES, "precopy"), who("old"),
         who("judge", Role.AUXILIARY_MODEL, "precopy"),
     ]  # fmt: skip
-    await coordinating.precopy(cast("Participants", Fake()), everybody, 30)
+    await ahead(Fake(), everybody).ask(30)
     assert sorted(asked) == ["box", "full"]
-    await coordinating.precopy(cast("Participants", Fake()), everybody, 0.5)  # there is no time for it
+    await ahead(Fake(), everybody).ask(0.5)  # there is no time for it
     assert len(asked) == 2
+
+
+async def test_who_has_gone_silent_is_named_and_not_waited_for() -> None:
+    class Hangs:
+        async def precopy(self, whom: Participant, within_s: float) -> None:
+            if whom.participant_id == "stopped":
+                await asyncio.Event().wait()
+
+    here = {"box", "stopped"}
+    everybody = [who("box", Role.RESOURCES, "precopy"), who("stopped", Role.RESOURCES, "precopy")]
+    round_ = ahead(Hangs(), everybody, lambda p: p.participant_id in here)
+    asking = asyncio.create_task(round_.ask(1000))
+    while round_.waiting() != ("stopped",):
+        await asyncio.sleep(0.01)
+    here.remove("stopped")
+    async with asyncio.timeout(10):
+        await asking
+    assert round_.waiting() == ()
+
+
+@pytest.mark.parametrize("answers", [True, False], ids=["it works", "its process is stopped"])
+async def test_a_worker_is_waited_for_as_long_as_its_gate_says_how_it_is(
+    answers: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(gate_link, "LOOK_EVERY_S", 0.01)
+    monkeypatch.setattr(gate_link, "ANSWERS_WITHIN_S", 0.2)
+    sent: list[Any] = []
+
+    class Writer:
+        def write(self, line: bytes) -> None:
+            message, loop = json.loads(line), asyncio.get_running_loop()
+            sent.append(message["op"])
+            if answers and message["op"] == "status":
+                loop.call_soon(link.receive, {"id": message["id"], "ok": {}})
+                if sent.count("status") == 3:
+                    loop.call_soon(link.receive, {"id": 1, "ok": {"sessions": 7}})
+
+    hello = gate_link.GateHello("w-0", os.getpid(), "counter", "gym.resources", 1, {})
+    link = gate_link.GateLink(hello, cast("asyncio.StreamWriter", Writer()))
+    if answers:
+        assert await link.while_it_answers("precopy", {}) == {"sessions": 7}
+        return
+    with pytest.raises(SafepointError) as raised:
+        await link.while_it_answers("precopy", {})
+    assert raised.value.reason is Reason.WORKERS_MISSING
+    assert "counter" in str(raised.value)
+    assert sent == ["precopy", "status"]

@@ -35,7 +35,7 @@ INSTALLED = {
 }
 # Of the coordinator every module that is loaded, so that a new file cannot slip past; but for those without the root.
 ELSEWHERE = ("cli", "client", "demo", "doctor", "ray_host", "settings", "server", "wire.auth", "wire.tls", "wire.links",
-             "wire.listening", "wire.failpoints", "metrics")  # fmt: skip
+             "wire.listening", "wire.record", "wire.failpoints", "metrics")  # fmt: skip
 
 
 def _modules() -> dict[str, tuple[str, ...]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -23,6 +24,12 @@ def test_a_record_that_says_nothing_is_no_address(tmp_path: Path, content: str |
     with pytest.raises(Unanswered) as caught:
         look_up(f"file:{path}")
     assert caught.value.reason is Reason.UNREACHABLE
+
+
+def test_a_pipe_in_the_place_of_the_record_keeps_nobody_waiting(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "address.json")
+    with pytest.raises(Unanswered, match="it is no file"):
+        look_up(f"file:{tmp_path}/address.json")
 
 
 def test_a_written_down_target_is_held_to_nothing(tmp_path: Path) -> None:
