@@ -20,6 +20,7 @@ cli_operations, cli_status, cli_past, cli_report, cli_snapshots, cli_retention, 
 from __future__ import annotations
 
 import os
+import sys
 from typing import Annotated
 
 import typer
@@ -113,6 +114,10 @@ app.command(rich_help_panel=HERE)(cli_processes.version)
 
 def main() -> None:
     """Entry point of the console script."""
+    # A stream that is closed (`>&-`) is None, and its number would be given to the first socket or file that is opened.
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, "w", encoding="utf-8"))  # noqa: SIM115 (for as long as we live)
     app(prog_name="safepoint")
 
 

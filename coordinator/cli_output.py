@@ -32,16 +32,34 @@ _HOW: Final[Mapping[type[SafepointError], str]] = {
 }
 
 
+@contextlib.contextmanager
+def _writing() -> Generator[None, None, None]:
+    """A result is written. A disk that is full, or fails, ends the command with what it says, and not with a traceback."""
+    try:
+        yield
+    except BrokenPipeError:
+        raise  # whoever reads has left; see `reporting`
+    except OSError as error:
+        _forget_stdout()
+        note(f"safepoint: the result cannot be written: {error.strerror or error}.", failed=True)
+        raise typer.Exit(int(ExitCode.STORAGE)) from None
+
+
+def _forget_stdout() -> None:
+    """What is left in its buffer goes nowhere: Python's last flush must not fail."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
 def emit(document: Any) -> None:
     """One JSON document on one line of stdout, at once."""
-    sys.stdout.write(json.dumps(document, ensure_ascii=False) + "\n")
-    sys.stdout.flush()
+    say(json.dumps(document, ensure_ascii=False))
 
 
 def say(text: str) -> None:
     """A line of result for people."""
-    sys.stdout.write(text + "\n")
-    sys.stdout.flush()
+    with _writing():
+        sys.stdout.write(text + "\n")
+        sys.stdout.flush()
 
 
 def note(text: str, *, failed: bool = False) -> None:
@@ -68,7 +86,9 @@ def show(renderable: object) -> None:
     from rich.console import Console
 
     width = None if sys.stdout.isatty() else _UNFOLDED
-    Console(file=sys.stdout, width=width, highlight=False).print(renderable)
+    with _writing():
+        Console(file=sys.stdout, width=width, highlight=False).print(renderable)
+        sys.stdout.flush()
 
 
 def fail(code: ExitCode, message: str, next_step: str, as_json: bool) -> NoReturn:
@@ -106,8 +126,7 @@ def reporting(as_json: bool) -> Generator[None, None, None]:
             note("safepoint: interrupted. A running operation goes on; `safepoint abort` ends it.")
         raise typer.Exit(int(code)) from None
     except BrokenPipeError:
-        # The reader of our output has left, e.g. `| head`: not a failure of ours. Python's last flush must not fail.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        _forget_stdout()  # its reader has left, e.g. `| head`: not a failure of ours
         raise typer.Exit(0) from None
 
 

@@ -6,7 +6,6 @@ alone which operation is the latest, also when that could not be written.
 
 from __future__ import annotations
 
-import sys
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -85,7 +84,7 @@ def report(
             raise refuse(Reason.UNKNOWN_OPERATION, "There is no operation to report yet.")
         text = page(record, {"safepoint": version("safepoint")})
         if output == "-":
-            sys.stdout.write(text)
+            say(text)
             return
         file = Path(output or f"{record.operation_id}.html")
         try:

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import os
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
 from coordinator.cli_exit import BY_REASON, MEANINGS, ExitCode, exit_code, spoken
+from coordinator.snapshots import SnapshotStore
 from coordinator.wire.errors import Misanswered, Problem, Reason, Refused, Unanswered
 from tests.cli.conftest import Safepoint
 from tests.client.fake_coordinator import LOST, FakeCoordinator
@@ -181,3 +185,24 @@ async def test_who_is_refused_for_a_token_is_told_which_file_it_was(tmp_path: Pa
         safepoint = Safepoint(fake.address)
         assert f"The token is of {token}." in (await safepoint("status", "--token-file", str(token))).err
         assert "SAFEPOINT_TOKEN_FILE names no file." in (await safepoint("status")).err
+
+
+@pytest.mark.parametrize("output", ["> /dev/full", ">&-", ">&- 2>&-"])
+@pytest.mark.parametrize("what", ["config show", "snapshots ls --root root", "snapshots ls --root root --json"])
+def test_a_result_that_nobody_can_be_given_ends_a_command_without_a_traceback(
+    tmp_path: Path, what: str, output: str
+) -> None:
+    SnapshotStore(tmp_path / "root", "job-1")
+    line = f"exec {sys.executable} -m coordinator.cli {what} {output}"
+    environment = {k: v for k, v in os.environ.items() if not k.startswith("SAFEPOINT_")} | {
+        "SAFEPOINT_COORDINATOR_ROOT": str(tmp_path / "root")
+    }
+    done = subprocess.run(
+        ["bash", "-c", line], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=60
+    )
+    assert "Traceback" not in done.stderr
+    if "full" in output:
+        assert done.returncode == ExitCode.STORAGE
+        assert done.stderr == "safepoint: the result cannot be written: No space left on device.\n"
+    else:
+        assert done.returncode == ExitCode.OK, done.stderr
