@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import datetime
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
 from safepoint.v1 import capabilities_pb2
@@ -14,7 +14,7 @@ from coordinator.cli_output import short
 from coordinator.client_results import SnapshotSummary, seconds, size_text
 from coordinator.roots_seen import REASONS as ROOT_REASONS
 from coordinator.wire.places import Placement
-from coordinator.wire.refusals import KEPT_OUT
+from coordinator.wire.refusals import KEPT_OUT, is_of_kept_out
 from coordinator.wire.rpc import problem_from_detail
 from coordinator.wire.terms import Weights, counted
 
@@ -94,7 +94,9 @@ def topology_view(topology: pb.GetTopologyResponse) -> Group:
         )
     # Where nobody is, a finding says so.
     lines: list[Any] = [people, Text(f"fingerprint {topology.fingerprint}")] if people.row_count else []
-    for head, finding in sorted(map(_headed, topology.findings), key=lambda each: _HEADS.index(each[0])):
+    here = {info.capabilities.participant_id for info in topology.participants}
+    headed = [(_head(finding, here), finding) for finding in topology.findings]
+    for head, finding in sorted(headed, key=lambda each: _HEADS.index(each[0])):
         who_text = f"{finding.participant_id}: " if finding.participant_id else ""
         lines.append(Text(f"{head}: {who_text}{finding.message}\n  Next: {finding.next_step}"))
     return Group(*lines)
@@ -123,10 +125,13 @@ def _range(p: Placement) -> str:
 _HEADS: Final = ("REFUSED", "BLOCKING", "WARNING", "costs")
 
 
-def _headed(finding: pb.Finding) -> tuple[str, pb.Finding]:
-    refused = not finding.blocking and int(finding.reason) in KEPT_OUT
-    warns = "WARNING" if int(finding.reason) in ROOT_REASONS else "costs"
-    return "BLOCKING" if finding.blocking else "REFUSED" if refused else warns, finding
+def _head(finding: pb.Finding, here: Collection[str]) -> str:
+    reason = int(finding.reason)
+    if finding.blocking:
+        return "BLOCKING"
+    if is_of_kept_out(reason, blocking=False, is_here=finding.participant_id in here):
+        return "REFUSED"
+    return "WARNING" if reason in ROOT_REASONS or reason in KEPT_OUT else "costs"
 
 
 def snapshots_view(published: Sequence[SnapshotSummary], invalid: Mapping[str, str]) -> Group:

@@ -18,7 +18,7 @@ from coordinator.preflight import RUNS
 from coordinator.protocol import sentences
 from coordinator.wire.errors import Reason
 from coordinator.wire.places import in_actor
-from coordinator.wire.refusals import KEPT_OUT
+from coordinator.wire.refusals import is_of_kept_out
 from coordinator.wire.rpc import problem_from_detail
 from coordinator.wire.terms import counted
 
@@ -124,7 +124,11 @@ def topology(answer: pb.GetTopologyResponse) -> Iterator[Finding]:
     """What the coordinator's own validation finds; blocking findings are those with which a save is refused."""
     here = {info.capabilities.participant_id for info in answer.participants}
     # A server that was started with a gate and is refused is neither paused nor saved; whoever is missed is missed by that.
-    refused = [found for found in answer.findings if not found.blocking and _reason(found.reason) in KEPT_OUT]
+    refused = [
+        found
+        for found in answer.findings
+        if is_of_kept_out(int(found.reason), blocking=found.blocking, is_here=found.participant_id in here)
+    ]
     missed = [
         found
         for found in answer.findings

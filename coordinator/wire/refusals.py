@@ -41,6 +41,12 @@ PARTICIPANT_METADATA_KEY: Final = "safepoint-participant"  # of a shim's call, s
 _FOR_SHIMS: Final = frozenset({Access.SHIM})
 
 
+def is_of_kept_out(reason: int, *, blocking: bool, is_here: bool) -> bool:
+    """Whether a finding is about a shim that is kept out. `is_here`: whether its participant is registered: then a role that
+    is likely wrong is only warned of."""
+    return not blocking and reason in KEPT_OUT and not (is_here and reason == Reason.ROLE_INVALID)
+
+
 @dataclass(frozen=True, slots=True)
 class KeptOut:
     """A shim that was refused for who or what it is. `ago_s`: seconds since its last try; `tries`: without a long break.

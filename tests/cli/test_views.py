@@ -6,6 +6,7 @@ import io
 
 import pytest
 from rich.console import Console
+from safepoint.v1 import capabilities_pb2
 from safepoint.v1 import coordinator_service_pb2 as pb
 
 from coordinator.cli_live import Look, view
@@ -13,6 +14,8 @@ from coordinator.cli_output import show
 from coordinator.cli_views import moves, operation_text, snapshot_text, table, topology_view
 from coordinator.client_results import SnapshotSummary, Totals
 from coordinator.client_words import describe
+from coordinator.doctor import fleet
+from coordinator.doctor.finding import Severity
 from coordinator.wire.errors import Reason
 from coordinator.wire.places import Placement
 from coordinator.wire.terms import CheckpointMode, Role
@@ -157,3 +160,18 @@ def test_a_shim_that_was_refused_is_no_cost_but_refused(capsys: pytest.CaptureFi
 def test_a_snapshot_that_excludes_rollouts_says_how_to_learn_which(count: int) -> None:
     text = snapshot_text(SnapshotSummary("step-1", "save-1", 0.0, 1, Totals(excluded=count), (), "", {}))
     assert ("`safepoint snapshots show step-1 --rollouts`" in text) is bool(count)
+
+
+def test_a_role_that_is_likely_wrong_is_warned_of_and_nobody_is_called_refused(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    here = pb.ParticipantInfo(capabilities=capabilities_pb2.Capabilities(participant_id="judge"))
+    likely = pb.Finding(participant_id="judge", reason=int(Reason.ROLE_INVALID), message="One may be a judge.")  # type: ignore[arg-type]
+    answer = pb.GetTopologyResponse(participants=[here], findings=[likely])
+    show(topology_view(answer))
+    assert "WARNING: judge: One may be a judge." in capsys.readouterr().out
+    (found,) = (each for each in fleet.topology(answer) if each.subject == "judge")
+    assert found.severity is Severity.WARNING
+    del answer.participants[:]  # a shim with a role that there is not, which registers in vain
+    show(topology_view(answer))
+    assert "REFUSED: judge: One may be a judge." in capsys.readouterr().out
