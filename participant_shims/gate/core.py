@@ -227,9 +227,11 @@ class Gate:
     # -- what the shim asks; each runs on the loop
 
     def close(self, operation_id: str, mode: QuiesceMode, lease_s: float) -> dict[str, Any]:
-        """Close admission. Raises DECLINED at an auxiliary model, LEASE_LAPSED for a lapsed operation: still open."""
+        """Close admission. Raises, and is still open: DECLINED at an auxiliary model, LEASE_LAPSED for a lapsed operation,
+        STORAGE_FAILED when the call log is no longer the one that a save would read."""
         if self.never_closes:
             raise refuse(Reason.DECLINED, f"{self.name} is an auxiliary model, which is never paused.")
+        self.log.require_named()
         failpoints.reach("gate.before_close")
         before = self.doors.generation
         generation = self.doors.close(operation_id, mode, lease_s)

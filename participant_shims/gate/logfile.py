@@ -166,6 +166,14 @@ def tolerated(
     return wrap
 
 
+def _file_at(path: Path) -> tuple[int, int] | None:
+    try:
+        found = path.stat()
+    except OSError:
+        return None
+    return found.st_dev, found.st_ino
+
+
 class LogFile:
     """One process's connection to `calls.db`. Raises sqlite3.Error when the file cannot be used; nothing changed then.
 
@@ -189,6 +197,16 @@ class LogFile:
         self.unread: dict[str, int] = {}
         self.bring_in()
         self.tail = Tail(path) if alone else None
+        self._named = _file_at(path)
+
+    def require_named(self) -> None:
+        """Raise STORAGE_FAILED when the file that is written is not the one at its path any more: a save reads that one."""
+        if _file_at(self.path) != self._named:
+            raise refuse(
+                Reason.STORAGE_FAILED,
+                f"The call log {self.path} was removed or replaced while its server ran: what the server logs is in no snapshot.",
+                next_step="Restart the server, and keep what clears old files away from SAFEPOINT_RUN_DIR.",
+            )
 
     def close(self) -> None:
         """Give the file back."""

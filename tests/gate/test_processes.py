@@ -17,7 +17,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from coordinator.wire.errors import Reason, Refused
+from coordinator.wire.errors import Reason, Refused, SafepointError
 from coordinator.wire.terms import QuiesceMode
 from participant_shims.gate import bootstrap_path, life
 from participant_shims.gate.calllog import CallLog, Stale
@@ -325,6 +325,26 @@ async def test_a_gate_of_a_server_with_more_than_a_thousand_connections_has_its_
                 answer = await line.ask("close", operation_id="op", mode="drain", lease_s=9)
                 assert answer["generation"] == generation
                 await line.ask("open")
+
+
+@pytest.mark.parametrize("replaced", [False, True])
+async def test_a_gate_whose_call_log_was_removed_refuses_to_close_and_says_so(tmp_path: Path, replaced: bool) -> None:
+    """What clears old files took it: a shim that starts then would read an empty one, and save no rollout."""
+    log = CallLog(tmp_path / "calls.db")
+    gate = Gate(Server("model", "gym.model", "policy_model", 1), log)
+    await gate.start()
+    gate.close("op-1", QuiesceMode.HOLD, 9)
+    gate.open()
+    for name in os.listdir(tmp_path):
+        os.unlink(tmp_path / name)
+    other = CallLog(tmp_path / "calls.db") if replaced else None
+    with pytest.raises(SafepointError, match=r"calls\.db was removed or replaced.*Restart the server") as caught:
+        gate.close("op-2", QuiesceMode.HOLD, 9)
+    assert caught.value.reason is Reason.STORAGE_FAILED
+    assert not gate.doors.closed
+    for each in (log, other):
+        if each is not None:
+            each.close()
 
 
 async def test_a_gate_finds_its_shim_again_and_survives_nonsense(tmp_path: Path) -> None:
