@@ -282,7 +282,7 @@ async def test_a_worker_killed_between_restore_and_resume_is_told_with_the_rollo
                 results = await asyncio.gather(*again)
             (warning,) = resumed.warnings
             assert warning.startswith(f"counter: {told}")
-            assert f"What it had loaded ({counted(lost, 'session')}) is lost with it" in warning
+            assert f"What it had loaded ({lost} session{'s' * (lost != 1)}) is lost with it" in warning
             assert [r["reward"] for r in results] == [1.0] * count
             assert (await job.status("counter_agent")).diverged_rollouts == lost
             assert not (await job.status("counter")).warnings, "it is over"
