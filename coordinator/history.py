@@ -135,9 +135,8 @@ class History:
         known), or of the newest that did not succeed. Raises as `list`.
         """
         listed, name = self.list() if operation_id else [], operation_id
-        for one in islice(
-            self.newest(), 0 if operation_id else MAX_NAMED
-        ):  # no more are read than that one and later ones
+        most = 0 if operation_id else MAX_NAMED
+        for one in islice(self.newest(), most):  # no more are read than that one and later ones
             listed.append(one)
             if one.outcome != "succeeded":
                 name = one.operation_id
