@@ -341,8 +341,6 @@ async def _abort_with(context: aio.ServicerContext[Any, Any], error: Exception) 
         raise error
     if isinstance(error, SafepointError):
         await _abort(context, error.problem)
-    if isinstance(error, NotImplementedError):  # of a generated servicer, for a method that its class has not
-        await _abort(context, Problem(Reason.UNSUPPORTED, "This method is not served here."))
     error_id = secrets.token_hex(4)
     log.exception("unexpected error %s in a handler", error_id)
     await _abort(

@@ -91,15 +91,6 @@ async def test_a_reason_arrives_with_its_status_and_all_that_it_says(tmp_path: P
     assert (read.problem.waited_s, read.problem.advice, len(read.rollouts)) == (1.25, "Wait.", 2)
 
 
-async def test_a_method_that_a_servicer_has_not_is_no_failure_of_ours(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    async with serving(tmp_path) as (_, channel):
-        error = await failure(channel.unary_unary("/grpc.health.v1.Health/List")(b"", timeout=5))
-    assert error.code() == grpc.StatusCode.UNIMPLEMENTED
-    assert "unexpected" not in caplog.text
-
-
 @pytest.mark.parametrize("streaming", [False, True])
 async def test_900_rollouts_neither_replace_the_status_nor_pass_4_kib(tmp_path: Path, streaming: bool) -> None:
     problem = Problem(
