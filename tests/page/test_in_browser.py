@@ -240,6 +240,15 @@ async def test_damage_that_was_found_is_a_result_and_no_error_of_the_page(world:
         await asyncio.to_thread(made.close)
 
 
+async def _is_readable_at_both_widths(page: Tab, file: Path) -> None:
+    """A report, on a desk and in a hand."""
+    for width in (1280, 390):
+        await page.size(width, 5000)
+        await page.open(file.as_uri())
+        await page.until("document.querySelector('svg.timeline .bar') !== null")
+        assert await page.js(LOOK) == []
+
+
 async def test_a_report_is_drawn_from_the_file_alone(world: World, tmp_path: Path) -> None:
     hostile = '<img src=x onerror="document.title=1"><script>document.title=1</script>'
     for name, operation in {
@@ -253,11 +262,7 @@ async def test_a_report_is_drawn_from_the_file_alone(world: World, tmp_path: Pat
         file = tmp_path / f"{name}.html"
         await asyncio.to_thread(file.write_text, report(operation, {"safepoint": hostile}), encoding="utf-8")
         page = await world.tab()
-        for width in (1280, 390):
-            await page.size(width, 5000)
-            await page.open(file.as_uri())
-            await page.until("document.querySelector('svg.timeline .bar') !== null")
-            assert await page.js(LOOK) == []
+        await _is_readable_at_both_widths(page, file)
         assert await page.js("document.images.length") == 0
         assert await page.js("document.title") == "save step-1 · Safepoint"
         assert page.errors == []
@@ -277,11 +282,7 @@ async def test_the_longest_names_stay_within_the_window(world: World, tmp_path: 
     file = tmp_path / "longest.html"
     await asyncio.to_thread(file.write_text, report(operation, {longest: longest}), encoding="utf-8")
     page = await world.tab()
-    for width in (1280, 390):
-        await page.size(width, 5000)
-        await page.open(file.as_uri())
-        await page.until("document.querySelector('svg.timeline .bar') !== null")
-        assert await page.js(LOOK) == []
+    await _is_readable_at_both_widths(page, file)
 
 
 async def test_a_history_that_is_cut_says_so(world: World, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
