@@ -52,6 +52,8 @@ from coordinator.snapshots import SnapshotStore
 from coordinator.uploading import Figures, Uploaded, Uploader, epoch_in_store
 from coordinator.wire import failpoints
 from coordinator.wire.errors import Problem, Reason, Refused, SafepointError
+from coordinator.wire.health import SERVICE as HEALTH_SERVICE
+from coordinator.wire.health import Health
 from coordinator.wire.lanes import Lanes
 from coordinator.wire.links import read_security
 from coordinator.wire.listening import Listening, check_bind, listen
@@ -64,11 +66,6 @@ from coordinator.wire.trace import Tracer
 from coordinator.wire.usage import open_files, raise_open_files, space, watch
 
 log = logging.getLogger(__name__)
-
-# Without stubs of their own: imported by name, so that strict checkers leave them alone.
-_health: Any = importlib.import_module("grpc_health.v1.health")
-_health_pb2: Any = importlib.import_module("grpc_health.v1.health_pb2")
-_health_grpc: Any = importlib.import_module("grpc_health.v1.health_pb2_grpc")
 
 SERVICE_NAME: Final = coordinator_service_pb2.DESCRIPTOR.services_by_name["Coordinator"].full_name
 STOP_GRACE_S: Final = 1.0
@@ -88,7 +85,7 @@ class Coordinator:
     nonce: str
     operations: Operations
     _server: aio.Server
-    _healthy: Any
+    _health: Health
     _tasks: list[asyncio.Task[None]] = field(default_factory=list[asyncio.Task[None]])
     _listening: Listening | None = None
     _stopped: bool = False
@@ -113,7 +110,7 @@ class Coordinator:
         """Stop in good order: what is not published is aborted, everybody connected is told. Twice is harmless."""
         if self._stopped:
             return
-        await self._healthy.set("", _health_pb2.HealthCheckResponse.NOT_SERVING)
+        await self._health.stopping()
         active = self.operations.active
         # A restore is left to the next coordinator, which knows from the journal how far it was.
         if active is not None and (
@@ -299,11 +296,10 @@ async def serve(
     registration = Registration(registry, journal.epoch, settings.job_id, settings.heartbeat_s)
     service = CoordinatorService(operations, registration)
     coordinator_service_pb2_grpc.add_CoordinatorServicer_to_server(service, server)
-    healthy = _health.aio.HealthServicer()
-    _health_grpc.add_HealthServicer_to_server(healthy, server)
+    health = Health(server, SERVICE_NAME)
     if settings.reflection:
         reflection: Any = importlib.import_module("grpc_reflection.v1alpha.reflection")
-        reflection.enable_server_reflection((SERVICE_NAME, _health.SERVICE_NAME, reflection.SERVICE_NAME), server)
+        reflection.enable_server_reflection((SERVICE_NAME, HEALTH_SERVICE, reflection.SERVICE_NAME), server)
     metrics: MetricsServer | None = None
     page: PageServer | None = None
     try:
@@ -324,14 +320,13 @@ async def serve(
             await history.close()
         await operations.close()
         raise
-    for name in ("", SERVICE_NAME):
-        await healthy.set(name, _health_pb2.HealthCheckResponse.SERVING)
+    await health.serving()
     tasks = [
         asyncio.create_task(registration.reap(), name="reap"),
         asyncio.create_task(_look_around(operations, metrics), name="look around"),
     ]
     address = listening.address
-    running = Coordinator(address, journal.epoch, nonce, operations, server, healthy, tasks, listening)
+    running = Coordinator(address, journal.epoch, nonce, operations, server, health, tasks, listening)
     running.metrics, running.page, running.history = metrics, page, history
     running.marks, running.lanes = marks, lanes
     if operations.uploader is not None:

@@ -120,7 +120,10 @@ class Exports:
             return snapshot.path / self._participant_id
 
     def chunks(self, snapshot_id: str, files: Iterable[WrittenFile]) -> list[Chunk]:
-        """The chunks of all ropes among `files`, sorted. Raises STORAGE_FAILED when one is not there, and as `read_rope`."""
+        """The chunks of all ropes among `files`, sorted.
+
+        Raises STORAGE_FAILED when one is not there, or known to be damaged, and as `read_rope`.
+        """
         found: set[Chunk] = set()
         with self._snapshot(snapshot_id) as snapshot, snapshot.child(self._participant_id) as ours:
             for file in files:
@@ -130,7 +133,10 @@ class Exports:
         listed = sorted(found, key=lambda chunk: chunk.sha256)
         for chunk in listed:
             if shared is None or not shared.touch(chunk):
-                raise refuse(Reason.STORAGE_FAILED, f"The chunk {chunk.sha256} has been deleted while it was in use.")
+                raise refuse(
+                    Reason.STORAGE_FAILED, f"The chunk {chunk.sha256} is damaged, or was deleted while it was in use.",
+                    next_step="Save again: it is written anew within 5 minutes. If it happens again, look at the disk.",
+                )  # fmt: skip
         return listed
 
     def finish(self, snapshot_id: str, files: Iterable[WrittenFile], manifest: manifest_pb2.ParticipantManifest) -> str:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import fcntl
-import importlib
 import json
 import logging
 import os
@@ -17,13 +16,14 @@ import signal
 from collections.abc import Callable, Generator, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final, cast
+from typing import Any, Final
 
 from grpc import aio
 from safepoint.v1 import capabilities_pb2, participant_service_pb2_grpc
 
 from coordinator.wire import failpoints, logs
 from coordinator.wire.errors import Reason, SafepointError, refuse
+from coordinator.wire.health import Health
 from coordinator.wire.ids import is_wire_id, new_incarnation_id
 from coordinator.wire.links import read_security
 from coordinator.wire.listening import Listening, listen
@@ -43,11 +43,6 @@ from participant_shims.service import ParticipantService
 from participant_shims.stored_export import StoredExports
 
 log = logging.getLogger(__name__)
-
-# These modules have no type stubs.
-_health = cast(Any, importlib.import_module("grpc_health.v1.health"))
-_health_pb2 = cast(Any, importlib.import_module("grpc_health.v1.health_pb2"))
-_health_grpc = cast(Any, importlib.import_module("grpc_health.v1.health_pb2_grpc"))
 
 SERVICE: Final = "safepoint.v1.Participant"
 LOCK: Final = "shim.lock"
@@ -137,7 +132,7 @@ class Shim:
         self._listening: Listening | None = None
         self.registration: Registration | None = None
         self._server: aio.Server | None = None
-        self._health: Any = None
+        self._health: Health | None = None
         self._registering: asyncio.Task[None] | None = None
         self._reporting: asyncio.Task[bool] | None = None
         self.ends_because = ""  # a sentence, once it is told to go
@@ -169,15 +164,13 @@ class Shim:
             options=SERVER_OPTIONS,
         )
         participant_service_pb2_grpc.add_ParticipantServicer_to_server(self.service, server)
-        self._health = _health.aio.HealthServicer()
-        _health_grpc.add_HealthServicer_to_server(self._health, server)
+        self._health = Health(server, SERVICE)
         bind = f"unix:{options.life / 'shim.sock'}" if options.bind == "unix" else options.bind
         self._listening = listen(server, bind, self._security, options.advertise)
         self.address = self._listening.address
         self._server = server
         await server.start()
-        for name in ("", SERVICE):
-            await self._health.set(name, _health_pb2.HealthCheckResponse.SERVING)
+        await self._health.serving()
         if options.coordinator:
             self.registration = Registration(
                 options.coordinator, self._capabilities, self.incarnation_id, self.address, options.job_id,
@@ -216,7 +209,7 @@ class Shim:
                 task.cancel()
                 await asyncio.gather(task, return_exceptions=True)
         if self._health is not None:
-            await self._health.enter_graceful_shutdown()
+            await self._health.stopping()
         await self.service.stop()
         if self._server is not None:
             await self._server.stop(STOP_GRACE_S)

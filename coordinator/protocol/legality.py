@@ -49,7 +49,8 @@ def judge(
         on_its_way = stage == Stage.PUBLISHING and not operation.trainer_driven
         if on_its_way or stage == Stage.RESUMING or outcome == Outcome.SUCCEEDED:
             return Standing.REPEATED
-        return _illegal("Resume", stage, phase, operation, "Use Abort: it is neither published nor restored.")
+        refused = _illegal("Resume", stage, phase, operation, "Use Abort: it is neither published nor restored.")
+        return refused if cause is None else _because(refused, cause)
     commits = isinstance(request, CommitRequested)
     name, due_at = ("Commit", Stage.PREPARED) if commits else ("Publish", Stage.COMMITTED)
     if not operation.trainer_driven:
@@ -70,6 +71,12 @@ def _too_late(call: str, stage: Stage, phase: Phase, operation: Operation, cause
         return _illegal(call, stage, phase, operation, step)
     text = f"{call} comes too late, the {operation.kind.name.lower()} is {stage.value}: {cause.message}"
     return replace(cause, message=text, next_step=f"{step} {cause.advice}")
+
+
+def _because(refused: Problem, cause: Problem) -> Problem:
+    """The same refusal, with whom and what the operation failed of."""
+    text = f"{refused.message.removesuffix('.')}: {cause.message}"
+    return replace(cause, reason=refused.reason, message=text, next_step=f"{refused.next_step} {cause.advice}")
 
 
 def _illegal(call: str, stage: Stage, phase: Phase, operation: Operation, next_step: str) -> Problem:

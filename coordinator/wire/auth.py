@@ -35,7 +35,7 @@ _HEX: Final = frozenset("0123456789abcdefABCDEF")
 _MAX_FILE_BYTES: Final = 65_536
 
 Metadata = tuple[tuple[str, str], ...]
-Stamp = tuple[int, int, int]
+Stamp = tuple[int, int, int, int]
 
 
 class Tokens(Protocol):
@@ -150,9 +150,9 @@ def read_token(path: str | os.PathLike[str] | None = None) -> TokenFile | None:
 
 
 def stamp(path: str) -> Stamp:
-    """What changes when a file is written or replaced. Raises OSError."""
+    """What changes when a file is written, replaced, opened to others or given away. Raises OSError."""
     found = os.stat(path)
-    return found.st_mtime_ns, found.st_ino, found.st_size
+    return found.st_mtime_ns, found.st_ino, found.st_size, found.st_ctime_ns
 
 
 def check_closed(path: str, what: str) -> None:

@@ -350,11 +350,14 @@ class Directory:
         finally:
             os.close(fd)
 
-    def touch(self, path: str) -> None:
-        """Note that a plain file is as it should be now. Not durable. Raises FileNotFoundError when it is not there."""
+    def touch(self, path: str, when_s: float | None = None) -> None:
+        """Note when a plain file was as it should be: now, or `when_s`, seconds since 1970. Not durable.
+
+        Raises FileNotFoundError when it is not there, STORAGE_FAILED.
+        """
         fd = self._open_file(path)
         try:
-            os.utime(fd)
+            os.utime(fd, None if when_s is None else (when_s, when_s))
         except OSError as error:
             raise storage_error(error, f"touching {self.path / path}") from error
         finally:

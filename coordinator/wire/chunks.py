@@ -4,6 +4,9 @@ The rule: a chunk is named by the SHA-256 of its bytes, is there whole and durab
 snapshot refers to chunks by name and size; whoever writes one that is there already has written nothing. Deletion is the
 coordinator's alone, and only of chunks that no part names and nobody has written or asked for in a while (`touch`).
 
+Whoever finds a damaged chunk dates it to 1970, so that no save relies on it: the next one writes again what it needs of it.
+Where that comes to the same bytes it is put right, for every snapshot that names it.
+
     <root>/chunks/<first two digits>/<sha256>
 
 Standard library only. Everything here blocks: callers on an event loop use a thread.
@@ -22,11 +25,12 @@ from typing import ClassVar, Final
 
 from coordinator.wire import failpoints
 from coordinator.wire.beneath import Directory, FileDigest, storage_error
-from coordinator.wire.errors import Reason, refuse
+from coordinator.wire.errors import Reason, SafepointError, refuse
 
 CHUNKS: Final = "chunks"
 GRACE_S: Final = 3600.0  # longer than any operation, and than writers rely on a touch (SETTLED_FOR_S of shims)
 SEAL_AT: Final = 8 << 20  # bytes; one larger record is a chunk of its own
+_DAMAGED_S: Final = 0.0  # the time of last use that says so
 _NAME: Final = re.compile(r"[0-9a-f]{64}")
 _FOLDER: Final = re.compile(r"[0-9a-f]{2}")
 
@@ -83,10 +87,11 @@ class Chunks:
         return Chunk(digest.sha256, digest.size_bytes)
 
     def touch(self, chunk: Chunk) -> bool:
-        """Whether the chunk is there with its size; then it is not deleted for a while. Its bytes are not read."""
+        """Whether it is there with its size, and not known to be damaged; then it is not deleted for a while. Reads no byte."""
         try:
             with self._folder(chunk.sha256) as folder:
-                if folder.size(chunk.sha256) != chunk.size_bytes:
+                size, when_s = folder.size_and_time(chunk.sha256)
+                if size != chunk.size_bytes or when_s == _DAMAGED_S:
                     return False
                 folder.touch(chunk.sha256)
                 return True
@@ -94,14 +99,20 @@ class Chunks:
             return False
 
     def check(self, chunk: Chunk) -> None:
-        """Read every byte. Raises SNAPSHOT_CORRUPT for a chunk that is missing or another, SNAPSHOT_UNSAFE for a link."""
+        """Read every byte. Raises SNAPSHOT_CORRUPT for a chunk that is missing or another, SNAPSHOT_UNSAFE for a link.
+
+        One that is damaged is not relied upon by saves from then on, if we may date it.
+        """
         where = self.path(chunk.sha256)
         try:
             with self._folder(chunk.sha256) as folder:
-                found = folder.digest(chunk.sha256)
+                damaged = folder.digest(chunk.sha256) != FileDigest(chunk.size_bytes, chunk.sha256)
+                if damaged:
+                    with suppress(SafepointError):
+                        folder.touch(chunk.sha256, _DAMAGED_S)
         except FileNotFoundError:
             raise refuse(Reason.SNAPSHOT_CORRUPT, f"The chunk {where} is missing.") from None
-        if found != FileDigest(chunk.size_bytes, chunk.sha256):
+        if damaged:
             raise refuse(
                 Reason.SNAPSHOT_CORRUPT, f"The chunk {where} is damaged: its bytes are not those that were saved."
             )

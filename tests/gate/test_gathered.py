@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from coordinator.wire.chunks import Chunks
+from coordinator.wire.chunks import Chunk, Chunks
 from coordinator.wire.errors import Reason, SafepointError
 from coordinator.wire.terms import RolloutState
 from participant_shims.gate import calllog_export, calllog_files
@@ -140,6 +140,21 @@ def test_what_was_not_written_is_read_again(log: CallLog, tmp_path: Path, monkey
         gathered.export(log, part(tmp_path, "s-0"), Chunks(tmp_path / "root"))
     monkeypatch.undo()
     same_as_at_once(log, gathered, tmp_path, "s-1")
+
+
+def test_what_lies_in_a_chunk_that_was_found_damaged_is_written_again(log: CallLog, tmp_path: Path) -> None:
+    gathered, chunks = Gathered(), Chunks(tmp_path / "root")
+    (tmp_path / "root").mkdir()
+    for number in range(30):
+        rollout(log, f"r-{number}")
+    same_as_at_once(log, gathered, tmp_path, "s-1")
+    (found,) = chunks.all()
+    chunks.path(found.sha256).write_bytes(bytes(found.size_bytes))
+    with pytest.raises(SafepointError):
+        chunks.check(Chunk(found.sha256, found.size_bytes))
+    gathered.ahead(log, chunks, 60.0)
+    same_as_at_once(log, gathered, tmp_path, "s-2")
+    chunks.check(Chunk(found.sha256, found.size_bytes))  # the same bytes: the first snapshot is whole again
 
 
 @pytest.mark.parametrize("harm", ["split", "before its rollout"])

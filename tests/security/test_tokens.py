@@ -97,12 +97,14 @@ async def test_two_tokens_are_valid_while_they_rotate_and_a_removed_one_is_not(t
         assert await accepted() == (False, True)
 
 
-@pytest.mark.parametrize("how", ["open", "gone", "empty", "nonsense"])
+@pytest.mark.parametrize("how", ["open", "opened", "gone", "empty", "nonsense"])
 def test_a_file_that_became_unusable_lets_nobody_in_until_it_is_mended(tmp_path: Path, how: str) -> None:
     clock, path = Clock(), token_file(tmp_path / "t", OLD)
     tokens = TokenFile(path, clock)
     if how == "gone":
         path.unlink()
+    elif how == "opened":  # as it is: what it says is the same
+        path.chmod(0o644)
     else:
         replace(path, {"empty": "", "nonsense": "x"}.get(how, OLD), mode=0o644 if how == "open" else 0o600)
     clock.now += 2

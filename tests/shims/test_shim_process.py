@@ -17,6 +17,7 @@ from typing import Any
 
 import psutil
 import pytest
+from grpc_health.v1 import health_pb2
 from safepoint.v1 import capabilities_pb2, participant_service_pb2_grpc
 from safepoint.v1 import participant_service_pb2 as pb
 
@@ -169,6 +170,10 @@ async def test_a_shim_without_gates_is_unavailable_and_healthy(short_path: Path)
         assert error.reason is Reason.UNAVAILABLE
         check = link.unary_unary("/grpc.health.v1.Health/Check")
         assert await check(b"", timeout=5) == b"\x08\x01"  # SERVING
+        states = health_pb2.HealthListResponse.FromString(
+            await link.unary_unary("/grpc.health.v1.Health/List")(b"", timeout=5)
+        ).statuses
+        assert {name: state.status for name, state in states.items()} == {"": 1, "safepoint.v1.Participant": 1}
         status = await answer(stub.GetStatus(pb.GetStatusRequest(), timeout=5))
         assert status.status.state == ParticipantState.OPEN
         assert "0 of 1 workers" in status.status.waiting_for

@@ -376,9 +376,9 @@ class SimOs:
             st_size=len(node.data), st_nlink=node.links, st_dev=1, st_ino=node.number, st_mtime=node.touched_s,
         )  # fmt: skip
 
-    def utime(self, fd: int) -> None:
+    def utime(self, fd: int, times: tuple[float, float] | None = None) -> None:
         self._disk.change("a touch")
-        self._disk.handle(fd)[0].touched_s = self._disk.loop.now
+        self._disk.handle(fd)[0].touched_s = self._disk.loop.now if times is None else times[1]
 
     def statvfs(self, path: Any) -> Any:
         return SimpleNamespace(f_bavail=0 if self._disk.loop.now < self._disk.full_until else 1 << 30, f_frsize=4096)

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from coordinator.wire.beneath import Directory
-from coordinator.wire.chunks import Chunks
+from coordinator.wire.chunks import Chunk, Chunks
 from coordinator.wire.errors import Reason, SafepointError, refuse
 from coordinator.wire.rope import read_rope
 from participant_shims.gate.state import saving
@@ -183,6 +183,22 @@ async def test_chunks_that_are_gone_are_written_again(tmp_path: Path) -> None:
     await job.precopy()
     path, wrote = await job.save()
     assert wrote["sessions"] == 20
+    with Directory.open(path.parent) as part:
+        for chunk in read_rope(part, path.name).chunks:
+            Chunks(tmp_path).check(chunk)
+    assert (await loaded(path)).session_id_to_notes == job.server.session_id_to_notes
+
+
+async def test_what_lies_in_a_chunk_that_was_found_damaged_is_written_again(tmp_path: Path) -> None:
+    job = Job(tmp_path, 20)
+    await job.save()
+    (found,) = Chunks(tmp_path).all()
+    path = Chunks(tmp_path).path(found.sha256)
+    path.write_bytes(bytes(len(path.read_bytes())))
+    with pytest.raises(SafepointError):
+        Chunks(tmp_path).check(Chunk(found.sha256, found.size_bytes))
+    await job.precopy()
+    path, _ = await job.save()
     with Directory.open(path.parent) as part:
         for chunk in read_rope(part, path.name).chunks:
             Chunks(tmp_path).check(chunk)

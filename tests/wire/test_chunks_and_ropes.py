@@ -67,6 +67,20 @@ def test_the_same_bytes_are_one_chunk_and_a_damaged_one_is_put_right(tmp_path: P
     chunks.check(one)
 
 
+def test_a_chunk_that_was_found_damaged_is_not_relied_upon_until_its_bytes_are_written_again(tmp_path: Path) -> None:
+    chunks = Chunks(tmp_path)
+    one = chunks.write(b"abc" * 100)
+    chunks.path(one.sha256).write_bytes(b"abd" * 100)
+    assert chunks.touch(one)  # the bytes are not read
+    with pytest.raises(SafepointError):
+        chunks.check(one)
+    assert not chunks.touch(one)
+    assert chunks.path(one.sha256).read_bytes() == b"abd" * 100
+    chunks.write(b"abc" * 100)
+    assert chunks.touch(one)
+    chunks.check(one)
+
+
 @pytest.mark.parametrize("name", ["..", "a" * 63, "A" * 64, "../" + "a" * 61, ""])
 def test_a_chunk_has_no_other_name_than_a_digest(tmp_path: Path, name: str) -> None:
     with pytest.raises(SafepointError) as raised:
