@@ -98,7 +98,7 @@ class Operations:
             lambda: self.latest_snapshot_id,
             self._unsent,
         )
-        self._publisher = Publisher(store, journal.epoch)
+        self._publisher = Publisher(store, journal.epoch, max_bytes=settings.max_snapshot_bytes)
         self._writer = ThreadPoolExecutor(1, "journal")  # one thread: records keep their order
         self._lingering: dict[Drive, None] = {}  # in the order in which they ended
         self._memory: OrderedDict[OperationId, Ended] = OrderedDict()

@@ -59,8 +59,17 @@ class Publication:
     ambiguous: tuple[Line, ...]
 
 
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """What one participant has written; `size_bytes` with its chunks."""
+
+    report: ledger_merge.Report
+    weights: manifest_pb2.Weights | None
+    size_bytes: int
+
+
 class Publisher:
-    """Writes the snapshots of one coordinator."""
+    """Writes the snapshots of one coordinator, of at most `max_bytes` each (0: no limit)."""
 
     def __init__(
         self,
@@ -68,8 +77,10 @@ class Publisher:
         epoch: int,
         wall_clock_ns: Callable[[], int] = time.time_ns,
         sleep: Callable[[float], None] = time.sleep,
+        max_bytes: int = 0,
     ) -> None:
         self._store = store
+        self._max_bytes = max_bytes
         self._sleep = sleep
         self._epoch = epoch
         self._wall_clock_ns = wall_clock_ns
@@ -79,7 +90,7 @@ class Publisher:
         """Make the snapshot. `still_valid` is called right before the manifest is linked, and raises to forbid it.
 
         Raises PROTOCOL_VIOLATION and SNAPSHOT_CORRUPT (a participant's proof and the disk disagree), SNAPSHOT_UNSAFE,
-        LEDGER_UNBALANCED, STORAGE_FULL, STORAGE_FAILED, and what `still_valid` raises. Whether the manifest is there
+        LEDGER_UNBALANCED, STORAGE_FULL (also for more than `max_bytes`), STORAGE_FAILED, and what `still_valid` raises. Whether the manifest is there
         then, only the disk knows.
         """
         snapshot_id = cut.operation.snapshot_id
@@ -87,10 +98,12 @@ class Publisher:
         failpoints.reach("publication.before_ledger")
         self._until_seen(snapshot_id, cut.committed)
         with self._store.open(snapshot_id) as directory:
-            weights: dict[ParticipantId, manifest_pb2.Weights] = {}
-            read = partial(_report_of, directory, cut.operation, weights)
-            parts = [(by_name[name], proof) for name, proof in sorted(cut.committed.items())]
-            merged = ledger_merge.merge(self._each(read, parts))
+            committed = sorted(cut.committed.items())
+            read = partial(_read_part, directory, cut.operation)
+            found = self._each(read, [(by_name[name], proof) for name, proof in committed])
+            parts = {name: part for (name, _), part in zip(committed, found, strict=True)}
+            self._check_size(snapshot_id, parts)
+            merged = ledger_merge.merge([part.report for part in found])
             if cut.operation.options.straggler_policy == StragglerPolicy.FAIL:
                 refuse_ambiguous(merged.ambiguous)
             try:
@@ -106,7 +119,7 @@ class Publisher:
             coordinator_epoch=self._epoch,
             topology_fingerprint=fingerprint(cut.topology.participants),
             participants=[
-                _reference(by_name[name], cut.committed.get(name), weights.get(name)) for name in sorted(by_name)
+                _reference(by_name[name], cut.committed.get(name), parts.get(name)) for name in sorted(by_name)
             ],
             ledger_sha256=written.sha256,
             ledger_size_bytes=written.size_bytes,
@@ -118,10 +131,22 @@ class Publisher:
         self._store.publish(manifest, still_valid)
         return Publication(manifest, merged.orphans, merged.ambiguous)
 
+    def _check_size(self, snapshot_id: SnapshotId, parts: Mapping[ParticipantId, _Part]) -> None:
+        size = sum(part.size_bytes for part in parts.values())
+        if self._max_bytes and size > self._max_bytes:
+            largest = max(parts, key=lambda name: parts[name].size_bytes)
+            raise refuse(
+                Reason.STORAGE_FULL,
+                f"{snapshot_id} has {size} bytes, and max_snapshot_bytes allows {self._max_bytes}; {largest} has the most, "
+                f"{parts[largest].size_bytes}.",
+                next_step="Set max_snapshot_bytes higher, or let the servers hold less.",
+                phase=Phase.PUBLISH, participant_id=largest,
+            )  # fmt: skip
+
     def _each(
-        self, read: Callable[[Participant, Committed], ledger_merge.Report], parts: list[tuple[Participant, Committed]]
-    ) -> list[ledger_merge.Report]:
-        """Reports of all parts. From a store several at once: everybody is paused, and most of the time is its answers'."""
+        self, read: Callable[[Participant, Committed], _Part], parts: list[tuple[Participant, Committed]]
+    ) -> list[_Part]:
+        """Reads all parts. From a store several at once: everybody is paused, and most of the time is its answers'."""
         if isinstance(self._store.root, Path):
             return [read(*part) for part in parts]
         with ThreadPoolExecutor(_AT_ONCE) as threads:
@@ -161,11 +186,8 @@ def _has_manifest(directory: Folder, name: ParticipantId) -> bool:
         return False
 
 
-def _report_of(
-    directory: Folder, operation: Operation, weights: dict[ParticipantId, manifest_pb2.Weights],
-    participant: Participant, proof: Committed,
-) -> ledger_merge.Report:  # fmt: skip
-    """What the part says of rollouts. What it says of weights is put into `weights`."""
+def _read_part(directory: Folder, operation: Operation, participant: Participant, proof: Committed) -> _Part:
+    """The part as it is there, once it is that of this cut."""
     participant_id = participant.participant_id
     with blamed_on(participant_id, Phase.PUBLISH):
         part, manifest = participant_files(directory, participant_id, proof.manifest_sha256)
@@ -194,20 +216,20 @@ def _report_of(
                     f"{part.path / listed.path} " + ("is missing." if size < 0 else f"has {size} bytes instead of {listed.size_bytes}."),
                     phase=Phase.PUBLISH, participant_id=participant_id,
                 )  # fmt: skip
-        if manifest.HasField("weights"):
-            weights[participant_id] = manifest.weights
         name = manifest.ledger_file
         blocks = part.blocks(name, MAX_LEDGER_LINE) if name else ()
-        return ledger_merge.read(participant, blocks, str(part.path / name))
+        return _Part(
+            ledger_merge.read(participant, blocks, str(part.path / name)),
+            manifest.weights if manifest.HasField("weights") else None,
+            sum(entry.size_bytes for entry in (*manifest.files, *manifest.chunks)),
+        )
 
 
-def _reference(
-    participant: Participant, proof: Committed | None, weights: manifest_pb2.Weights | None
-) -> manifest_pb2.ParticipantRef:
+def _reference(participant: Participant, proof: Committed | None, part: _Part | None) -> manifest_pb2.ParticipantRef:
     return manifest_pb2.ParticipantRef(
         participant_id=participant.participant_id,
         manifest_sha256=proof.manifest_sha256 if proof is not None else "",
         size_bytes=proof.size_bytes if proof is not None else 0,
         capabilities=convert.capabilities(participant),
-        weights=weights,
+        weights=part.weights if part is not None else None,
     )

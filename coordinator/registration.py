@@ -26,6 +26,7 @@ log = logging.getLogger(__name__)
 
 HELLO_WITHIN_S: Final = 5.0
 BEATS_PER_S: Final = 100  # of all shims together, about
+READ_PER_S: Final = 50  # messages of one stream; those of who sends more wait in its own socket
 MAX_CAUSE: Final = 500  # characters of a goodbye
 
 
@@ -103,8 +104,15 @@ class Registration:
         return hello
 
     async def _read(self, session: Session, requests: AsyncIterator[pb.RegisterRequest], said: list[str]) -> None:
+        loop = asyncio.get_running_loop()
+        since, count = loop.time(), 0
         async for request in requests:
             self._registry.beat(session)
+            count += 1
+            if loop.time() - since >= 1.0:
+                since, count = loop.time(), 0
+            elif count >= READ_PER_S and not request.HasField("goodbye"):
+                await asyncio.sleep(1.0)
             if request.HasField("goodbye"):
                 said[:] = [request.goodbye.cause[:MAX_CAUSE]]
                 return

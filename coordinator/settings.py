@@ -155,6 +155,9 @@ class Settings(_Section):
     """Upper limit of a restore."""
     history_keep: Annotated[int, Field(ge=0, le=10_000)] = 200
     """Operations of which the history stays; 0 writes none."""
+    max_snapshot_bytes: Annotated[int, Field(ge=0)] = 0
+    """A save that comes to more is aborted, and nothing of it is kept; chunks that it shares count in full. 0: no limit.
+    For the root as a whole, use a quota of its file system: that is met as a full disk."""
     keep_last: Annotated[int, Field(ge=0)] = 0
     """Prune to so many snapshots after each save; 0 keeps all."""
     keep_every: Annotated[int, Field(ge=0)] = 0

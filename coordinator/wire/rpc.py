@@ -44,6 +44,7 @@ MAX_DETAIL_BYTES: Final = 4096  # trailers beyond 8 KiB can replace the status (
 MAX_DETAIL_ROLLOUTS: Final = 20
 # One for each of the 10,000 participants that a coordinator takes, and their clients. gRPC ends what comes beyond it.
 MAX_CONNECTIONS: Final = 12_000
+MAX_CONNECTION_AGE_MS: Final = 3_600_000  # and up to a tenth more or less, at random
 
 # What gRPC says when a peer ends the connection before the first call on it. A refused certificate is not said in words.
 _BROKEN_HANDSHAKE: Final = ("Socket closed", "SSL", "Verification", "andshake")
@@ -87,6 +88,8 @@ SERVER_OPTIONS: Final[list[tuple[str, int]]] = [
     # Above what the lanes serve of one caller: an Abort must be refused there, if at all, and not wait for a stream.
     ("grpc.max_concurrent_streams", 1_024),
     ("grpc.max_allowed_incoming_connections", MAX_CONNECTIONS),
+    # New calls then need a new handshake, so a withdrawn certificate makes none; what runs goes on, as long as it takes.
+    ("grpc.max_connection_age_ms", MAX_CONNECTION_AGE_MS),
     ("grpc.compression_enabled_algorithms_bitset", 1),
 ]
 

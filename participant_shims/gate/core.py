@@ -468,7 +468,7 @@ class Gate:
             return []
         return [
             f"{self.log.failures} times the call log {self.log.path} failed, the last time with {self.log.last_failure!r}:"
-            " rollouts concerned are left out of saves. Free space on its disk, which is that of SAFEPOINT_RUN_DIR."
+            f" rollouts concerned are left out of saves. {self.log.remedy}"
         ]
 
     def _running_sessions(self) -> set[str]:

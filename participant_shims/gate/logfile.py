@@ -128,10 +128,17 @@ def is_finished(method: str, answer: Answer) -> bool:
 def log_failure(path: Path, error: sqlite3.Error) -> Refused:
     """STORAGE_FULL or STORAGE_FAILED for a call log that cannot be used: its disk is not that of the snapshots."""
     reason = Reason.STORAGE_FULL if "full" in str(error) else Reason.STORAGE_FAILED
-    return refuse(
-        reason, f"The call log {path} failed: {error}.",
-        next_step=f"Free space on the disk of {path.parent}, or set SAFEPOINT_RUN_DIR to another one and restart the server.",
-    )  # fmt: skip
+    return refuse(reason, f"The call log {path} failed: {error}.", next_step=remedy(path, error))
+
+
+def remedy(path: Path, error: sqlite3.Error) -> str:
+    """What to do: sqlite3 tells damage from what the disk did by the class of the error."""
+    if isinstance(error, sqlite3.OperationalError):
+        return f"Free space on the disk of {path.parent}, or set SAFEPOINT_RUN_DIR to another one and restart the server."
+    return (
+        f"It is damaged: see that the disk of {path.parent} is sound and that nothing else writes there, then restart the "
+        "server, which begins a new log; the rollouts that it runs have to begin anew, or to be restored."
+    )
 
 
 _CALLS_LOST: Final = "its calls could not be logged"
@@ -154,7 +161,7 @@ def tolerated(
                 if not self.tolerant:
                     raise
                 self.failures += 1
-                self.last_failure = str(error)[:100]
+                self.last_failure, self.remedy = str(error)[:100], remedy(self.path, error)
                 first = args[0] if args else None
                 rollout_id = first.rollout_id if isinstance(first, CallIdentity) else first
                 if isinstance(rollout_id, str) and (lost or rollout_id not in self.damaged):
@@ -186,6 +193,7 @@ class LogFile:
         self.tolerant = tolerant
         self.failures = 0
         self.last_failure = ""
+        self.remedy = ""  # of the last failure
         self.damaged: dict[str, str] = {}  # rollouts whose log has a hole, with the reason
         self.db = sqlite3.connect(path, isolation_level=None, timeout=_BUSY_S, check_same_thread=False)
         self.db.execute("PRAGMA journal_mode=WAL")

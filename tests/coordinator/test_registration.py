@@ -9,7 +9,7 @@ import pytest
 from safepoint.v1 import coordinator_service_pb2 as pb
 
 from coordinator import convert
-from coordinator.registration import Registration
+from coordinator.registration import READ_PER_S, Registration
 from coordinator.registry import Registry
 from tests.coordinator.test_parts import participant, registry
 
@@ -71,3 +71,27 @@ async def test_who_joins_a_large_fleet_is_heard_less_often_and_may_be_silent_for
     assert not made.participants()
     assert len(lost) == 1001
     await stream.aclose()  # type: ignore[attr-defined]
+
+
+async def test_who_sends_more_than_its_heartbeats_is_read_no_faster_than_the_limit(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    made, _, _, _ = registry()
+    beats: list[object] = []
+    monkeypatch.setattr(Registry, "beat", lambda _, session: beats.append(session))
+    loop = asyncio.get_running_loop()
+    requests: asyncio.Queue[pb.RegisterRequest] = asyncio.Queue()
+    who = participant("i-1")
+    hello = pb.Hello(capabilities=convert.capabilities(who), incarnation_id=who.incarnation_id, address=who.address)
+    requests.put_nowait(pb.RegisterRequest(hello=hello))
+    for _ in range(10 * READ_PER_S):
+        requests.put_nowait(pb.RegisterRequest(heartbeat=pb.Heartbeat()))
+    task = serving(made, requests)
+    with monkeypatch.context() as patch:
+        now = loop.time()
+        patch.setattr(loop, "time", lambda: now)  # no time passes: nobody who sleeps wakes
+        for _ in range(20 * READ_PER_S):
+            await asyncio.sleep(0)
+    assert len(beats) == READ_PER_S
+    task.cancel()
+    await asyncio.wait({task}, timeout=10)

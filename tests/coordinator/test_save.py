@@ -280,6 +280,16 @@ async def test_a_full_disk_at_the_manifest_is_a_clean_abort(
     assert (await bench.save("save-2", "step-1"))[-1].saved.snapshot.snapshot_id == "step-1"
 
 
+async def test_a_save_beyond_its_quota_is_a_clean_abort_that_names_who_has_the_most(bench: Bench) -> None:  # D20
+    bench.settings["max_snapshot_bytes"] = 2
+    await bench.start(agent_0=Knobs(rollouts=3))
+    problem = (await failure(bench)).problem
+    assert (problem.reason, problem.participant_id) == (Reason.STORAGE_FULL, "agent-0")
+    assert "max_snapshot_bytes allows 2" in problem.message
+    assert bench.all_open()
+    assert not (bench.root / "snapshots" / "step-1").exists()
+
+
 async def test_a_full_disk_at_the_journal_pauses_nobody(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     import errno
 

@@ -119,7 +119,9 @@ def test_a_record_that_means_nothing_fails_the_save_and_not_the_process(log: Cal
     log.tail.append(head)
     with pytest.raises(sqlite3.DatabaseError, match="none") as caught:
         read_elsewhere(log.path)
-    assert log_failure(log.path, caught.value).problem.reason is Reason.STORAGE_FAILED
+    problem = log_failure(log.path, caught.value).problem
+    assert problem.reason is Reason.STORAGE_FAILED
+    assert problem.next_step.startswith("It is damaged")  # free space would not help
 
 
 def test_calls_of_a_rollout_that_has_ended_never_reach_the_database(log: CallLog) -> None:

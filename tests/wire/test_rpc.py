@@ -31,10 +31,12 @@ class Servicer(services.ParticipantServicer):
     def __init__(self) -> None:
         self.fail: Callable[[], BaseException] | None = None
         self.budgets: list[float] = []
+        self.peers: set[str] = set()
         self.left = asyncio.Event()
 
     async def GetStatus(self, request: Any, context: Any) -> Any:
         self.budgets.append(rpc.time_budget(context))
+        self.peers.add(context.peer())
         if self.fail:
             raise self.fail()
         return pb.GetStatusResponse()
@@ -241,6 +243,28 @@ async def test_with_the_token_unary_streaming_and_health_calls_pass(tmp_path: Pa
         # A handler that writes by itself instead of yielding: the interceptor must know both.
         assert (await watch.read()).status == health_pb2.HealthCheckResponse.SERVING
         watch.cancel()
+
+
+async def test_a_connection_that_has_grown_old_is_made_anew_and_no_call_notices() -> None:
+    assert 0 < dict(rpc.SERVER_OPTIONS)["grpc.max_connection_age_ms"] <= 3_600_000
+    options = list((dict(rpc.SERVER_OPTIONS) | {"grpc.max_connection_age_ms": 200}).items())
+    server, servicer = aio.server(interceptors=[rpc.ErrorInterceptor(None)], options=options), Servicer()
+    services.add_ParticipantServicer_to_server(servicer, server)
+    port = server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+    try:
+        async with rpc.channel(f"127.0.0.1:{port}") as link, asyncio.timeout(30):
+            stub = services.ParticipantStub(link)
+            stream = stub.Prepare(pb.PrepareRequest(), timeout=60)
+            assert (await stream.read()).HasField("admission_closed")
+            while len(servicer.peers) < 4:
+                await stub.GetStatus(pb.GetStatusRequest(), timeout=5)
+                await asyncio.sleep(0.01)  # a caller that is faster is refused
+            assert not stream.done()
+            assert not servicer.left.is_set()
+            stream.cancel()
+    finally:
+        await server.stop(None)
 
 
 def test_a_token_never_prints_itself_and_short_ones_are_refused() -> None:
