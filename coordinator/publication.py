@@ -221,7 +221,7 @@ def _read_part(directory: Folder, operation: Operation, participant: Participant
         return _Part(
             ledger_merge.read(participant, blocks, str(part.path / name)),
             manifest.weights if manifest.HasField("weights") else None,
-            sum(entry.size_bytes for entry in (*manifest.files, *manifest.chunks)),
+            sum(file.size_bytes for file in manifest.files) + sum(chunk.size_bytes for chunk in manifest.chunks),
         )
 
 

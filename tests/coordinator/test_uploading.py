@@ -116,18 +116,23 @@ def test_an_upload_gives_way_to_an_operation_between_two_objects(
     root: SnapshotStore, store: Store, begin: Callable[..., Uploader]
 ) -> None:
     make(root, "step-1")
-    active = ""
+    active, asked = "", 0
 
     def begins(key: str) -> None:
         nonlocal active
         if key == "step-1/agent/state.bin":
             active = "save-2"
 
+    def ask() -> str:
+        nonlocal asked
+        asked += 1
+        return active
+
     store.before = begins
-    uploader = begin(store, active=lambda: active)
+    uploader = begin(store, active=ask)
     wait(lambda: active == "save-2" and uploader.message("step-1").files_done == 2)
-    seen = list(store.written)
-    time.sleep(0.2)  # nothing happens in it, which no event can say
+    seen, before = list(store.written), asked
+    wait(lambda: asked >= before + 5)  # it has looked again and again, and waits
     assert store.written == seen
     assert store.manifests() == []
     assert states(uploader, "step-1") == ["uploading"]
