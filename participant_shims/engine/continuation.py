@@ -14,7 +14,7 @@ import hashlib
 from typing import Any, Final, cast
 
 from participant_shims.engine.record import Piece, Record
-from participant_shims.engine.request import SAMPLING, Json
+from participant_shims.engine.request import SAMPLING, Json, whole_number
 
 EXACT: Final = "exact"
 NOT_EXACT: Final = "continued_not_bit_exact"
@@ -33,11 +33,10 @@ def told_of(record: Record) -> str:
     return f"{record.continued or EXACT}; kept={record.kept}" + (f"; weights={weights}" if weights else "")
 
 
-def continuation_body(record: Record, max_model_len: int) -> Json:
-    """The body for /v1/completions. The record has been cut back."""
+def continuation_body(record: Record, max_model_len: int, limit: int | None) -> Json:
+    """The body for /v1/completions. The record has been cut back. `limit`: tokens of the whole answer."""
     ask, done = record.ask, len(record.token_ids)
     body: Json = {name: ask.body[name] for name in SAMPLING if ask.body.get(name) is not None}
-    limit = ask.max_tokens
     left = max_model_len - len(record.prompt_ids) - done if max_model_len else 1 << 20
     body |= {
         "model": ask.body.get("model"),
@@ -50,8 +49,9 @@ def continuation_body(record: Record, max_model_len: int) -> Json:
     }
     if body.get("min_tokens"):
         body["min_tokens"] = max(0, int(body["min_tokens"]) - done)
-    if isinstance(body.get("seed"), int) and done:
-        body["seed"] = next_seed(body["seed"], done)
+    seed = whole_number(body.get("seed"))
+    if seed is not None and done:
+        body["seed"] = next_seed(seed, done)
     return {name: value for name, value in body.items() if value is not None}
 
 

@@ -13,6 +13,7 @@ from typing import Any, Final, cast
 
 from coordinator.wire.errors import Reason, refuse
 from participant_shims.engine.call import Answer, NotSent, Unknown, call
+from participant_shims.engine.request import Ask
 
 LOOK_S: Final = 10.0
 INFO_S: Final = 90.0  # the first answer runs a dozen commands to describe the machine
@@ -31,7 +32,8 @@ class Engine:
     """A server that can be covered. `life` differs between two starts of it; empty when that can't be seen.
 
     `derenders`: it can turn token ids into a chat answer as it would itself (--enable-scale-out).
-    `why_untouched`: set when no request may be changed on its way in.
+    `why_untouched`: set when no request may be changed on its way in. `usual_limit`: tokens of an answer whose caller gives
+    no limit; `highest_limit`: those of any answer; 0: there is none but the context, None: it is not known.
     """
 
     version: str
@@ -43,6 +45,17 @@ class Engine:
     derenders: bool = False
     parses_reasoning: bool = False
     why_untouched: str = ""
+    usual_limit: int | None = 0
+    highest_limit: int | None = 0
+
+    def limit_of(self, ask: Ask) -> int | None:
+        """Tokens of its answer at most; None: as far as the context reaches."""
+        given = self.usual_limit if ask.max_tokens is None else ask.max_tokens
+        return min(filter(None, (given, self.highest_limit)), default=None)
+
+    def knows_limit_of(self, ask: Ask) -> bool:
+        """Whether that is known."""
+        return self.highest_limit is not None and (ask.max_tokens is not None or self.usual_limit is not None)
 
     @property
     def rejects_when_paused(self) -> bool:
@@ -83,7 +96,10 @@ async def discover(target: str) -> Engine:
     config = cast("dict[str, Any]", info.value("vllm_config") or {}) if info.status == 200 else {}
     parallel = _part(config, "parallel_config")
     _refuse_balancers(target, parallel)
-    renders = await call(target, "POST", "/v1/chat/completions/derender", {}, timeout_s=LOOK_S)
+    renders = await _post(target, "/v1/chat/completions/derender", {}, LOOK_S)
+    # 403 is vLLM's word for "not turned on", 404 that of one that does not know it; an empty body is a 400.
+    derenders = renders.status in (400, 422)
+    usual, highest = await _limits(target, model, max_model_len, _part(config, "model_config"), derenders)
     return Engine(
         version=version,
         model=model,
@@ -91,13 +107,44 @@ async def discover(target: str) -> Engine:
         ranks=int(parallel.get("data_parallel_size") or 1),
         weight_version=await weight_version(target),
         life=await life(target),
-        # 403 is vLLM's word for "not turned on", 404 that of one that does not know it; an empty body is a 400.
-        derenders=renders.status in (400, 422),
+        derenders=derenders,
         parses_reasoning=bool(_part(config, "structured_outputs_config").get("reasoning_parser")),
         why_untouched="it returns routed experts, which it does not stream"
         if _part(config, "model_config").get("enable_return_routed_experts")
         else "",
+        usual_limit=usual,
+        highest_limit=highest,
     )
+
+
+async def _limits(
+    target: str, model: str, reach: int, config: dict[str, Any], renders: bool
+) -> tuple[int | None, int | None]:
+    """`usual_limit` and `highest_limit`. The server's options may have one, and the generation_config.json of its model;
+    what becomes of both is told by a server that renders."""
+    source, given = config.get("generation_config"), _part(config, "override_generation_config").get("max_new_tokens")
+    usual = given or (0 if source == "vllm" else None)
+    highest = given or (0 if source in (None, "auto", "vllm") else None)
+    if renders:
+        chat = {"model": model, "messages": [{"role": "user", "content": "x"}]}
+        words = {"model": model, "prompt": [0], "max_tokens": reach - 1}
+        told = await _rendered_limit(target, "/v1/chat/completions/render", chat, reach)
+        usual = usual if told is None else told
+        told = await _rendered_limit(target, "/v1/completions/render", words, reach)
+        highest = highest if told is None else told
+    return usual, highest
+
+
+async def _rendered_limit(target: str, path: str, body: Any, reach: int) -> int | None:
+    """How many tokens the server would let that request generate; 0: as many as fit; None where it does not say."""
+    answer = await _post(target, path, body, INFO_S)
+    try:
+        found: Any = answer.json() if answer.status == 200 else {}
+        first = cast("dict[str, Any]", found[0] if isinstance(found, list) else found)
+        limit, prompt = int(first["sampling_params"]["max_tokens"]), len(first["token_ids"])
+    except (ValueError, KeyError, TypeError, IndexError):
+        return None
+    return 0 if limit >= reach - prompt else limit
 
 
 async def look_again(target: str, before: Engine) -> Engine:
@@ -175,7 +222,15 @@ def _part(config: dict[str, Any], name: str) -> dict[str, Any]:
 
 
 async def _get(target: str, path: str, timeout_s: float = LOOK_S) -> Answer:
+    return await _asked(target, "GET", path, None, timeout_s)
+
+
+async def _post(target: str, path: str, body: Any, timeout_s: float) -> Answer:
+    return await _asked(target, "POST", path, body, timeout_s)
+
+
+async def _asked(target: str, method: str, path: str, body: Any, timeout_s: float) -> Answer:
     try:
-        return await call(target, "GET", path, timeout_s=timeout_s)
+        return await call(target, method, path, body, timeout_s=timeout_s)
     except (NotSent, Unknown) as error:
         raise refuse(Reason.UNAVAILABLE, f"vLLM at {target} is not up: {error}.") from error

@@ -85,7 +85,7 @@ class HeldFront:
         try:
             await self._doors.admitted(entry)
             record = self._new_record(prompt, sampling_params, request_id, caller)
-            restored = await self._claim(record, caller)
+            restored = await self._claim(record, caller, by_ids=not self._tells_text(sampling_params))
             if restored is not None:
                 record = restored
             self.in_flight[request_id] = record
@@ -96,7 +96,7 @@ class HeldFront:
                 return
             asked, params = self._question(record, prompt, sampling_params)
             source = self._llm.generate(asked, params, request_id, **more)
-            reader = self._readers[request_id] = _Reader(source, record, params, self._spoke)
+            reader = self._readers[request_id] = _Reader(source, record, self._spoke)
             told = Teller(self._kit, record, sampling_params)
             async for output in reader.outputs():
                 shown = told.tell(output)
@@ -253,8 +253,12 @@ class HeldFront:
         record.weights_are(self._weight_version)
         return record
 
-    async def _claim(self, record: Record, caller: CallIdentity | None) -> Record | None:
-        """The restored record from which this request goes on."""
+    def _tells_text(self, params: Any) -> bool:
+        skips = bool(getattr(self._llm.vllm_config.model_config, "skip_tokenizer_init", False))
+        return bool(params.detokenize) and not skips
+
+    async def _claim(self, record: Record, caller: CallIdentity | None, *, by_ids: bool) -> Record | None:
+        """The restored record from which this request goes on. `by_ids`: its caller is told no text."""
         if record.ask.body.get("prompt") is None:
             return None
         restored = await self._pool.take(record.ask, caller)
@@ -267,8 +271,10 @@ class HeldFront:
             tally.again += len(restored.token_ids)
             return None
         if not restored.finished:
-            tally.again += restored.cut_back(record.ask.max_tokens)
+            lost = restored.cut_back(record.ask.max_tokens, by_ids=by_ids)
+            tally.again += lost
             if not (restored.prompt_ids and restored.token_ids):
+                tally.regenerated += int(lost > 0)
                 return None
             restored.weights_are(self._weight_version)
             restored.continued = label_of(restored)
@@ -290,7 +296,8 @@ class HeldFront:
             out.logprobs = 0
         if not record.kept:
             return prompt, out
-        body = continuation_body(record, self._engine.max_model_len if self._engine else 0)
+        reach = self._engine.max_model_len if self._engine else 0
+        body = continuation_body(record, reach, record.ask.max_tokens)
         out.max_tokens, out.min_tokens = body["max_tokens"], body.get("min_tokens", 0)
         out.seed = body.get("seed", out.seed)
         return {"prompt_token_ids": body["prompt"]}, out
@@ -314,9 +321,8 @@ class HeldFront:
 class _Reader:
     """Reads the engine's outputs and records them, whether anybody listens or not."""
 
-    def __init__(self, source: AsyncIterator[Any], record: Record, params: Any, spoke: Callable[[], None]) -> None:
+    def __init__(self, source: AsyncIterator[Any], record: Record, spoke: Callable[[], None]) -> None:
         self._source, self._record, self._spoke = source, record, spoke
-        self._detokenizes = bool(params.detokenize)
         self._waiting: asyncio.Queue[Any] = asyncio.Queue()
         self._task = asyncio.create_task(self._read())
 
@@ -349,8 +355,6 @@ class _Reader:
                     record.prompt_ids = tuple(output.prompt_token_ids or ())
                 if len(output.outputs) == 1:
                     record.add(piece_of(output.outputs[0]))
-                    if not self._detokenizes and record.token_ids:
-                        record.marks.append((len(record.token_ids), 0))
                 self._waiting.put_nowait(output)
             self._waiting.put_nowait(None)
         except Exception as error:

@@ -83,16 +83,18 @@ class Record:
         if not self.segments or self.segments[-1].weight_version != version:
             self.segments.append(Segment(len(self.token_ids), version))
 
-    def cut_back(self, max_tokens: int | None) -> int:
+    def cut_back(self, max_tokens: int | None, *, by_ids: bool = False) -> int:
         """Go back to where the next token can be asked for; how many tokens that costs.
 
         A character that is half done would make the engine repeat the prompt's text, and one token at least must be left
-        to be generated, or nobody would say how it ended.
+        to be generated, or nobody would say how it ended. `by_ids`: the answer is read from the ids at its end. Then no
+        character has to be whole, and there may be none: what a model thinks is no text of its answer.
         """
         limit = len(self.token_ids) if max_tokens is None else min(len(self.token_ids), max_tokens - 1)
-        if limit == len(self.token_ids) and (not limit or (self.marks and self.marks[-1][0] == limit)):
+        if limit == len(self.token_ids) and (by_ids or not limit or (self.marks and self.marks[-1][0] == limit)):
             return 0
         tokens, characters = next(((t, c) for t, c in reversed(self.marks) if t <= limit), (0, 0))
+        tokens = max(0, limit) if by_ids else tokens
         lost = len(self.token_ids) - tokens
         del self.token_ids[tokens:], self.logprobs[tokens:]
         self.text = self.text[:characters]

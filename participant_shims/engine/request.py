@@ -44,6 +44,8 @@ _SHAPING: Final = frozenset(
      "include_reasoning", "tools", "tool_choice", "parallel_tool_calls", "metadata", "store", "service_tier"]
 )  # fmt: skip
 _PLAIN: Final = SAMPLING | _SHAPING | _NOT_THE_QUESTION
+# What is counted with here, or handed on reckoned anew. A whole number may come as 100.0, and vLLM reads it so.
+_COUNTED: Final = ("max_tokens", "max_completion_tokens", "min_tokens", "seed", "logprobs", "top_logprobs")
 # Members that we ask for besides.
 _STREAM: Final[_Added] = ("stream", True, b',"stream":true')
 _IDS: Final[_Added] = ("return_token_ids", True, b',"return_token_ids":true')
@@ -111,17 +113,15 @@ class Ask:
     @property
     def top(self) -> int:
         """How many alternatives are listed for each token."""
-        asked = self.body.get("top_logprobs") if self.chat else self.body.get("logprobs")
-        return asked if isinstance(asked, int) and not isinstance(asked, bool) else 0
+        return whole_number(self.body.get("top_logprobs") if self.chat else self.body.get("logprobs")) or 0
 
     @property
     def max_tokens(self) -> int | None:
         """The limit; None: as far as the model's context reaches."""
+        given = whole_number(self.body.get("max_tokens"))
         if self.chat:
-            given = self.body.get("max_completion_tokens") or self.body.get("max_tokens")
-            return given if isinstance(given, int) else None
-        given = self.body.get("max_tokens")
-        return given if isinstance(given, int) else 16  # vLLM's default
+            return whole_number(self.body.get("max_completion_tokens")) or given
+        return 16 if given is None else given  # vLLM's default
 
 
 def read_ask(path: str, raw: bytes) -> Ask | None:
@@ -143,13 +143,20 @@ def make_ask(path: str, body: Json) -> Ask:
     untouched = _why_untouched(path, body)
     asked = body.get("logprobs")
     return Ask(
-        path, body, untouched, untouched or _why_anew(body),
+        path, body, untouched, untouched or _why_anew(path, body),
         parses=chat and bool(body.get("tools")) and body.get("tool_choice") != "none",
         chat=chat,
         stream=bool(body.get("stream")),
         wants_ids=bool(body.get("return_token_ids")),
         wants_logprobs=bool(asked) if chat else asked is not None,
     )  # fmt: skip
+
+
+def whole_number(value: Any) -> int | None:
+    """`value` when it is a whole number, also one that was written as 100.0; else None."""
+    if isinstance(value, float) and value.is_integer():
+        return int(value)
+    return value if isinstance(value, int) and not isinstance(value, bool) else None
 
 
 def digest(path: str, body: Json) -> str:
@@ -197,9 +204,11 @@ def _why_untouched(path: str, body: Json) -> str:
     if odd:
         if body.get("echo"):
             return _WHY["echo"]
-        for name in ("use_beam_search", "prompt_logprobs", "prompt_embeds", "suffix", "logprob_token_ids"):
+        for name in ("use_beam_search", "prompt_embeds", "suffix", "logprob_token_ids"):
             if body.get(name) not in (None, False, ""):
                 return _WHY.get(name, f"it has {name}")
+        if body.get("prompt_logprobs") is not None:  # 0 asks for the prompt's own tokens
+            return "it has prompt_logprobs"
     return ""
 
 
@@ -215,7 +224,14 @@ def _list(value: Any) -> list[Any]:
     return list(cast("Iterable[Any]", value)) if isinstance(value, list) else [None]
 
 
-def _why_anew(body: Json) -> str:
+def _why_anew(path: str, body: Json) -> str:
+    for name in _COUNTED:
+        value = body.get(name)
+        # In a chat `logprobs` says whether.
+        if value is not None and whole_number(value) is None and not (name == "logprobs" and path == CHAT):
+            return f"its `{name}` is not written as a whole number"
+    if path == COMPLETIONS and body.get("max_tokens", 0) is None:
+        return "what `max_tokens: null` means hangs on the version of vLLM"
     for name, value in () if body.keys() <= _PLAIN else body.items():
         if value is None or name in _PLAIN:
             continue

@@ -65,7 +65,12 @@ class Serving:
             return "the engine was not known yet"
         if self._parses(ask) and not self.engine.derenders:
             return "its tool calls can't be read from tokens (vLLM without --enable-scale-out)"
+        if not self.engine.knows_limit_of(ask):
+            return "it gives no limit, and vLLM does not tell its own (vLLM without --enable-scale-out)"
         return self.engine.why_untouched
+
+    def _limit(self, ask: Ask) -> int | None:
+        return self.engine.limit_of(ask) if self.engine is not None else ask.max_tokens
 
     def _parses(self, ask: Ask) -> bool:
         return ask.parses or (ask.chat and self.engine is not None and self.engine.parses_reasoning)
@@ -121,9 +126,13 @@ class Serving:
         restored = await self._pool.take(record.ask, caller)
         if restored is None or restored.finished or restored.anew:
             return restored
-        self._pool.tally.again += restored.cut_back(record.ask.max_tokens)
+        lost = restored.cut_back(self._limit(record.ask), by_ids=self._parses(record.ask))
+        self._pool.tally.again += lost
         if restored.prompt_ids and restored.token_ids:
             return restored
+        if lost:
+            log.info("request %s begins anew: no character of its %d tokens is whole", restored.request_id, lost)
+            self._pool.tally.regenerated += 1
         self._pool.over(restored.request_id)
         return None
 
@@ -251,7 +260,8 @@ class Serving:
             restored.weights_are(self.weight_version)
             restored.continued = label_of(restored)
             restored.usage = None
-            body = dumps(continuation_body(restored, self.engine.max_model_len if self.engine else 0))
+            reach = self.engine.max_model_len if self.engine else 0
+            body = dumps(continuation_body(restored, reach, self._limit(ask)))
             stream, response = await self._ask(
                 at, COMPLETIONS.encode(), body, restored,
                 lambda chunk, _: in_words_of(restored, read_piece(chunk)),

@@ -91,7 +91,7 @@ class FakeLLM:
     def __post_init__(self) -> None:
         self.logger_manager = SimpleNamespace(stat_loggers=[], engine_indexes=list(range(self.ranks)))
         self.vllm_config = SimpleNamespace(
-            model_config=SimpleNamespace(model="tiny", max_model_len=4096),
+            model_config=SimpleNamespace(model="tiny", max_model_len=4096, skip_tokenizer_init=False),
             parallel_config=SimpleNamespace(data_parallel_size=self.ranks),
         )
 
@@ -143,7 +143,9 @@ class FakeLLM:
                 said += 1
                 last = said == params.max_tokens
                 logprobs = None if params.logprobs is None else [{token: Logprob(-0.5, 1, f"w{token}")}]
-                made = Completion(0, f"w{token}", [token], -0.5 * said, logprobs, "length" if last else None)
+                mute = not params.detokenize or self.vllm_config.model_config.skip_tokenizer_init
+                text = "" if mute else f"w{token}"
+                made = Completion(0, text, [token], -0.5 * said, logprobs, "length" if last else None)
                 yield Output(request_id, None, ids, None, [made], last)
         except GeneratorExit:
             self.aborted += 1

@@ -42,6 +42,11 @@ class Scripted:
     looks: int = 0  # at is_paused
     rejects: int = 0  # status for requests
     mute: bool = False  # tokens of a chat have no text, as in the middle of a character
+    thinks: bool = False  # what it says in a chat is reasoning; it reads that from ids, too
+    model_config: dict[str, Any] = field(default_factory=dict)  # as /server_info shows it
+    usual_limit: int = (
+        0  # tokens of a chat that asks for no number, as a server tells that renders; 0: it renders nothing
+    )
     ends_bare: bool = False  # a stream is a bare [DONE]
     paused: bool = False
     calls: list[str] = field(default_factory=list)
@@ -129,7 +134,7 @@ class Scripted:
         chat = request.path.startswith("/v1/chat")
         prompt = body["prompt"] if isinstance(body.get("prompt"), list) else [1, 2, 3]
         self.serial += 1
-        mine, limit = self.serial, body.get("max_tokens", 16)
+        mine, limit = self.serial, body.get("max_tokens", self.usual_limit or 16)
         queue = self.running[mine] = asyncio.Queue()
         head = {"id": f"x-{mine}", "object": "o", "created": 5, "model": "tiny"}
         response = web.StreamResponse(headers={"content-type": "text/event-stream; charset=utf-8"})
@@ -147,6 +152,8 @@ class Scripted:
                 if body.get("stream"):
                     last = len(words) == limit
                     said = chunk(words[-1:], chat, len(words) == 1, prompt, last)
+                    if self.thinks and chat:
+                        said["delta"] = {"reasoning": said["delta"]["content"]}
                     await response.write(event(head, {**said, "delta": {}} if self.mute and not last else said))
             if body.get("stream"):
                 if finish == "abort":
@@ -174,7 +181,8 @@ def chunk(
     common = {"index": 0, "finish_reason": finish if last else None, "token_ids": ids}
     if chat:
         entries = [{"token": f"w{i}", "logprob": -0.5, "bytes": [], "top_logprobs": []} for i in ids]
-        return {**common, "delta": {"content": text}, "logprobs": {"content": entries}}
+        prompted = {"prompt_token_ids": prompt} if first else {}
+        return {**common, **prompted, "delta": {"content": text}, "logprobs": {"content": entries}}
     return {
         **common, "text": text, "stop_reason": None, "prompt_token_ids": prompt if first else None,
         "logprobs": {"text_offset": [0] * len(ids), "token_logprobs": [-0.5] * len(ids),
@@ -188,7 +196,26 @@ async def scripted(port: int = 0, **knobs: Any) -> AsyncIterator[Scripted]:
     made = Scripted(**knobs)
 
     async def info(_: web.Request) -> web.Response:
-        return web.json_response({"vllm_config": {"parallel_config": made.parallel}})
+        config: dict[str, Any] = {"parallel_config": made.parallel, "model_config": made.model_config}
+        if made.thinks:
+            config["structured_outputs_config"] = {"reasoning_parser": "scripted"}
+        return web.json_response({"vllm_config": config})
+
+    async def derender(request: web.Request) -> web.Response:
+        asked = await request.json()
+        if not asked:
+            return web.json_response({}, status=400 if made.thinks or made.usual_limit else 404)
+        choice = asked["generate_response"]["choices"][0]
+        message = {"role": "assistant", "content": None, "reasoning": "".join(f"w{i}" for i in choice["token_ids"])}
+        return web.json_response({"choices": [{"message": message, "finish_reason": choice["finish_reason"]}]})
+
+    async def render(request: web.Request) -> web.Response:
+        if not made.usual_limit:
+            return web.json_response({}, status=404)
+        asked = await request.json()
+        limit = asked.get("max_tokens", made.usual_limit)
+        told = {"token_ids": [1, 2, 3], "sampling_params": {"max_tokens": min(limit, made.max_model_len - 3)}}
+        return web.json_response(told if "messages" in asked else [told])
 
     async def models(_: web.Request) -> web.Response:
         return web.json_response({"data": [{"id": made.model, "max_model_len": made.max_model_len}]})
@@ -226,6 +253,8 @@ async def scripted(port: int = 0, **knobs: Any) -> AsyncIterator[Scripted]:
             web.post("/weight_checker", checker if made.checksums else made.control),
             web.post("/v1/completions", made.generate),
             web.post("/v1/chat/completions", made.generate),
+            web.post("/v1/chat/completions/derender", derender),
+            web.post("/v1/{kind:(chat/)?completions}/render", render),
             web.post("/v1/responses", made.generate),
             web.post("/v1/messages", made.generate),
             # What else steers an engine, and what tells untruths about one: /health is 200 whatever happens, the others

@@ -21,7 +21,7 @@ from participant_shims.engine.control import EngineControl
 from participant_shims.engine.discovery import discover
 from participant_shims.engine.proxy import CONTROL
 from participant_shims.engine.record import Piece, Record
-from participant_shims.engine.request import make_ask
+from participant_shims.engine.request import CHAT, make_ask
 from participant_shims.engine.requests_file import read_requests
 from tests.vllm.parts import part_of
 from tests.vllm.real_engine import Caller, Said
@@ -94,6 +94,33 @@ async def test_it_is_known_from_which_version_on_a_paused_server_rejects() -> No
     for version, rejects in (("0.32.0", False), ("0.33.0", True), ("0.33.1rc2", True), ("1.0", True)):
         async with scripted(version=version) as engine:
             assert (await discover(engine.target)).rejects_when_paused is rejects
+
+
+@pytest.mark.parametrize(
+    ("config", "usual", "with_none", "with_ten"),
+    [
+        ({"generation_config": "vllm"}, 0, None, 10),
+        ({"generation_config": "auto", "override_generation_config": {"max_new_tokens": 7}}, 0, 7, 7),
+        ({"generation_config": "auto"}, 16, 16, 10),
+    ],
+)
+async def test_a_limit_of_the_server_itself_is_known(
+    config: dict[str, Any], usual: int, with_none: int | None, with_ten: int
+) -> None:
+    async with scripted(model_config=config, usual_limit=usual) as engine:
+        found = await discover(engine.target)
+    for limit, more in ((with_none, {}), (with_ten, {"max_tokens": 10})):
+        ask = make_ask(CHAT, {"messages": [{"role": "user", "content": "x"}], **more})
+        assert found.knows_limit_of(ask)
+        assert found.limit_of(ask) == limit
+
+
+async def test_a_limit_that_the_server_does_not_tell_is_not_guessed() -> None:
+    for source, knows_ten in (("auto", True), ("/etc/generation", False)):
+        async with scripted(model_config={"generation_config": source}) as engine:
+            found = await discover(engine.target)
+        for known, more in ((False, {}), (knows_ten, {"max_tokens": 10})):
+            assert found.knows_limit_of(make_ask(CHAT, {"messages": [], **more})) is known
 
 
 async def test_a_server_that_is_not_up_is_unavailable() -> None:

@@ -82,6 +82,43 @@ async def test_what_was_kept_is_told_in_the_kind_that_is_asked_for(tmp_path: Pat
         assert last.safepoint_continued == "exact; kept=3"  # type: ignore[attr-defined]
 
 
+@pytest.mark.parametrize("has_tokenizer", [True, False])
+async def test_who_is_told_no_text_loses_no_token(tmp_path: Path, has_tokenizer: bool) -> None:
+    quiet = {"detokenize": False} if has_tokenizer else {}
+    async with engine_of("in process") as it:
+        assert isinstance(it.engine, FakeLLM)
+        it.engine.vllm_config.model_config.skip_tokenizer_init = not has_tokenizer
+        directory = tmp_path / "cut"
+        directory.mkdir()
+        async with it.covered(tmp_path / "a"):
+            asked = it.ask(**quiet)
+            await it.running()
+            it.engine.step(3)
+            await it.recorded(3)
+            await freeze(it.adapter)
+            part = part_of(directory, await export(it.adapter, directory))
+            await ended(asked)
+        async with it.covered(tmp_path / "b"):
+            await load(it.adapter, part)
+            await it.adapter.open()
+            asked = it.ask(**quiet)
+            await it.running()
+            it.engine.step(8)
+            said = await asked
+            assert (said.ids, said.text, said.label) == (WHOLE, "", "exact; kept=3")
+            assert (it.adapter.pool.tally.exact, it.adapter.pool.tally.again) == (1, 0)
+        it.engine.vllm_config.model_config.skip_tokenizer_init = False
+        async with it.covered(tmp_path / "c"):  # who wants the text of what has none is told all of it, made again
+            await load(it.adapter, part)
+            await it.adapter.open()
+            asked = it.ask()
+            await it.running()
+            it.engine.step(8)
+            said = await asked
+            assert (said.ids, said.label) == (WHOLE, "")
+            assert (it.adapter.pool.tally.regenerated, it.adapter.pool.tally.again) == (1, 3)
+
+
 async def test_a_pause_waits_for_whoever_steers(tmp_path: Path) -> None:
     async with held(FakeLLM(), tmp_path) as (adapter, front):
         begun, may_end = asyncio.Event(), asyncio.Event()

@@ -39,7 +39,7 @@ def record(body: dict[str, Any] | None = None, words: str = "abcdef", path: str 
     "more",
     [
         {"n": 2}, {"best_of": 2}, {"echo": True}, {"prompt": ["a", "b"]}, {"prompt": []}, {"prompt": None},
-        {"use_beam_search": True}, {"prompt_logprobs": 1}, {"prompt_embeds": "x"}, {"suffix": "x"},
+        {"use_beam_search": True}, {"prompt_logprobs": 1}, {"prompt_logprobs": 0}, {"prompt_embeds": "x"}, {"suffix": "x"},
         {"logprob_token_ids": [1]},
     ],
 )  # fmt: skip
@@ -62,6 +62,15 @@ def test_what_has_no_single_stream_of_tokens_is_not_touched(more: dict[str, Any]
         (COMPLETIONS, {"vllm_xargs": {"processor": 1}}),
         (COMPLETIONS, {"kv_transfer_params": {"a": 1}}),
         (COMPLETIONS, {"something_new": True}),
+        (COMPLETIONS, {"max_tokens": "10"}),
+        (COMPLETIONS, {"max_tokens": 10.5}),
+        (COMPLETIONS, {"max_tokens": True}),
+        (COMPLETIONS, {"max_tokens": None}),
+        (COMPLETIONS, {"logprobs": "3"}),
+        (COMPLETIONS, {"seed": "3"}),
+        (CHAT, {"max_completion_tokens": "10"}),
+        (CHAT, {"min_tokens": "10"}),
+        (CHAT, {"logprobs": True, "top_logprobs": "3"}),
         (CHAT, {"tools": [TOOL], "tool_choice": "required"}),
         (CHAT, {"tools": [TOOL], "tool_choice": {"type": "function", "function": {"name": "f"}}}),
         (CHAT, {"tools": [{**TOOL, "function": {**TOOL["function"], "strict": True}}], "tool_choice": "auto"}),
@@ -85,6 +94,7 @@ def test_what_can_not_go_on_from_a_prefix_says_why(path: str, more: dict[str, An
         (CHAT, {"tools": [TOOL], "tool_choice": "auto"}),
         (CHAT, {"tools": [{**TOOL, "function": {**TOOL["function"], "strict": False}}]}),
         (CHAT, {"messages": [{"role": "user", "content": [{"type": "text", "text": "x"}]}], "metadata": {}}),
+        (CHAT, {"max_tokens": None, "max_completion_tokens": 10.0, "logprobs": True, "top_logprobs": 3.0}),
     ],
 )
 def test_what_hangs_on_the_tokens_alone_can_go_on(path: str, more: dict[str, Any]) -> None:
@@ -140,11 +150,33 @@ def test_a_half_character_is_asked_for_again() -> None:
     assert (nothing_whole.token_ids, nothing_whole.text, nothing_whole.segments) == ([], "", [])
 
 
+def test_an_answer_that_is_read_from_ids_loses_no_token() -> None:
+    thinks = record({**TALK, "max_tokens": 100}, words="___", path=CHAT, reasoning="abc")
+    assert thinks.cut_back(100, by_ids=True) == 0
+    assert (thinks.token_ids, thinks.reasoning) == ([0, 1, 2], "abc")
+    assert thinks.cut_back(3, by_ids=True) == 1  # one is left to say how it ends
+    assert (thinks.token_ids, len(thinks.logprobs)) == ([0, 1], 2)
+    assert thinks.cut_back(1, by_ids=True) == 2
+    assert thinks.cut_back(1, by_ids=True) == 0
+
+
+@pytest.mark.parametrize("path", [COMPLETIONS, CHAT])
+def test_a_whole_number_may_come_as_a_float(path: str) -> None:
+    ask = make_ask(path, {**(PROMPT if path == COMPLETIONS else TALK), "max_tokens": 100.0, "seed": 3.0})
+    assert (ask.max_tokens, ask.why_anew) == (100, "")
+    cut = record(ask.body, words="abcdef", path=path)
+    assert cut.cut_back(ask.max_tokens) == 0
+    assert (
+        continuation_body(cut, 4096, cut.ask.max_tokens)["max_tokens"],
+        continuation_body(cut, 4096, cut.ask.max_tokens)["seed"],
+    ) == (94, next_seed(3, 6))
+
+
 def test_one_token_is_left_to_say_how_it_ends() -> None:
     full = record({**PROMPT, "max_tokens": 6}, words="abcdef")
     assert full.cut_back(6) == 1
     assert full.token_ids == [0, 1, 2, 3, 4]
-    assert continuation_body(full, 4096)["max_tokens"] == 1
+    assert continuation_body(full, 4096, full.ask.max_tokens)["max_tokens"] == 1
 
 
 @given(st.text(alphabet="ab_", max_size=30), st.integers(1, 40), st.booleans())
@@ -164,16 +196,18 @@ def test_a_cut_keeps_whole_characters_in_step_with_their_tokens(words: str, limi
 
 def test_a_continuation_asks_for_what_is_missing_and_nothing_twice() -> None:
     half = record({**PROMPT, "max_tokens": 50, "min_tokens": 10, "seed": 5, "top_k": 3, "user": "u"}, words="abc")
-    body = continuation_body(half, 4096)
+    body = continuation_body(half, 4096, half.ask.max_tokens)
     assert body == {
         "model": "tiny", "prompt": [7, 8, 0, 1, 2], "max_tokens": 47, "min_tokens": 7, "seed": next_seed(5, 3),
         "temperature": 0, "top_k": 3, "logprobs": 0, "return_token_ids": True, "stream": True,
         "stream_options": {"include_usage": True},
     }  # fmt: skip
     assert body["seed"] != 5
-    assert continuation_body(record({**PROMPT, "seed": 5}, words=""), 4096)["seed"] == 5
+    assert continuation_body(record({**PROMPT, "seed": 5}, words=""), 4096, 10)["seed"] == 5
     chat = record(TALK, words="abc", path=CHAT)
-    assert continuation_body(chat, 100)["max_tokens"] == 100 - 2 - 3  # no limit was given: the context is one
+    assert (
+        continuation_body(chat, 100, chat.ask.max_tokens)["max_tokens"] == 100 - 2 - 3
+    )  # no limit was given: the context is one
 
 
 def test_only_greedy_is_called_exact() -> None:

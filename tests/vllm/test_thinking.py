@@ -1,0 +1,81 @@
+"""Chats that go on to the end that they would have had: also what a model thinks, and also without a limit. Scripted."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.vllm.forms import ended
+from tests.vllm.parts import export, load, part_of
+from tests.vllm.scripted_engine import scripted
+from tests.vllm.test_control import covered, freeze, until
+
+ASKED: dict[str, Any] = {
+    "model": "tiny", "messages": [{"role": "user", "content": "x"}], "max_tokens": 8, "temperature": 0,
+    "return_token_ids": True, "logprobs": True,
+}  # fmt: skip
+WHOLE = [103 + n for n in range(8)]
+
+
+@pytest.mark.parametrize("streams", [False, True])
+async def test_no_token_of_what_it_thinks_is_generated_again(tmp_path: Path, streams: bool) -> None:
+    (tmp_path / "cut").mkdir()
+    for life in ("a", "b"):
+        (tmp_path / life).mkdir()
+    async with scripted(thinks=True) as engine:
+        async with covered(engine, tmp_path / "a") as (adapter, caller):
+            asked = asyncio.create_task(caller.stream(ASKED))
+            await until(lambda: bool(engine.running))
+            engine.step(5)
+            await until(lambda: [len(r.token_ids) for r in adapter.proxy.in_flight.values()] == [5])
+            await freeze(adapter)
+            part = part_of(tmp_path / "cut", await export(adapter, tmp_path / "cut"))
+            await ended(asked)
+        async with covered(engine, tmp_path / "b") as (adapter, caller):
+            await load(adapter, part)
+            await adapter.open()
+            sent = len(engine.bodies)
+            asked = asyncio.create_task(caller.stream(ASKED) if streams else caller.whole(ASKED))
+            while not asked.done():
+                engine.step()
+                await asyncio.wait({asked}, timeout=0.005)
+            said = asked.result()
+            assert (said.ids, said.label, said.finish) == (WHOLE, "exact; kept=5", "length")
+            choices = [each["choices"][0] for each in said.raw[:-1]] if streams else said.raw["choices"]
+            told = [choice.get("delta") or choice.get("message") or {} for choice in choices]
+            assert "".join(each.get("reasoning") or "" for each in told) == "".join(f"w{n}" for n in WHOLE)
+            assert not said.text
+            assert (adapter.pool.tally.kept, adapter.pool.tally.again) == (5, 0)
+            assert [b["prompt"] for b in engine.bodies[sent:] if b.get("stream")] == [[1, 2, 3, *WHOLE[:5]]]
+
+
+@pytest.mark.parametrize(("usual", "label"), [(8, "exact; kept=5"), (0, "")])
+async def test_a_chat_without_a_limit_ends_where_its_server_would_have_ended_it(
+    tmp_path: Path, usual: int, label: str
+) -> None:
+    ask = {name: value for name, value in ASKED.items() if name != "max_tokens"}
+    (tmp_path / "cut").mkdir()
+    for life in ("a", "b"):
+        (tmp_path / life).mkdir()
+    async with scripted(usual_limit=usual, model_config={"generation_config": "auto"}) as engine:
+        async with covered(engine, tmp_path / "a") as (adapter, caller):
+            asked = asyncio.create_task(caller.stream(ask))
+            await until(lambda: bool(engine.running))
+            engine.step(5)
+            await until(lambda: [len(r.token_ids) for r in adapter.proxy.in_flight.values()] == [5])
+            await freeze(adapter)
+            part = part_of(tmp_path / "cut", await export(adapter, tmp_path / "cut"))
+            await ended(asked)
+        async with covered(engine, tmp_path / "b") as (adapter, caller):
+            await load(adapter, part)
+            await adapter.open()
+            asked = asyncio.create_task(caller.whole(ask))
+            while not asked.done():
+                engine.step()
+                await asyncio.wait({asked}, timeout=0.005)
+            said = asked.result()
+            assert (said.ids, said.label) == ([103 + n for n in range(usual or 16)], label)
+            assert adapter.pool.tally.regenerated == int(not usual)
