@@ -28,6 +28,7 @@ from coordinator.protocol.topology import Participant, Topology, fingerprint
 from coordinator.snapshot_reading import MAX_LEDGER_LINE, blamed_on, participant_files
 from coordinator.snapshots import SnapshotStore
 from coordinator.wire import failpoints
+from coordinator.wire.chunks import Chunk, Chunks
 from coordinator.wire.errors import Problem, Reason, Refused, refuse
 from coordinator.wire.folder import Folder
 from coordinator.wire.ids import ParticipantId, SnapshotId
@@ -99,7 +100,8 @@ class Publisher:
         self._until_seen(snapshot_id, cut.committed)
         with self._store.open(snapshot_id) as directory:
             committed = sorted(cut.committed.items())
-            read = partial(_read_part, directory, cut.operation)
+            root = self._store.root  # a store has said of each chunk that it has it
+            read = partial(_read_part, directory, Chunks(root) if isinstance(root, Path) else None, cut.operation)
             found = self._each(read, [(by_name[name], proof) for name, proof in committed])
             parts = {name: part for (name, _), part in zip(committed, found, strict=True)}
             self._check_size(snapshot_id, parts)
@@ -186,8 +188,10 @@ def _has_manifest(directory: Folder, name: ParticipantId) -> bool:
         return False
 
 
-def _read_part(directory: Folder, operation: Operation, participant: Participant, proof: Committed) -> _Part:
-    """The part as it is there, once it is that of this cut."""
+def _read_part(
+    directory: Folder, chunks: Chunks | None, operation: Operation, participant: Participant, proof: Committed
+) -> _Part:
+    """The part as it is there, once it is that of this cut and everything that it lists is there, by its size."""
     participant_id = participant.participant_id
     with blamed_on(participant_id, Phase.PUBLISH):
         part, manifest = participant_files(directory, participant_id, proof.manifest_sha256)
@@ -214,6 +218,12 @@ def _read_part(directory: Folder, operation: Operation, participant: Participant
                 raise refuse(
                     Reason.SNAPSHOT_CORRUPT,
                     f"{part.path / listed.path} " + ("is missing." if size < 0 else f"has {size} bytes instead of {listed.size_bytes}."),
+                    phase=Phase.PUBLISH, participant_id=participant_id,
+                )  # fmt: skip
+        for entry in manifest.chunks:
+            if chunks is not None and not chunks.has(Chunk(entry.sha256, entry.size_bytes)):
+                raise refuse(
+                    Reason.SNAPSHOT_CORRUPT, f"The chunk {chunks.path(entry.sha256)} is missing or damaged.",
                     phase=Phase.PUBLISH, participant_id=participant_id,
                 )  # fmt: skip
         name = manifest.ledger_file

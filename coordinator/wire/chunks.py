@@ -86,12 +86,19 @@ class Chunks:
                 folder.touch(digest.sha256)
         return Chunk(digest.sha256, digest.size_bytes)
 
-    def touch(self, chunk: Chunk) -> bool:
-        """Whether it is there with its size, and not known to be damaged; then it is not deleted for a while. Reads no byte."""
+    def has(self, chunk: Chunk) -> bool:
+        """Whether it is there with its size, and not known to be damaged. Reads no byte."""
         try:
             with self._folder(chunk.sha256) as folder:
-                size, when_s = folder.size_and_time(chunk.sha256)
-                if size != chunk.size_bytes or when_s == _DAMAGED_S:
+                return _is_sound(folder, chunk)
+        except FileNotFoundError:
+            return False
+
+    def touch(self, chunk: Chunk) -> bool:
+        """As `has`; what is there is not deleted for a while."""
+        try:
+            with self._folder(chunk.sha256) as folder:
+                if not _is_sound(folder, chunk):
                     return False
                 folder.touch(chunk.sha256)
                 return True
@@ -215,6 +222,11 @@ class Chunks:
             directory.sync()
         except OSError as error:
             raise storage_error(error, f"writing below {self.root / CHUNKS}") from error
+
+
+def _is_sound(folder: Directory, chunk: Chunk) -> bool:
+    size, when_s = folder.size_and_time(chunk.sha256)
+    return size == chunk.size_bytes and when_s != _DAMAGED_S
 
 
 class Segment:

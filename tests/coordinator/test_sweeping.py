@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +31,14 @@ LONG_AGO = 1_000_000_000.0
 BOX = ParticipantId("box")
 
 
-def save(store: SnapshotStore, name: str, texts: list[bytes], *, publish: bool = True) -> None:
+def save(
+    store: SnapshotStore,
+    name: str,
+    texts: list[bytes],
+    *,
+    publish: bool = True,
+    after_commit: Callable[[], None] = bool,
+) -> None:
     """A snapshot of one participant, whose state is a rope of these texts, each a chunk of its own."""
     operation = Operation(OperationKind.SAVE, OperationId(f"save-{name}"), SnapshotId(name))
     chunks, rope = Chunks(store.root), Rope()
@@ -52,6 +59,7 @@ def save(store: SnapshotStore, name: str, texts: list[bytes], *, publish: bool =
         written = write_participant_manifest(part, manifest)
     proof = Committed(operation.operation_id, operation.snapshot_id, BOX, IncarnationId("i-1"), written.sha256)
     box = Participant(BOX, Role.RESOURCES, "gym", CheckpointMode.EXPORT_RESTORE, IncarnationId("i-1"), "a:1")
+    after_commit()
     if publish:
         Publisher(store, epoch=1).publish(Cut(operation, Topology((box,)), {BOX: proof}, {}), lambda: None)
 
@@ -69,6 +77,29 @@ def grow_old(store: SnapshotStore) -> None:
 def there(store: SnapshotStore) -> set[bytes]:
     chunks = Chunks(store.root)
     return {chunks.path(found.sha256).read_bytes() for found in chunks.all()}
+
+
+@pytest.mark.parametrize("how", ["removed", "cut short", "found damaged"])
+def test_a_part_whose_chunk_is_not_there_any_more_is_not_published(store: SnapshotStore, how: str) -> None:
+    chunks = Chunks(store.root)
+    save(store, "a", [b"one"])
+    (path,) = [chunks.path(found.sha256) for found in chunks.all()]
+
+    def harm() -> None:
+        if how == "removed":
+            path.unlink()
+        elif how == "cut short":
+            path.write_bytes(b"on")
+        else:
+            path.write_bytes(b"two")
+            with pytest.raises(SafepointError):
+                store.verify("a")
+
+    with pytest.raises(SafepointError) as raised:
+        save(store, "b", [b"one"], after_commit=harm)
+    assert raised.value.reason is Reason.SNAPSHOT_CORRUPT
+    assert str(path) in raised.value.problem.message
+    assert [one.snapshot_id for one in store.list().snapshots] == ["a"]
 
 
 def test_a_flipped_bit_in_any_chunk_is_found_and_names_it(store: SnapshotStore) -> None:
