@@ -3,7 +3,8 @@
 The rule: one command is one life of the engine. vLLM runs in a session of its own with control turned on, the shim
 in another; when vLLM ends, for whatever reason, all of its session is killed (a killed API server leaves its engine behind),
 the shim says goodbye, and we end with vLLM's code and its last words. Started again, it is another incarnation. A shim
-that dies alone is started again: callers come through it. When we are killed ourselves, the shim ends the engine; when
+that dies alone is started again: callers come through it. A vLLM whose engine has died closes its port and may then wait
+for ever for a call that the engine will never answer: it is killed. When we are killed ourselves, the shim ends the engine; when
 that is killed too, our next start does (`leftovers`).
 
 When we are told to go, the shim goes first, so that nobody stays paused; then vLLM gets SIGINT, since SIGTERM hangs it
@@ -14,6 +15,7 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -30,6 +32,8 @@ from participant_shims.leftovers import Leftovers, Reaped, StillRuns
 
 SHIM_GOODBYE_S: Final = 4.0
 GRACE_S: Final = 10.0  # between SIGINT and SIGKILL
+CLOSED_S: Final = 15.0  # an engine that has taken its port back for so long and has not ended does not end
+LOOK_S: Final = 1.0  # between two looks at the port
 LAST_LINES: Final = 20
 AGAIN_S: Final = (1.0, 2.0, 5.0, 10.0)  # pauses before a shim that died is started again
 LONG_LIFE_S: Final = 60.0  # a shim that lived so long begins with the first pause again
@@ -136,7 +140,7 @@ def _run(options: EngineOptions, argv: Sequence[str], target: str, added: dict[s
 
     before = {number: signal.signal(number, tell) for number in (signal.SIGTERM, signal.SIGINT)}
     try:
-        code = _watch(engine, beside, told, left)
+        code = _watch(engine, beside, told, left, _Port(target))
     finally:
         beside.end()
         end_group(engine.pid)
@@ -165,7 +169,7 @@ def _tell(name: str, reaped: Reaped) -> None:
               "since that can't be proved.", file=sys.stderr, flush=True)  # fmt: skip
 
 
-def _watch(engine: subprocess.Popen[bytes], beside: _Shim, told: list[int], left: Leftovers) -> int:
+def _watch(engine: subprocess.Popen[bytes], beside: _Shim, told: list[int], left: Leftovers, port: _Port) -> int:
     """Until vLLM has ended, by itself or because we are told to go."""
     kill_at = 0.0
     while True:
@@ -178,11 +182,41 @@ def _watch(engine: subprocess.Popen[bytes], beside: _Shim, told: list[int], left
             kill_at = time.monotonic() + GRACE_S
         elif not kill_at:
             beside.keep()
+            if port.closed_for_good():
+                print(f"safepoint serve: vLLM (pid {engine.pid}) has closed its port {CLOSED_S:.0f} s ago and does not end: "
+                      "it is killed", file=sys.stderr, flush=True)  # fmt: skip
+                signal_group(engine.pid, signal.SIGKILL)
         left.note(engine.pid, *beside.sessions)
         try:
             return engine.wait(0.1)
         except subprocess.TimeoutExpired:
             continue
+
+
+class _Port:
+    """Whether the engine has closed the port on which it had listened."""
+
+    def __init__(self, target: str) -> None:
+        host, _, port = target.rpartition(":")
+        self._address = (host.strip("[]"), int(port))
+        self._listened = False
+        self._closed_at = self._look_at = 0.0
+
+    def closed_for_good(self) -> bool:
+        """Whether nobody has listened there for CLOSED_S, and somebody had before. Looks every LOOK_S."""
+        now = time.monotonic()
+        if now < self._look_at:
+            return False
+        self._look_at = now + LOOK_S
+        try:
+            socket.create_connection(self._address, 0.2).close()
+        except ConnectionRefusedError:
+            self._closed_at = self._closed_at or now
+        except OSError:  # it is slow to say so, and listens
+            self._closed_at = 0.0
+        else:
+            self._listened, self._closed_at = True, 0.0
+        return self._listened and self._closed_at > 0 and now - self._closed_at >= CLOSED_S
 
 
 class _Shim:

@@ -7,6 +7,7 @@ import contextlib
 import os
 import signal
 import stat
+import subprocess
 import sys
 import tempfile
 from collections.abc import AsyncIterator, Iterator
@@ -20,6 +21,7 @@ import pytest
 from safepoint.v1 import coordinator_service_pb2 as pb
 
 from coordinator.demo.ports import free_ports
+from participant_shims import serve_engine
 from participant_shims.leftovers import NAME
 from participant_shims.serve_engine import engine_environment, is_vllm, target_of
 from tests.vllm.real_engine import REPOSITORY, Caller
@@ -213,6 +215,36 @@ async def noted(folder: Path, served: Served) -> int:
     orphan = int(served.said["orphan"])
     await until(lambda: f"[{orphan}, " in (folder / "engine-0-vllm" / NAME).read_text(), 10)
     return orphan
+
+
+def test_an_engine_that_has_closed_its_port_and_does_not_end_is_killed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(serve_engine, "CLOSED_S", 0.2)
+    monkeypatch.setattr(serve_engine, "LOOK_S", 0.02)
+    port = free_ports(1)[0]
+    closes = f"""
+import socket, time
+with socket.create_server(("127.0.0.1", {port})) as listening:
+    listening.accept()
+time.sleep(600)
+"""
+    engine = subprocess.Popen([sys.executable, "-c", closes], start_new_session=True)
+    try:
+        code = serve_engine._watch(engine, Alone(), [], Alone(), serve_engine._Port(f"127.0.0.1:{port}"))  # type: ignore[arg-type]
+    finally:
+        engine.kill()
+    assert code == -signal.SIGKILL
+
+
+class Alone:
+    """Neither a shim beside the engine nor a note of who runs."""
+
+    sessions = ()
+
+    def keep(self) -> None: ...
+
+    def end(self) -> None: ...
+
+    def note(self, *sessions: int) -> None: ...
 
 
 def test_a_command_that_starts_vllm_is_known_and_so_is_where_it_listens() -> None:
