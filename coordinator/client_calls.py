@@ -23,8 +23,8 @@ from coordinator.client_patience import Budgets, Patience, retry_arguments
 from coordinator.client_results import ProgressCallback
 from coordinator.wire.access import Access
 from coordinator.wire.errors import Reason, SafepointError, refuse
+from coordinator.wire.finding import Finder
 from coordinator.wire.links import Security
-from coordinator.wire.record import look_up_coordinator
 from coordinator.wire.rpc import error_from_rpc
 from coordinator.wire.trace import outgoing
 
@@ -59,6 +59,7 @@ class Calls:
         self.sleep = sleep
         self._clock = clock
         self._target = target
+        self._finder = Finder(target)
         self._security = security or Security()
         self._metadata: tuple[tuple[str, str], ...] = ()
         self._lock = threading.Lock()
@@ -177,7 +178,7 @@ class Calls:
         with self._lock:
             if self._closed:
                 raise refuse(Reason.INVALID_ARGUMENT, "This Client is closed.", next_step="Make another one.")
-            record = patience.record = look_up_coordinator(self._target)
+            record = patience.record = self._finder.find()
             self._metadata = (*self._security.metadata(), *record.metadata())
             made_for = (record.address, self._security.version)
             if self._channel is None or made_for != self._made_for:

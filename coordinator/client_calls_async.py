@@ -24,8 +24,8 @@ from coordinator.client_patience import Budgets, Patience, retry_arguments
 from coordinator.client_results import ProgressCallback
 from coordinator.wire.access import Access
 from coordinator.wire.errors import Reason, SafepointError, refuse
+from coordinator.wire.finding import Finder
 from coordinator.wire.links import Security
-from coordinator.wire.record import looked_up_coordinator
 from coordinator.wire.rpc import error_from_rpc
 from coordinator.wire.trace import outgoing
 
@@ -54,6 +54,7 @@ class AsyncCalls:
         self.sleep = sleep
         self._clock = clock
         self._target = target
+        self._finder = Finder(target)
         self._security = security or Security()
         self._metadata: tuple[tuple[str, str], ...] = ()
         self._channel: aio.Channel | None = None
@@ -183,7 +184,7 @@ class AsyncCalls:
             )
         if self._closed:
             raise _closed()
-        record = patience.record = await looked_up_coordinator(self._target)
+        record = patience.record = await self._finder.found()
         if self._closed:
             raise _closed()
         self._metadata = (*self._security.metadata(), *record.metadata())

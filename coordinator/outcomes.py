@@ -20,6 +20,7 @@ from coordinator.protocol.operation import Outcome
 from coordinator.reporting import failure
 from coordinator.wire.ids import OperationId, SnapshotId
 from coordinator.wire.rpc import problem_from_detail
+from coordinator.wire.slow_stores import ASKED
 from coordinator.wire.terms import OperationKind, Phase
 
 LEASES: Final = 1.5  # after so many leases even a server that was stopped has found out that it is over
@@ -138,7 +139,7 @@ def running_status(drive: Drive, now: float) -> coordinator_service_pb2.Operatio
         outcome=convert.wire(drive.outcome),
         phase=convert.wire(transaction.phase),
         elapsed=convert.duration(drive.elapsed_s),
-        waiting_for=drive.why_waiting(now),
+        waiting_for=" ".join(filter(None, (drive.why_waiting(now), ASKED.slow()))),
         pending_participants=drive.pending,
         unconfirmed=drive.unconfirmed,
         begin_time=began(drive.began_ms),

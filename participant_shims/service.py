@@ -27,6 +27,7 @@ from coordinator.wire.errors import Problem, Reason, Refused, SafepointError, re
 from coordinator.wire.ids import is_rollout_id
 from coordinator.wire.marks import Marks
 from coordinator.wire.rpc import time_budget
+from coordinator.wire.slow_stores import ASKED
 from coordinator.wire.terms import ParticipantState, Phase, QuiesceMode, Role, counted
 from participant_shims import messages, placed
 from participant_shims.adapter import Adapter, Drain, Exported, Loaded, Opened, Progress, TakesForeign
@@ -405,8 +406,8 @@ class ParticipantService(participant_service_pb2_grpc.ParticipantServicer):
             out.warnings.append(messages.warning(text))
         if len(out.warnings) > messages.MAX_LISTED:
             del out.warnings[: -messages.MAX_LISTED]
-        if remark:
-            out.waiting_for = remark
+        if waits := "; ".join(filter(None, (remark, ASKED.slow()))):
+            out.waiting_for = waits
         if self.root_watch is not None and (seen := self.root_watch.seen()) is not None:
             out.root.CopyFrom(seen)
         if fence.state is not ParticipantState.OPEN:

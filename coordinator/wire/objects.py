@@ -25,6 +25,7 @@ from typing import Any, Final, Protocol
 from coordinator.wire.beneath import Directory, storage_error
 from coordinator.wire.errors import Reason, SafepointError, refuse
 from coordinator.wire.extras import NotInstalled, install_extra
+from coordinator.wire.slow_stores import ASKED
 
 _CHUNK: Final = 4 << 20
 _PART: Final = 8 << 20
@@ -195,8 +196,15 @@ class FsspecObjects:
                 return None
 
     def chunks(self, key: str) -> Iterator[bytes]:
-        with self._told(f"reading {self.url}/{key}"), self._fs.open(f"{self._path}/{key}", "rb") as file:
-            while chunk := file.read(_CHUNK):
+        doing = f"reading {self.url}/{key}"
+        with self._told(doing):
+            opened = self._fs.open(f"{self._path}/{key}", "rb")
+        with opened as file:
+            while True:
+                with self._told(doing):
+                    chunk = file.read(_CHUNK)
+                if not chunk:
+                    return
                 yield chunk
 
     def names(self, below: str = "") -> list[str]:
@@ -238,7 +246,8 @@ class FsspecObjects:
     @contextmanager
     def _told(self, doing: str) -> Generator[None]:
         try:
-            yield
+            with ASKED.asking(doing):
+                yield
         except (SafepointError, FileExistsError, FileNotFoundError):
             raise
         except Exception as error:  # every store has exceptions of its own

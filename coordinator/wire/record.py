@@ -69,13 +69,13 @@ def look_up(target: str) -> Record:
     try:
         loaded: object = json.loads(_read(path))
     except FileNotFoundError:
-        raise _nowhere(path, "none has written it yet") from None
+        raise nowhere(target, "none has written it yet") from None
     except (OSError, ValueError, RecursionError, SafepointError) as error:
-        raise _nowhere(path, f"it cannot be read ({error})") from error
+        raise nowhere(target, f"it cannot be read ({error})") from error
     fields = cast("dict[str, object]", loaded) if isinstance(loaded, dict) else {}
     address = _text(fields, "address")
     if not address:
-        raise _nowhere(path)
+        raise nowhere(target)
     return Record(
         address,
         epoch_in(fields),
@@ -95,12 +95,6 @@ def look_up_coordinator(target: str) -> Record:
 async def looked_up(target: str) -> Record:
     """As `look_up`, beside the event loop where that takes its time. Raises as it does."""
     return await asyncio.to_thread(look_up, target) if is_store(target.removeprefix(FILE)) else look_up(target)
-
-
-async def looked_up_coordinator(target: str) -> Record:
-    """As `looked_up`, and past a relay."""
-    record = await looked_up(target)
-    return await looked_up(record.beyond) if record.beyond else record
 
 
 def address_below(root: str) -> str:
@@ -192,7 +186,9 @@ def _pid(fields: Mapping[str, object]) -> int:
     return pid if isinstance(pid, int) and not isinstance(pid, bool) and pid > 0 else 0
 
 
-def _nowhere(path: str, why: str = "") -> Unanswered:
+def nowhere(target: str, why: str = "") -> Unanswered:
+    """What is raised when nothing says where to call; `why` is the end of a sentence."""
+    path = target.removeprefix(FILE).removeprefix("//")
     message = f"No coordinator's address is in {path}" + (f": {why}." if why else ".")
     how = f"Start one with {how_to_start(FILE + path)}, or correct the path."
     return Unanswered(Problem(Reason.UNREACHABLE, message, next_step=how, metadata=NOBODY_REACHED))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import signal
 import tempfile
 import time
 from collections.abc import AsyncIterator, Iterator
@@ -34,12 +35,17 @@ DEATHS = {
 
 
 @pytest.fixture
-def url() -> Iterator[str]:
-    server = S3Server()
-    server.make_bucket()
+def server() -> Iterator[S3Server]:
+    made = S3Server()
+    made.make_bucket()
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def url(server: S3Server) -> Iterator[str]:
     with environment(AWS_ENDPOINT_URL=server.address):
         yield f"s3://bucket/{prefix()}"
-    server.close()
 
 
 class Lane:
@@ -137,3 +143,31 @@ async def test_killed_anywhere_in_a_save_it_recovers_and_the_last_snapshot_resto
         trainer.dispatch(each)
     assert not await trainer.finish(left, WITHIN_S)
     assert not [each.wrong for each in left if each.wrong]
+
+
+async def test_a_store_that_stops_during_a_save_is_what_status_names_and_an_abort_opens_everybody(
+    lane: Lane, url: str, server: S3Server
+) -> None:
+    lane.trainer.go()
+    await asyncio.sleep(0.5)
+    assert (await lane.client.save("first", timeout=30)).snapshot_id == "first"
+    server.process.send_signal(signal.SIGSTOP)
+    saving = asyncio.create_task(lane.client.save("second", timeout=15))
+    try:
+        async with asyncio.timeout(WITHIN_S):
+            while True:
+                status = await lane.client.status(timeout=5)
+                said = [status.operation.waiting_for, *(health.status.waiting_for for health in status.participants)]
+                if any("The object store has not answered for" in each and url in each for each in said):
+                    break
+                assert not saving.done(), (said, await asyncio.gather(saving, return_exceptions=True))
+                await asyncio.sleep(0.1)
+        await lane.client.abort(timeout=10)
+        async with asyncio.timeout(5):
+            while lane.watch.closed:  # opening needs no storage
+                await asyncio.sleep(0.05)
+    finally:
+        server.process.send_signal(signal.SIGCONT)
+    await asyncio.gather(saving, return_exceptions=True)
+    await lane.healthy()
+    assert (await lane.client.save("third", timeout=30)).snapshot_id == "third"

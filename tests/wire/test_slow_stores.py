@@ -1,0 +1,19 @@
+"""A store that does not answer is named, since it says nothing itself."""
+
+from __future__ import annotations
+
+from coordinator.wire.slow_stores import SLOW_S, Asked
+
+
+def test_the_oldest_request_that_waits_is_named_with_how_long_and_nothing_that_was_answered() -> None:
+    now = 100.0
+    asked = Asked(lambda: now)
+    assert not asked.slow()
+    with asked.asking("writing s3://b/one"):
+        now += SLOW_S / 2
+        with asked.asking("reading s3://b/two"):
+            assert not asked.slow()
+            now += 10.0
+            assert asked.slow() == "The object store has not answered for 11 s: writing s3://b/one."
+        assert "one" in asked.slow()
+    assert not asked.slow()
