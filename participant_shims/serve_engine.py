@@ -27,6 +27,7 @@ from pathlib import Path
 from types import FrameType
 from typing import IO, Any, Final
 
+from participant_shims.engine.call import API_KEY
 from participant_shims.groups import adopted_orphans, end_group, signal_group
 from participant_shims.leftovers import Leftovers, Reaped, StillRuns
 
@@ -120,7 +121,7 @@ def _run(options: EngineOptions, argv: Sequence[str], target: str, added: dict[s
         print(f"safepoint serve: {options.name} is served already, by pid {error.pid}. End that one first, or take another "
               "--name.", file=sys.stderr)  # fmt: skip
         return EXIT_ANOTHER
-    beside = _Shim(options, target)
+    beside = _Shim(options, target, _option(argv, "--api-key"))
     try:
         engine = subprocess.Popen(
             list(argv), env={**os.environ, **added}, start_new_session=True, stdout=subprocess.PIPE,
@@ -222,7 +223,8 @@ class _Port:
 class _Shim:
     """The shim's process, started when it is wanted and started again when it dies."""
 
-    def __init__(self, options: EngineOptions, target: str) -> None:
+    def __init__(self, options: EngineOptions, target: str, api_key: str) -> None:
+        self._environment = {**os.environ, **({API_KEY: api_key} if api_key else {})}
         python = os.environ.get("SAFEPOINT_SHIM_PYTHON") or sys.executable
         self._command = [
             python, "-m", "participant_shims.cli", "shim", "--vllm", f"{options.listen}={target}",
@@ -255,7 +257,7 @@ class _Shim:
         self._started = now
         # Its one line of standard output is for whoever starts a shim by hand.
         self._process = subprocess.Popen(
-            self._command, env=_with_path(os.environ), start_new_session=True, stdout=subprocess.DEVNULL
+            self._command, env=_with_path(self._environment), start_new_session=True, stdout=subprocess.DEVNULL
         )
 
     def end(self) -> None:

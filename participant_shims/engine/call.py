@@ -9,12 +9,14 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 from dataclasses import dataclass
 from typing import Any, Final, cast
 
 from participant_shims.proxy_http import READ_BYTES, Body, BrokenMessage, End, Head, Messages, load_httptools
 
 MAX_ANSWER_BYTES: Final = 256 << 20
+API_KEY: Final = "VLLM_API_KEY"  # as vLLM itself is given it
 
 
 class NotSent(Exception):
@@ -77,6 +79,8 @@ async def call(target: str, method: str, path: str, body: Any = None, *, timeout
 
 def _head(target: str, method: str, path: str, size: int) -> bytes:
     lines = [f"{method} {path} HTTP/1.1", f"Host: {target}", "Accept: application/json", "Connection: close"]
+    if key := os.environ.get(API_KEY):
+        lines.append(f"Authorization: Bearer {key}")
     if size or method == "POST":
         lines += ["Content-Type: application/json", f"Content-Length: {size}"]
     return "\r\n".join([*lines, "", ""]).encode("latin-1")

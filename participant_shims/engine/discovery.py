@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Final, cast
 
 from coordinator.wire.errors import Reason, refuse
-from participant_shims.engine.call import Answer, NotSent, Unknown, call
+from participant_shims.engine.call import API_KEY, Answer, NotSent, Unknown, call
 from participant_shims.engine.request import Ask
 
 LOOK_S: Final = 10.0
@@ -159,7 +159,13 @@ async def look_again(target: str, before: Engine) -> Engine:
 
 async def _model(target: str) -> tuple[str, int]:
     """The name it is asked by, and how many tokens it can hold."""
-    models: Any = (await _get(target, "/v1/models")).value("data")
+    answer = await _get(target, "/v1/models")
+    if answer.status == 401:
+        raise refuse(
+            Reason.UNSUPPORTED, f"vLLM at {target} wants another API key than the shim has, or one at all.",
+            next_step=f"Start the shim with the {API_KEY} of vLLM (`safepoint serve` passes on vLLM's --api-key).",
+        )  # fmt: skip
+    models: Any = answer.value("data")
     first = cast("dict[str, Any]", models[0] if models else {})
     return str(first.get("id") or ""), int(first.get("max_model_len") or 0)
 

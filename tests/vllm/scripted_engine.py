@@ -47,6 +47,7 @@ class Scripted:
     usual_limit: int = (
         0  # tokens of a chat that asks for no number, as a server tells that renders; 0: it renders nothing
     )
+    api_key: str = ""  # without which nobody gets an answer below /v1
     ends_bare: bool = False  # a stream is a bare [DONE]
     paused: bool = False
     calls: list[str] = field(default_factory=list)
@@ -209,6 +210,14 @@ async def scripted(port: int = 0, **knobs: Any) -> AsyncIterator[Scripted]:
         message = {"role": "assistant", "content": None, "reasoning": "".join(f"w{i}" for i in choice["token_ids"])}
         return web.json_response({"choices": [{"message": message, "finish_reason": choice["finish_reason"]}]})
 
+    @web.middleware
+    async def keyed(request: web.Request, handler: Any) -> web.StreamResponse:
+        knows = request.headers.get("authorization") == f"Bearer {made.api_key}"
+        if made.api_key and request.path.startswith("/v1") and not knows:
+            return web.json_response({"error": "Unauthorized"}, status=401)
+        answered: web.StreamResponse = await handler(request)
+        return answered
+
     async def render(request: web.Request) -> web.Response:
         if not made.usual_limit:
             return web.json_response({}, status=404)
@@ -239,7 +248,7 @@ async def scripted(port: int = 0, **knobs: Any) -> AsyncIterator[Scripted]:
             f"vllm:num_requests_waiting 0\n{counts}"
         )
 
-    app = web.Application()
+    app = web.Application(middlewares=[keyed])
     app.add_routes(
         [
             web.get("/version", _always({"version": made.version})),

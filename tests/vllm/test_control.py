@@ -67,6 +67,30 @@ async def test_a_server_without_control_is_refused_by_the_name_of_the_variable()
     assert "VLLM_SERVER_DEV_MODE=1" in refused.value.problem.advice
 
 
+async def test_a_server_with_an_api_key_is_asked_with_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async with scripted(api_key="sk-x") as engine:
+        for key in (None, "sk-other"):
+            if key:
+                monkeypatch.setenv("VLLM_API_KEY", key)
+            with pytest.raises(SafepointError) as refused:
+                await discover(engine.target)
+            assert refused.value.reason is Reason.UNSUPPORTED
+            assert "VLLM_API_KEY" in refused.value.problem.advice
+        monkeypatch.setenv("VLLM_API_KEY", "sk-x")
+        assert (await discover(engine.target)).model == "tiny"
+        async with covered(engine, tmp_path) as (adapter, caller):
+            assert (await caller.post("/v1/completions", ASK))[0] == 401  # the key is the shim's own, and no caller's
+            assert await generating(engine, adapter.alive()) == ""
+
+
+async def generating(engine: Scripted, asked: Any) -> Any:
+    task = asyncio.ensure_future(asked)
+    while not task.done():
+        engine.step()
+        await asyncio.wait({task}, timeout=0.005)
+    return task.result()
+
+
 @pytest.mark.parametrize("version", ["0.16.2", "0.9.1", "", "dev"])
 async def test_a_server_that_freezes_nothing_is_refused(version: str) -> None:
     async with scripted(version=version) as engine:
