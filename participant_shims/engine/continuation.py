@@ -72,7 +72,7 @@ def _chat_entry(entry: list[Any] | None, top: int) -> Json | None:
     if entry is None:
         return None
     logprob, token, others = entry
-    listed = list(cast("dict[str, float]", others or {}).items())[:top]
+    listed = list(cast("dict[str, float]", others or {}).items())[: top if top >= 0 else None]  # -1: all
     return {**_one(token, logprob), "top_logprobs": [_one(name, value) for name, value in listed]}
 
 

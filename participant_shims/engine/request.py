@@ -196,6 +196,11 @@ def upstream_raw(ask: Ask, raw: bytes) -> bytes:
 def _why_untouched(path: str, body: Json) -> str:
     if path in UNREAD:
         return f"what {path} generates is not read"
+    # What vLLM refuses would be right with what we ask for besides.
+    if body.get("stream_options") and not body.get("stream"):
+        return "it has stream_options without a stream"
+    if path == CHAT and body.get("top_logprobs") and not body.get("logprobs"):
+        return "it has top_logprobs without logprobs"
     odd = not _UNREADABLE.isdisjoint(body)
     if odd and (body.get("n") not in (None, 1) or body.get("best_of") not in (None, 1)):
         return "it asks for several answers (n > 1)"

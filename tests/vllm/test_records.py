@@ -49,6 +49,13 @@ def test_what_has_no_single_stream_of_tokens_is_not_touched(more: dict[str, Any]
     assert ask.why_anew == ask.why_untouched
 
 
+def test_what_vllm_refuses_is_left_for_it_to_refuse() -> None:
+    assert make_ask(COMPLETIONS, {**PROMPT, "stream_options": {"include_usage": True}}).why_untouched
+    assert make_ask(CHAT, {**TALK, "top_logprobs": 3}).why_untouched
+    assert not make_ask(CHAT, {**TALK, "top_logprobs": 0}).why_untouched
+    assert not make_ask(CHAT, {**TALK, "stream": True, "stream_options": {"include_usage": True}}).why_untouched
+
+
 @pytest.mark.parametrize(
     ("path", "more"),
     [
@@ -224,6 +231,9 @@ def test_log_probs_of_a_continued_chat_are_written_as_a_chat_writes_them() -> No
     piece = in_words_of(chat, Piece("é", (5,), ([-0.25, "é", {"é": -0.25, "x": -3.0}],)))
     one = {"token": "é", "logprob": -0.25, "bytes": [195, 169]}
     assert piece.logprobs == ({**one, "top_logprobs": [one]},)
+    every = record({**TALK, "logprobs": True, "top_logprobs": -1}, path=CHAT)
+    (entry,) = in_words_of(every, Piece("é", (5,), ([-0.25, "é", {"é": -0.25, "x": -3.0}],))).logprobs
+    assert [other["token"] for other in entry["top_logprobs"]] == ["é", "x"]
 
 
 def test_a_record_is_the_same_after_a_snapshot(tmp_path: Path) -> None:

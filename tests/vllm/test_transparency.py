@@ -86,6 +86,8 @@ async def test_what_the_engine_refuses_is_refused_in_its_words(direct: Caller, c
     for path, body in (
         ("/v1/completions", completion(tokens=-1)),
         ("/v1/completions", completion(tokens=100_000)),
+        ("/v1/completions", completion(stream_options={"include_usage": True})),
+        ("/v1/chat/completions", {**chat(top_logprobs=3), "logprobs": None}),
         ("/v1/chat/completions", {"model": "tiny", "messages": "no"}),
         ("/v1/chat/completions", {"model": "who", "messages": [{"role": "user", "content": "x"}]}),
     ):
