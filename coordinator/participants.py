@@ -49,6 +49,12 @@ if TYPE_CHECKING:  # these classes are generic, and the stub's is there, for che
     RestoreCall = aio.UnaryStreamCall[participant_service_pb2.RestoreRequest, participant_service_pb2.RestoreEvent]
 
 
+_ONE_TOKEN = (
+    "Give the coordinator and this participant one token: compare the files that SAFEPOINT_TOKEN_FILE names for each. Both read "
+    "theirs again within a second, without a restart."
+)
+
+
 class Participants:
     """Calls to participants, under the epoch of this coordinator. Belongs to the event loop it is used on.
 
@@ -269,8 +275,11 @@ def _errors(participant_id: str, phase: Phase, operation_id: str) -> Generator[N
     except aio.AioRpcError as error:
         failure = error_from_rpc(cast("grpc.RpcError", error), participant_id)
         found = failure.problem
+        message, next_step = found.message, found.next_step
+        if found.reason is Reason.UNAUTHENTICATED:  # said to its caller, which is this process; nobody else can mend it
+            message, next_step = f"It refuses the coordinator: {message}", _ONE_TOKEN
         filled = Problem(
-            reason=found.reason, message=found.message, next_step=found.next_step,
+            reason=found.reason, message=message, next_step=next_step,
             phase=found.phase or phase, participant_id=found.participant_id or participant_id,
             operation_id=found.operation_id or operation_id, rollouts=found.rollouts,
             rollout_count=found.rollout_count, waited_s=found.waited_s, metadata=found.metadata,

@@ -5,7 +5,7 @@ PURE: it reads what `Client.topology` and `Client.status` have answered.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from typing import Final
 
 from safepoint.v1 import capabilities_pb2
@@ -156,12 +156,23 @@ def topology(answer: pb.GetTopologyResponse) -> Iterator[Finding]:
         )  # fmt: skip
 
 
-def participants(status: pb.GetCoordinatorStatusResponse) -> Iterator[Finding]:
-    """That everybody answers the coordinator and has nothing to complain of; whose workers are missing, the topology says."""
+def unheard(answer: pb.GetTopologyResponse) -> set[str]:
+    """Who did not answer the coordinator when it asked everybody, by the findings of its topology."""
+    reasons = (Reason.UNREACHABLE, Reason.UNAVAILABLE, Reason.UNAUTHENTICATED, Reason.PERMISSION_DENIED)
+    return {found.participant_id for found in answer.findings if found.blocking and _reason(found.reason) in reasons}
+
+
+def participants(status: pb.GetCoordinatorStatusResponse, told: Collection[str] = ()) -> Iterator[Finding]:
+    """That everybody answers the coordinator and has nothing to complain of; whose workers are missing, the topology says.
+
+    `told`: of whom `unheard` has it that the topology says the same, with the reason and what to do.
+    """
     for health in status.participants:
         who = health.info.capabilities
         name, seen = who.participant_id, health.status
         if not health.reachable:
+            if name in told:
+                continue
             at, caller = health.info.address, "the coordinator's machine"
             if health.info.HasField("relay"):
                 at, caller = f"{at} behind relay {health.info.relay.relay_id}", "that relay's"

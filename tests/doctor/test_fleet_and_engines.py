@@ -191,6 +191,7 @@ def test_whoever_does_not_answer_is_an_error_and_what_others_warn_of_are_warning
     ]  # fmt: skip
     assert findings[0].reason is Reason.UNREACHABLE
     assert "10.0.0.3:7001" in findings[0].message
+    assert not [f for f in fleet.participants(status, {"agent"}) if f.subject == "agent"], "the topology has said it"
 
 
 def test_a_shim_that_is_refused_is_the_error_and_that_somebody_is_missed_follows_from_it() -> None:

@@ -144,15 +144,39 @@ async def test_a_server_that_was_killed(broken: Broken) -> None:
     assert "Fix: " in ran.out
 
 
+def _tokens(broken: Broken, other: str = "") -> tuple[str, Path]:
+    """Two token files, the second of `counter` and with `other` in it; everybody else has the first."""
+    right, own = (broken.fleet.directory / name for name in ("right", "own"))
+    token = secrets.token_hex(32)
+    for file, text in ((right, token), (own, other or token)):
+        file.write_text(text)
+        file.chmod(0o600)
+    broken.fleet.extra |= {name: {"SAFEPOINT_TOKEN_FILE": str(right)} for name in (COORDINATOR, *SERVERS)}
+    broken.fleet.extra["counter"] = {"SAFEPOINT_TOKEN_FILE": str(own)}
+    broken.token_file = str(right)
+    return str(right), own
+
+
+@pytest.mark.timeout(300)
+async def test_a_token_that_is_changed_while_everybody_runs(broken: Broken) -> None:
+    _, own = _tokens(broken)
+    await broken.healthy()
+    own.write_text(secrets.token_hex(32))
+    ran = await broken.until(lambda ran: ran.code == 9, "doctor")
+    (error,) = [line for line in ran.out.splitlines() if line.startswith("error ")]
+    assert "counter" in error
+    assert "It refuses the coordinator" in error
+    assert "compare the files that SAFEPOINT_TOKEN_FILE names" in ran.out
+    assert (await broken.safepoint("save", "step-1", "--timeout", "15")).code == 9
+    ran = await broken.safepoint("why")
+    assert "cause: [prepare] counter: It refuses the coordinator" in ran.out
+    assert "compare the files that SAFEPOINT_TOKEN_FILE names" in ran.out
+
+
 @pytest.mark.timeout(300)
 async def test_a_wrong_token(broken: Broken) -> None:
-    files = [broken.fleet.directory / name for name in ("right", "wrong")]
-    for file in files:
-        file.write_text(secrets.token_hex(32))
-        file.chmod(0o600)
-    right, wrong = map(str, files)
-    broken.fleet.extra |= {name: {"SAFEPOINT_TOKEN_FILE": right} for name in (COORDINATOR, *SERVERS)}
-    broken.fleet.extra["counter"] = {"SAFEPOINT_TOKEN_FILE": wrong}
+    right, own = _tokens(broken, secrets.token_hex(32))
+    wrong = str(own)
     broken.token_file = right
     broken.fleet.start()
     ran = await broken.until(lambda ran: "refused" in ran.out, "doctor")
