@@ -25,7 +25,7 @@ from coordinator.operations import Operations
 from coordinator.protocol import events as core
 from coordinator.protocol.operation import Operation
 from coordinator.protocol.transaction import Transaction
-from coordinator.wire import failpoints
+from coordinator.wire import failpoints, logs
 from coordinator.wire.errors import Reason, SafepointError, refuse
 from coordinator.wire.folder import place
 from coordinator.wire.ids import OperationId, SnapshotId
@@ -73,6 +73,7 @@ async def recover(operations: Operations) -> None:
     unfinished = list(operations.journal.contents.open)
     found = [_found(operations, operation_id) for operation_id in unfinished]  # nobody is told before all can be read
     for operation_id, one in zip(unfinished, found, strict=True):
+        logs.about(operation_id)
         failpoints.reach("recovery.before_settle")
         if one is None:
             log.error("the journal has no beginning of %s: participants open by their lease", operation_id)
@@ -84,6 +85,7 @@ async def recover(operations: Operations) -> None:
         log.warning("the coordinator before this one did not end %s; settling it", operation_id)
         failpoints.reach("recovery.before_open")
         drive.start(core.Recover(operations.clock()))
+    logs.about("")
 
 
 async def _tidy(operations: Operations) -> None:

@@ -8,10 +8,11 @@ import logging
 from collections.abc import Iterator
 
 import pytest
+from safepoint.v1 import coordinator_service_pb2 as pb
 
 from coordinator.wire import logs
 from coordinator.wire.errors import Problem, Reason
-from tests.coordinator.conftest import Bench, SafepointError
+from tests.coordinator.conftest import Bench, SafepointError, collect
 from tests.fakes import Knobs
 
 
@@ -55,3 +56,15 @@ async def test_a_failure_says_why_and_whose_it_was_and_what_was_logged_on_the_wa
     assert (line["reason"], line["phase"], line["blamed"]) == ("STORAGE_FULL", "commit", "agent-0")
     assert line["message"] == "save save-1: aborted STORAGE_FULL at agent-0"
     assert any("Broken has failed" in str(each["message"]) and "NameError" in str(each["exception"]) for each in mine)
+
+
+async def test_what_a_coordinator_settles_after_a_crash_is_logged_as_that_operations(
+    bench: Bench, out: io.StringIO
+) -> None:
+    await bench.start()
+    await collect(bench.stub().Prepare(pb.PrepareOperationRequest(operation_id="save-1", snapshot_id="s-1"), timeout=5))
+    await bench.crash()
+    out.truncate(0)
+    await bench.start_coordinator()
+    settled = [json.loads(line) for line in out.getvalue().strip("\0").splitlines() if "settling it" in line]
+    assert [line["operation_id"] for line in settled] == ["save-1"]
