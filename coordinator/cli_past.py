@@ -269,19 +269,19 @@ def blamed(answer: pb.ExplainResponse) -> list[str]:
 
 
 def explained(client: Client, name: str, timeout_s: float | None) -> pb.ExplainResponse:
-    """Of the operation of that id, else of the newest on the snapshot of that name. Raises UNKNOWN_OPERATION for neither."""
+    """Of the operation of that id, else of what the name of a snapshot means (`meant_by`). Raises UNKNOWN_OPERATION for neither."""
     from coordinator.history import MAX_NAMED
+    from coordinator.history_record import meant_by
 
     try:
         return client.explain(name or None, timeout=timeout_s)
     except SafepointError as error:
         if error.reason is not Reason.UNKNOWN_OPERATION:
             raise
-        listed = (one.operation for one in client.operations(MAX_NAMED, timeout=timeout_s))
-        newest = next((one.operation_id for one in listed if one.snapshot_id == name), "")
-        if not newest:
+        meant = meant_by(name, (one.operation for one in client.operations(MAX_NAMED, timeout=timeout_s)))
+        if not meant:
             raise
-        return client.explain(newest, timeout=timeout_s)
+        return client.explain(meant, timeout=timeout_s)
 
 
 def _status(client: Client, timeout_s: float | None) -> pb.GetCoordinatorStatusResponse:

@@ -20,7 +20,7 @@ from typing import Final
 
 from safepoint.v1 import coordinator_service_pb2 as pb
 
-from coordinator.history_record import Record, parse
+from coordinator.history_record import Record, meant_by, parse
 from coordinator.wire.beneath import Directory
 from coordinator.wire.errors import Reason, SafepointError
 from coordinator.wire.folder import Folder, Place, names_below
@@ -123,12 +123,12 @@ class History:
         return self.list(limit, after=place(mine[0]) if mine else began_ms)
 
     def named(self, name: str) -> Record | None:
-        """As `find`; else the newest operation on the snapshot of that name. Raises as `list`."""
+        """As `find`; else the operation that the name of a snapshot means (`meant_by`). Raises as `list`."""
         found = self.find(name)
         if found is not None:
             return found
-        newest = next((one for one in islice(self.newest(), MAX_NAMED) if one.snapshot_id == name), None)
-        return self.find(newest.operation_id) if newest is not None else None
+        meant = meant_by(name, (one.status() for one in islice(self.newest(), MAX_NAMED)))
+        return self.find(meant) if meant else None
 
     def explain(self, operation_id: str = "") -> pb.ExplainResponse | None:
         """As Explain answers, for when no coordinator does: of that operation or the newest on that snapshot (None: it is not

@@ -15,6 +15,7 @@ from safepoint.v1 import coordinator_service_pb2 as pb
 
 from coordinator import convert
 from coordinator.feed import HISTORY_LENGTH
+from coordinator.wire.errors import Reason
 from coordinator.wire.ids import is_wire_id
 from coordinator.wire.terms import OperationKind, Phase
 
@@ -134,6 +135,17 @@ class Record:
             made.snapshot.upload.snapshot_id = self.snapshot_id
             made.snapshot.upload.state = pb.UPLOAD_STATE_UPLOADED
         return made
+
+
+def meant_by(name: str, found: Iterable[pb.OperationStatus]) -> str:
+    """The operation that the name of a snapshot means, of some that are newest first; empty when none is on it.
+
+    The newest one that was not only refused because the name is taken: who asks wants to know what took it.
+    """
+    mine = [one for one in found if one.snapshot_id == name]
+    more = (one for one in mine if one.failure.primary.reason != int(Reason.SNAPSHOT_EXISTS))
+    chosen = next(more, mine[0] if mine else None)
+    return chosen.operation_id if chosen is not None else ""
 
 
 def parse(lines: Iterable[bytes], *, progress: bool = True) -> Record | None:

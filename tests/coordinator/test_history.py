@@ -107,6 +107,20 @@ async def test_a_save_that_was_refused_before_anybody_was_paused_is_remembered_t
     assert answer.operation.failure.primary.reason == int(caught.value.reason)
 
 
+async def test_the_name_of_a_snapshot_means_the_save_that_made_it_and_not_a_repeat_that_it_refused(
+    bench: Bench,
+) -> None:
+    await bench.start()
+    await bench.save("save-1", "step-1")
+    with pytest.raises(SafepointError):
+        await bench.save("save-2", "step-1")
+    await until(lambda: len(History(str(bench.root)).list()) == 2)
+    found = History(str(bench.root)).named("step-1")
+    assert found is not None
+    assert found.operation_id == "save-1"
+    assert History(str(bench.root)).named("step-2") is None
+
+
 async def test_what_a_crash_cut_off_is_gone_on_with_in_the_same_file(bench: Bench) -> None:
     await bench.start(resources_0=Knobs(inflight=1, drain_after_s=60))
     saving = asyncio.create_task(bench.save(quiesce_mode=2))
