@@ -92,15 +92,16 @@ class Freeze:
             return Stillness(generation, "Admission is open.")
         if self._frozen_at is None:
             return Stillness(generation)
-        if self._front.spoke_at > self._frozen_at:
-            return Stillness(generation, f"{self._participant_id} generated after it was frozen.")
         where = self._front.where
         try:
-            if not await self._front.is_paused(PATIENT_S):
-                return Stillness(generation, f"Somebody has resumed vLLM at {where}, or it was restarted.")
+            paused = await self._front.is_paused(PATIENT_S)
         except SafepointError as error:
-            # Whether it kept still nobody can say; an engine that is gone has not.
+            # Whether it kept still nobody can say; an engine that is gone has not, and its last words were no tokens.
             return Stillness(generation, f"{error.problem.message} See whether it lives, by its log.", Reason.DECLINED)
+        if self._front.spoke_at > self._frozen_at:
+            return Stillness(generation, f"{self._participant_id} generated after it was frozen.")
+        if not paused:
+            return Stillness(generation, f"Somebody has resumed vLLM at {where}, or it was restarted.")
         return Stillness(generation)
 
     async def resume(self) -> None:

@@ -15,6 +15,7 @@ import pytest
 from coordinator.wire.errors import Reason, SafepointError
 from coordinator.wire.terms import QuiesceMode
 from participant_shims.adapter import Exported
+from participant_shims.adapters import vllm_freeze
 from participant_shims.adapters.vllm import VllmAdapter, VllmOptions
 from participant_shims.engine import control as control_module
 from participant_shims.engine.control import EngineControl
@@ -145,6 +146,26 @@ async def test_a_limit_that_the_server_does_not_tell_is_not_guessed() -> None:
             found = await discover(engine.target)
         for known, more in ((False, {}), (knows_ten, {"max_tokens": 10})):
             assert found.knows_limit_of(make_ask(CHAT, {"messages": [], **more})) is known
+
+
+async def test_the_last_words_of_an_engine_that_dies_frozen_are_no_tokens(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(vllm_freeze, "PATIENT_S", 0.2)
+    async with scripted() as engine, covered(engine, tmp_path) as (adapter, caller):
+        asked = asyncio.create_task(caller.stream(ASK))
+        await until(lambda: bool(engine.running))
+        engine.step()
+        await freeze(adapter)
+        engine.leaks = engine.deaf = True
+        engine.step()
+        await until(lambda: adapter.front.spoke_at > (adapter.freeze._frozen_at or 0))
+        found = await adapter.still()
+        assert "does not answer" in found.activity
+        assert found.reason is Reason.DECLINED
+        engine.deaf = False
+        asked.cancel()
+        await asyncio.gather(asked, return_exceptions=True)
 
 
 async def test_a_server_that_is_not_up_is_unavailable() -> None:
