@@ -38,6 +38,7 @@ from coordinator.wire.terms import Phase, StragglerPolicy
 SEEN_WITHIN_S: Final = 3.0
 LOOK_EVERY_S: Final = 0.1
 _AT_ONCE: Final = 16
+_SAVE_AGAIN: Final = "Save again: it is written anew, a chunk within 5 minutes. If it happens again, look at the disk."
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,7 +102,8 @@ class Publisher:
         with self._store.open(snapshot_id) as directory:
             committed = sorted(cut.committed.items())
             root = self._store.root  # a store has said of each chunk that it has it
-            read = partial(_read_part, directory, Chunks(root) if isinstance(root, Path) else None, cut.operation)
+            shared = _SharedChunks(Chunks(root), self._sleep) if isinstance(root, Path) else None
+            read = partial(_read_part, directory, shared, cut.operation)
             found = self._each(read, [(by_name[name], proof) for name, proof in committed])
             parts = {name: part for (name, _), part in zip(committed, found, strict=True)}
             self._check_size(snapshot_id, parts)
@@ -180,6 +182,30 @@ class Publisher:
         return self._last_ns
 
 
+class _SharedChunks:
+    """The chunks that a cut names. One that is not there is waited for a little, all of them together: as for parts.
+
+    Not for several threads at once.
+    """
+
+    def __init__(self, chunks: Chunks, sleep: Callable[[float], None]) -> None:
+        self._chunks, self._sleep = chunks, sleep
+        self._left_s = SEEN_WITHIN_S
+
+    def check(self, chunk: Chunk) -> None:
+        """Raises SNAPSHOT_CORRUPT unless it is there with its size, and not known to be damaged. Reads no byte."""
+        while not self._chunks.has(chunk):
+            there = self._chunks.touched_s(chunk.sha256) is not None
+            if there or self._left_s <= 0:
+                how = "damaged" if there else "missing"
+                raise refuse(
+                    Reason.SNAPSHOT_CORRUPT, f"The chunk {self._chunks.path(chunk.sha256)} is {how}.",
+                    next_step=_SAVE_AGAIN, phase=Phase.PUBLISH,
+                )  # fmt: skip
+            self._sleep(LOOK_EVERY_S)
+            self._left_s -= LOOK_EVERY_S
+
+
 def _has_manifest(directory: Folder, name: ParticipantId) -> bool:
     try:
         with directory.child(name) as part:
@@ -189,7 +215,7 @@ def _has_manifest(directory: Folder, name: ParticipantId) -> bool:
 
 
 def _read_part(
-    directory: Folder, chunks: Chunks | None, operation: Operation, participant: Participant, proof: Committed
+    directory: Folder, chunks: _SharedChunks | None, operation: Operation, participant: Participant, proof: Committed
 ) -> _Part:
     """The part as it is there, once it is that of this cut and everything that it lists is there, by its size."""
     participant_id = participant.participant_id
@@ -218,14 +244,11 @@ def _read_part(
                 raise refuse(
                     Reason.SNAPSHOT_CORRUPT,
                     f"{part.path / listed.path} " + ("is missing." if size < 0 else f"has {size} bytes instead of {listed.size_bytes}."),
-                    phase=Phase.PUBLISH, participant_id=participant_id,
+                    next_step=_SAVE_AGAIN, phase=Phase.PUBLISH, participant_id=participant_id,
                 )  # fmt: skip
         for entry in manifest.chunks:
-            if chunks is not None and not chunks.has(Chunk(entry.sha256, entry.size_bytes)):
-                raise refuse(
-                    Reason.SNAPSHOT_CORRUPT, f"The chunk {chunks.path(entry.sha256)} is missing or damaged.",
-                    phase=Phase.PUBLISH, participant_id=participant_id,
-                )  # fmt: skip
+            if chunks is not None:
+                chunks.check(Chunk(entry.sha256, entry.size_bytes))
         name = manifest.ledger_file
         blocks = part.blocks(name, MAX_LEDGER_LINE) if name else ()
         return _Part(

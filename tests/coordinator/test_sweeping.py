@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -14,7 +15,7 @@ from coordinator import archive, pruning, sweeping
 from coordinator.protocol.operation import Operation
 from coordinator.protocol.proofs import Committed
 from coordinator.protocol.topology import Participant, Topology
-from coordinator.publication import Cut, Publisher
+from coordinator.publication import SEEN_WITHIN_S, Cut, Publisher
 from coordinator.retention import Retention
 from coordinator.snapshots import SnapshotStore
 from coordinator.wire.chunks import Chunks, ChunkWriter
@@ -38,6 +39,7 @@ def save(
     *,
     publish: bool = True,
     after_commit: Callable[[], None] = bool,
+    sleep: Callable[[float], None] = lambda _: None,
 ) -> None:
     """A snapshot of one participant, whose state is a rope of these texts, each a chunk of its own."""
     operation = Operation(OperationKind.SAVE, OperationId(f"save-{name}"), SnapshotId(name))
@@ -61,7 +63,7 @@ def save(
     box = Participant(BOX, Role.RESOURCES, "gym", CheckpointMode.EXPORT_RESTORE, IncarnationId("i-1"), "a:1")
     after_commit()
     if publish:
-        Publisher(store, epoch=1).publish(Cut(operation, Topology((box,)), {BOX: proof}, {}), lambda: None)
+        Publisher(store, epoch=1, sleep=sleep).publish(Cut(operation, Topology((box,)), {BOX: proof}, {}), lambda: None)
 
 
 @pytest.fixture
@@ -100,6 +102,44 @@ def test_a_part_whose_chunk_is_not_there_any_more_is_not_published(store: Snapsh
     assert raised.value.reason is Reason.SNAPSHOT_CORRUPT
     assert str(path) in raised.value.problem.message
     assert [one.snapshot_id for one in store.list().snapshots] == ["a"]
+
+
+def test_a_chunk_that_another_machine_wrote_is_waited_for_a_little(store: SnapshotStore) -> None:
+    chunks, slept = Chunks(store.root), list[float]()
+    hidden = store.root / "not seen yet"
+
+    def path() -> Path:
+        return chunks.path(hashlib.sha256(b"one").hexdigest())
+
+    def sleep(seconds: float) -> None:
+        slept.append(seconds)
+        if len(slept) == 3:
+            hidden.rename(path())
+
+    save(store, "a", [b"one"], after_commit=lambda: path().rename(hidden), sleep=sleep)
+    assert len(slept) == 3
+    store.verify("a")
+
+
+def test_chunks_that_never_come_are_waited_for_once_and_damaged_ones_not_at_all(store: SnapshotStore) -> None:
+    slept: list[float] = []
+
+    def removed() -> None:
+        for found in list(Chunks(store.root).all()):
+            Chunks(store.root).remove(found.sha256)
+
+    with pytest.raises(SafepointError, match="is missing"):
+        save(store, "a", [b"one", b"two"], after_commit=removed, sleep=slept.append)
+    assert sum(slept) == pytest.approx(SEEN_WITHIN_S, abs=0.2)
+    slept.clear()
+
+    def damaged() -> None:
+        for found in Chunks(store.root).all():
+            Chunks(store.root).path(found.sha256).write_bytes(b"a byte more")
+
+    with pytest.raises(SafepointError, match="is damaged"):
+        save(store, "b", [b"one", b"two"], after_commit=damaged, sleep=slept.append)
+    assert not slept
 
 
 def test_a_flipped_bit_in_any_chunk_is_found_and_names_it(store: SnapshotStore) -> None:

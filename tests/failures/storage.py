@@ -57,6 +57,7 @@ STORAGE_ROWS: Final = (
         "What should be there is looked for again within 3 s, and then named; digests decide what it is.",
         (f"{STORAGE}parts_that_another_machine_wrote_are_waited_for_a_little",
          f"{STORAGE}a_part_that_never_comes_is_waited_for_within_bounds_and_named",
+         "coordinator/test_sweeping.py::test_a_chunk_that_another_machine_wrote_is_waited_for_a_little",
          f"{STORAGE}a_shim_looks_again_for_a_directory_that_the_coordinator_has_just_made")),
     Row("88", "what an interrupted save left",
         "No directory is used again, and a start deletes leavings, after it has made sure that they cannot be published.",
