@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import time
 from collections.abc import Callable
 from typing import Final
 
@@ -18,6 +19,7 @@ from coordinator.wire.record import FILE, Record, look_up, nowhere
 
 AGAIN_WITHIN_S: Final = 0.5  # a store gets so long when an older record is known
 FIRST_WITHIN_S: Final = 5.0  # and so long when none is
+GIVEN_UP_AFTER_S: Final = 60.0  # not every store has a limit of its own: a look may hang for ever
 
 
 class Finder:
@@ -49,7 +51,9 @@ class Finder:
         with self._lock:
             known = self._known.get(target)
             look = self._running.get(target)
-            if look is None:
+            if look is not None and look.record is not None:
+                self._known[target] = known = look.record  # it came when nobody waited for it any more
+            if look is None or look.is_over:
                 look = self._running[target] = _Look(self._look_up, target)
         within_s = AGAIN_WITHIN_S if known is not None else FIRST_WITHIN_S
         if not look.done.wait(within_s):
@@ -82,7 +86,13 @@ class _Look:
         self.done = threading.Event()
         self.record: Record | None = None
         self.error: SafepointError | None = None
+        self._began_s = time.monotonic()
         threading.Thread(target=self._run, args=(look_up, target), name="look up", daemon=True).start()
+
+    @property
+    def is_over(self) -> bool:
+        """Whether it says nothing of now: it has ended, or will not."""
+        return self.done.is_set() or time.monotonic() - self._began_s > GIVEN_UP_AFTER_S
 
     def _run(self, look_up: Callable[[str], Record], target: str) -> None:
         try:

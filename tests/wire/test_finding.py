@@ -79,6 +79,52 @@ def test_a_store_that_fails_says_nothing_and_one_without_a_record_says_that_ther
             found.find()
 
 
+def test_an_answer_that_came_when_nobody_waited_any_more_is_not_the_answer_to_a_later_question(
+    stopped: threading.Event,
+) -> None:
+    says: list[Record | Unanswered] = [nowhere(TARGET, "the store was away")]
+    looked = threading.Semaphore(0)
+
+    def look() -> Record:
+        said = says[0]
+        looked.release()
+        if isinstance(said, Unanswered):
+            raise said from OSError("timed out")
+        return said
+
+    found = finder(stopped, look)
+    stopped.clear()
+    with pytest.raises(Unanswered, match="has not answered"):
+        found.find()
+    stopped.set()
+    assert looked.acquire(timeout=10)
+    for thread in threading.enumerate():
+        if thread.name == "look up":
+            thread.join(10)
+    says[0] = Record("a:1")
+    assert found.find() == Record("a:1")
+
+
+def test_a_look_that_never_ends_keeps_nobody_from_looking_again(
+    stopped: threading.Event, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(finding, "GIVEN_UP_AFTER_S", 0.0)
+    hangs = threading.Event()
+    stuck: list[int] = []
+
+    def look(_: str) -> Record:
+        if not stuck:
+            stuck.append(1)
+            hangs.wait()
+        return Record("a:1")
+
+    found = Finder(TARGET, look)
+    with pytest.raises(Unanswered):
+        found.find()
+    assert found.find() == Record("a:1")
+    hangs.set()
+
+
 async def test_beside_the_loop_it_finds_the_same_and_goes_past_a_relay(stopped: threading.Event) -> None:
     records = {"file:/run/relay.json": Record("relay:1", beyond=TARGET), TARGET: Record("a:1")}
     assert await Finder("file:/run/relay.json", records.__getitem__).found() == Record("a:1")
