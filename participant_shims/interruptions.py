@@ -1,4 +1,5 @@
-"""How often a registration ended at a coordinator that went on: something between ends connections, or does not like our pings.
+"""How often a registration ended at a coordinator that went on: something between ends connections, does not like our pings, or
+nothing comes through.
 
 The rule kept here: a coordinator that was started anew ends a registration as well, and that is nothing to mend; so only
 ends under one epoch count together. One registration that ends now and then is a network; many within minutes are a setting.
@@ -11,7 +12,7 @@ from collections import deque
 from dataclasses import dataclass
 from typing import Final
 
-from coordinator.wire.remarks import REGISTRATION_ENDS
+from coordinator.wire.remarks import COORDINATOR_SILENT, REGISTRATION_ENDS, SILENT
 
 WITHIN_S: Final = 600.0
 TIMES: Final = 4
@@ -44,9 +45,12 @@ class Interruptions:
         same = [end for end in recent if end.epoch == recent[-1].epoch]
         if len(same) < TIMES:
             return ""
+        minutes = f"within {WITHIN_S / 60:.0f} min"
+        if all(end.why.startswith(SILENT) for end in same):
+            return f"{COORDINATOR_SILENT}: {minutes} {len(same)} times for longer than heartbeats may be away, and it went on each time."
         why = next((end.why.rstrip(".") for end in reversed(same) if end.why), "no reason was given")
         lasted = sorted(end.lasted_s for end in same)
         return (
-            f"{REGISTRATION_ENDS}: within {WITHIN_S / 60:.0f} min it ended {len(same)} times at a coordinator that went on, after "
+            f"{REGISTRATION_ENDS}: {minutes} it ended {len(same)} times at a coordinator that went on, after "
             f"{lasted[0]:.0f} to {lasted[-1]:.0f} s each; the last time: {why}."
         )

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Final
 
-from coordinator.wire.remarks import REGISTRATION_ENDS, SESSIONS_ELSEWHERE, STATE_LOST, WORKER_AWAY
+from coordinator.wire.remarks import COORDINATOR_SILENT, REGISTRATION_ENDS, SESSIONS_ELSEWHERE, STATE_LOST, WORKER_AWAY
 from coordinator.wire.rpc import PING_EVERY_MS
 
 FIXES: Final[Mapping[str, str]] = MappingProxyType(
@@ -14,6 +14,8 @@ FIXES: Final[Mapping[str, str]] = MappingProxyType(
         REGISTRATION_ENDS: "Let shims dial the coordinator directly. Where a proxy or a load balancer has to be between, let it "
         f"pass HTTP/2 pings every {PING_EVERY_MS // 1000} s and end no stream by its age or for being idle. `Too many pings` is "
         "said by such a proxy, or by a coordinator of another version: install one version of Safepoint everywhere.",
+        COORDINATOR_SILENT: "See what keeps the coordinator from speaking: a process that is stopped (where `ps` says T), a machine "
+        "without processor time or memory to spare, or a network that loses what it sends.",
         SESSIONS_ELSEWHERE: "Let one server answer at this address: take away what spreads its calls over several processes (a "
         "reverse proxy, replicas of one name, a port that two servers share). More workers are `num_workers` in the server's "
         "configuration: each has a gate then, and calls find the one with their session.",

@@ -9,6 +9,8 @@ from __future__ import annotations
 from typing import Final
 
 REGISTRATION_ENDS: Final = "Its registration does not last"
+COORDINATOR_SILENT: Final = "The coordinator falls silent again and again"
+SILENT: Final = "The coordinator has been silent"  # why one registration ended
 SESSIONS_ELSEWHERE: Final = "Calls do not stay with the process that has their session"
 STATE_LOST: Final = "has lost its state of this rollout"
 WORKER_AWAY: Final = "which holds the sessions of their rollouts and cannot be reached"

@@ -23,6 +23,7 @@ from coordinator.wire.access import Access
 from coordinator.wire.auth import Metadata, Tokens
 from coordinator.wire.errors import Problem, Reason, SafepointError, Unanswered
 from coordinator.wire.record import Record, looked_up
+from coordinator.wire.remarks import SILENT
 from coordinator.wire.rpc import channel, error_from_rpc
 
 log = logging.getLogger(__name__)
@@ -225,7 +226,7 @@ class Staying:
             if not reading.done():
                 reading.cancel()
         if not reading.done():
-            raise Unanswered(Problem(Reason.UNREACHABLE, f"The coordinator has been silent for {within_s:.1f} s."))
+            raise Unanswered(Problem(Reason.UNREACHABLE, f"{SILENT} for {within_s:.1f} s."))
         event: Any = reading.result()
         if event is aio.EOF:
             code = await call.code()

@@ -15,7 +15,7 @@ from safepoint.v1 import capabilities_pb2, coordinator_service_pb2_grpc
 from safepoint.v1 import coordinator_service_pb2 as pb
 
 from coordinator.wire.errors import Reason, refuse
-from coordinator.wire.remarks import REGISTRATION_ENDS
+from coordinator.wire.remarks import COORDINATOR_SILENT, REGISTRATION_ENDS, SILENT
 from coordinator.wire.rpc import CHANNEL_OPTIONS, SERVER_OPTIONS, ErrorInterceptor
 from coordinator.wire.staying import AnotherJob
 from participant_shims.interruptions import TIMES, WITHIN_S, Interruptions
@@ -293,3 +293,12 @@ def test_ends_count_together_within_minutes_and_under_one_coordinator_only() -> 
     assert f"ended {TIMES} times at a coordinator that went on, after 58 to {57 + TIMES} s each" in ends.warning(now)
     assert ends.warning(now).endswith("the last time: No answer (UNAVAILABLE): Socket closed.")
     assert ends.warning(now + WITHIN_S) == "", "it lasts again"
+
+
+def test_a_coordinator_that_is_stopped_now_and_then_is_not_taken_for_a_proxy_that_ends_streams() -> None:
+    ends = Interruptions()
+    for n in range(TIMES):
+        ends.note(10.0 * n, 3, 8.0, f"{SILENT} for 3.0 s.")
+    assert ends.warning(10.0 * TIMES).startswith(f"{COORDINATOR_SILENT}: within 10 min {TIMES} times")
+    ends.note(10.0 * TIMES, 3, 8.0, "The coordinator ended the registration (OK).")
+    assert ends.warning(10.0 * TIMES).startswith(REGISTRATION_ENDS)
