@@ -37,7 +37,7 @@ async def explain(operations: Operations, operation_id: str) -> pb.ExplainRespon
     active = operations.active
     failing = active is not None and active.transaction.primary is not None
     if active is not None and (operation_id == active.operation.operation_id or (failing and not operation_id)):
-        status = running_status(active, operations.clock())
+        status = running_status(active, operations.clock(), operations.store.root)
         return pb.ExplainResponse(operation=status, events=active.reporter.history)
     history = History(operations.settings.root)
     found: Ended | Record | None = operations.remembered(operation_id)
@@ -66,7 +66,10 @@ async def list_operations(operations: Operations, size: int) -> pb.ListOperation
     known = {one.operation.operation_id for one in found}
     unwritten = [ended.summary() for ended in operations.in_memory() if ended.operation_id not in known]
     if operations.active is not None and operations.active.operation.operation_id not in known:
-        unwritten.insert(0, pb.OperationSummary(operation=running_status(operations.active, operations.clock())))
+        unwritten.insert(
+            0,
+            pb.OperationSummary(operation=running_status(operations.active, operations.clock(), operations.store.root)),
+        )
     remembered = {ended.operation_id: ended for ended in operations.in_memory()}
     for one in found:
         ended = remembered.get(OperationId(one.operation.operation_id))
@@ -96,7 +99,7 @@ def _as_it_is(operations: Operations, status: pb.OperationStatus) -> pb.Operatio
     """What the history says, corrected by what is known: its last lines may not be written yet."""
     active = operations.active
     if active is not None and active.operation.operation_id == status.operation_id:
-        return running_status(active, operations.clock())
+        return running_status(active, operations.clock(), operations.store.root)
     ended = operations.remembered(status.operation_id) or operations.ended_operation(status.operation_id)
     if ended is None:
         return status

@@ -129,8 +129,8 @@ def from_json(operation_id: OperationId, data: Mapping[str, Any]) -> Ended:
     )
 
 
-def running_status(drive: Drive, now: float) -> coordinator_service_pb2.OperationStatus:
-    """As GetStatus shows an operation that has not ended."""
+def running_status(drive: Drive, now: float, root: object) -> coordinator_service_pb2.OperationStatus:
+    """As GetStatus shows an operation that has not ended. `root`: where snapshots are."""
     transaction, operation = drive.transaction, drive.operation
     status = coordinator_service_pb2.OperationStatus(
         operation_id=operation.operation_id,
@@ -139,7 +139,7 @@ def running_status(drive: Drive, now: float) -> coordinator_service_pb2.Operatio
         outcome=convert.wire(drive.outcome),
         phase=convert.wire(transaction.phase),
         elapsed=convert.duration(drive.elapsed_s),
-        waiting_for=" ".join(filter(None, (drive.why_waiting(now), ASKED.slow()))),
+        waiting_for=" ".join(filter(None, (drive.why_waiting(now), ASKED.slow(str(root))))),
         pending_participants=drive.pending,
         unconfirmed=drive.unconfirmed,
         begin_time=began(drive.began_ms),

@@ -73,7 +73,7 @@ def _now() -> Timestamp:
 def operation_status(operations: Operations) -> coordinator_service_pb2.OperationStatus | None:
     """The operation that runs, or else the last one, without whom its lease has freed since."""
     if operations.active is not None:
-        return outcomes.running_status(operations.active, operations.clock())
+        return outcomes.running_status(operations.active, operations.clock(), operations.store.root)
     ended = operations.last_ended()
     if ended is None:
         return None

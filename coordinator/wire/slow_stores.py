@@ -37,10 +37,14 @@ class Asked:
             with self._lock:
                 del self._running[number]
 
-    def slow(self) -> str:
-        """The oldest request as a sentence; empty when none has run for SLOW_S."""
+    def slow(self, root: str = "") -> str:
+        """The oldest request, below that root where one is given, as a sentence; empty when none has run for SLOW_S.
+
+        An operation waits for its root and for no other store: an upload may wait for one at the same time.
+        """
         with self._lock:
-            since, doing = min(self._running.values(), default=(self._clock(), ""))
+            asked = [found for found in self._running.values() if not root or f" {root}/" in found[1]]
+        since, doing = min(asked, default=(self._clock(), ""))
         waited_s = self._clock() - since
         return f"The object store has not answered for {waited_s:.0f} s: {doing}." if waited_s >= SLOW_S else ""
 
