@@ -38,6 +38,7 @@ _DIRECTORY: Final = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 _CREATE: Final = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
 _APPEND: Final = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
 _FULL: Final = frozenset({errno.ENOSPC, errno.EDQUOT})
+_NO_MORE_FILES: Final = frozenset({errno.EMFILE, errno.ENFILE})
 # What helps, where the system says what is wrong. Empty: the step of the reason.
 STORAGE_HELP: Final = {
     errno.EROFS: "It is mounted read-only: mount it for writing. When nobody has done that, the kernel has, after an error of "
@@ -46,6 +47,8 @@ STORAGE_HELP: Final = {
     errno.EPERM: "Let this user write there (chown, chmod, chattr), or use another directory.",
     errno.EIO: "The disk or its network fails: `dmesg` says how. Mend it, or move the root to another one.",
     errno.ESTALE: "The file server has dropped it: mount it again.",
+    errno.EMFILE: "Nothing is wrong with the storage. Start that process with a higher limit (`ulimit -n`), or have it hold fewer.",
+    errno.ENFILE: "Nothing is wrong with the storage. Raise the limit of that machine (`sysctl fs.file-max`).",
 }
 
 
@@ -76,6 +79,8 @@ def storage_error(error: OSError, doing: str) -> SafepointError:
     if where and where not in doing:
         doing = f"{doing} ({where})"
     text = f"The storage failed at {doing}: {error.strerror or type(error).__name__}."
+    if error.errno in _NO_MORE_FILES:
+        text = f"Process {os.getpid()} may open no more files ({error.strerror}); it was {doing}."
     return refuse(reason, text, next_step=STORAGE_HELP.get(error.errno or 0, ""))
 
 
