@@ -77,6 +77,8 @@ def main() -> int:
     arguments = parser.parse_args()
     cases = [case for case in all_cases() if arguments.only in case.name]
     of_engines = tuple(case for case in ENGINE_CASES if arguments.only in case.name)
+    if not cases and not of_engines:
+        parser.error(f"no case has {arguments.only!r} in its name")
     began = time.monotonic()
     results, hit = asyncio.run(run(cases, min(arguments.lanes, len(cases)), arguments.keep))
     if of_engines:

@@ -5,8 +5,11 @@ from __future__ import annotations
 import itertools
 from collections import Counter
 
+import pytest
+
 from coordinator.wire import failpoints
 from coordinator.wire.failpoint_names import COORDINATOR, ENGINE, GATE, PLACES, SHIM
+from tests.faults import run
 from tests.faults.cases import OUTSIDE, Case, all_cases, few_cases
 from tests.faults.cut import generated, wrong_sessions
 from tests.faults.engine_cases import ENGINE_CASES
@@ -22,6 +25,16 @@ def kind(case: Case) -> str:
     if case.owner == "engine":
         return ENGINE
     return SHIM if case.process.endswith("/shim") else GATE
+
+
+def test_a_name_that_no_case_has_is_no_success(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("sys.argv", ["run", "--only", "no such case", "--no-gym"])
+    with pytest.raises(SystemExit) as ended:
+        run.main()
+    assert ended.value.code == 2
+    assert "no case has 'no such case' in its name" in capsys.readouterr().err
 
 
 def test_every_failpoint_is_in_the_matrix_with_a_kill() -> None:
