@@ -20,6 +20,7 @@ from safepoint.v1 import coordinator_service_pb2 as pb
 from coordinator import convert
 from coordinator.protocol.topology import Participant
 from coordinator.uploading import Figures
+from coordinator.wire.addresses import host_and_port
 from coordinator.wire.errors import Reason, refuse
 from coordinator.wire.extras import NotInstalled, install_extra
 from coordinator.wire.terms import OperationKind, Phase
@@ -208,11 +209,12 @@ class MetricsServer:
 
 def metrics_address(bind: str) -> tuple[str, int]:
     """Host and port of `/metrics`. Raises INVALID_ARGUMENT for what is none, and when prometheus-client is not installed."""
-    host, colon, port = bind.rpartition(":")
-    if not colon or not port.isdigit() or int(port) > 65535:
-        raise refuse(Reason.INVALID_ARGUMENT, f"metrics_bind must be host:port, not {bind!r}.")
+    try:
+        address = host_and_port(bind)
+    except ValueError as error:
+        raise refuse(Reason.INVALID_ARGUMENT, f"metrics_bind {error}.") from None
     _client()
-    return host, int(port)
+    return address
 
 
 def _client() -> Any:

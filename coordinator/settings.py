@@ -23,10 +23,12 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationIn
 
 from coordinator.client_schedule import SNAPSHOT_NAME, TERM_GRACE_S, SaveRules
 from coordinator.settings_file import entries
+from coordinator.wire.addresses import host_and_port, is_loopback
 from coordinator.wire.errors import Reason, Refused, SafepointError, refuse
 from coordinator.wire.ids import is_wire_id
 from coordinator.wire.names import is_store
 from coordinator.wire.objects import check_url
+from coordinator.wire.sockets import UNIX
 
 CONFIG_VARIABLE: Final = "SAFEPOINT_CONFIG"
 _PREFIX: Final = "SAFEPOINT_COORDINATOR_"
@@ -39,6 +41,14 @@ _SHARED: Final = {
     "SAFEPOINT_TLS_DIR": "tls_dir",
     "SAFEPOINT_INSECURE": "insecure",
     "SAFEPOINT_TRACES": "traces",
+}
+
+_KINDS: Final = {  # of pydantic's errors
+    "bool": "it must be true or false",
+    "int": "it must be a whole number",
+    "float": "it must be a number",
+    "string": "it must be a text; put it in quotes",
+    "tuple": "it must be a list, such as [a, b]",
 }
 
 Seconds = Annotated[float, Field(gt=0, le=86_400, allow_inf_nan=False)]
@@ -182,6 +192,30 @@ class Settings(_Section):
             raise ValueError(f"must be an absolute path, not {value!r}")
         return value
 
+    @field_validator("bind")
+    @classmethod
+    def _bind_is_an_address(cls, value: str) -> str:
+        if not value.startswith(UNIX) and not host_and_port(value)[0]:
+            raise ValueError(f"must name a host, unlike {value!r}: 0.0.0.0 for all of this machine's")
+        return value
+
+    @field_validator("metrics_bind", "page_bind")
+    @classmethod
+    def _is_an_address(cls, value: str, field: ValidationInfo) -> str:
+        host, _ = host_and_port(value) if value else ("localhost", 0)
+        if field.field_name == "page_bind" and not is_loopback(host):
+            raise ValueError(
+                f"must be a loopback address such as 127.0.0.1:0, not {value!r}; from elsewhere it is reached through ssh -L"
+            )
+        return value
+
+    @field_validator("advertise")
+    @classmethod
+    def _advertise_is_a_host(cls, value: str) -> str:
+        if any(sign.isspace() or sign == "/" for sign in value):
+            raise ValueError(f"must be the name or the address of a host, not {value!r}")
+        return value
+
     @field_validator("upload")
     @classmethod
     def _upload_is_a_store(cls, value: str) -> str:
@@ -316,7 +350,7 @@ def resolve(
     try:
         return Resolved(Settings(**_nested({"root": "/"} | values)), origins)
     except ValidationError as error:
-        wrong = [_wrong(found["loc"], found["msg"], origins) for found in error.errors()]
+        wrong = [_wrong(found["loc"], _in_words(found["type"], found["msg"]), origins) for found in error.errors()]
         raise refuse(Reason.INVALID_ARGUMENT, " ".join(wrong), next_step="Correct what is named.") from error
 
 
@@ -369,10 +403,18 @@ def _said(source: Source, where: str) -> str:
     return f"in the environment ({where})" if source is Source.ENVIRONMENT else "as an argument"
 
 
+def _in_words(kind: str, message: str) -> str:
+    """What pydantic says, without the words of Python."""
+    for beginning, words in _KINDS.items():
+        if kind.startswith(beginning):
+            return words
+    return message.removeprefix("Value error, ").replace("Input should be", "it must be")
+
+
 def _wrong(place: tuple[str | int, ...], why: str, origins: Mapping[str, tuple[Source, str]]) -> str:
     name = ".".join(str(part) for part in place if isinstance(part, str)) or "settings"
     said = f" {_said(*origins[name])}" if name in origins else ""
-    return f"The setting {name}{said} is wrong: {why.removeprefix('Value error, ')}."
+    return f"The setting {name}{said} is wrong: {why}."
 
 
 def _unknown(names: list[tuple[str, str]]) -> SafepointError:

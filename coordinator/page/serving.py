@@ -18,6 +18,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from http import HTTPStatus
 from http.cookies import CookieError, SimpleCookie
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -32,6 +33,7 @@ from coordinator.history import History
 from coordinator.page import overview, timeline
 from coordinator.page.past import Past
 from coordinator.snapshot_reading import SnapshotReader
+from coordinator.wire.addresses import host_and_port
 from coordinator.wire.errors import Reason, SafepointError, refuse
 
 log = logging.getLogger(__name__)
@@ -196,14 +198,14 @@ class PageServer:
 
 def page_address(bind: str) -> tuple[str, int]:
     """Host and port of the page. Raises INVALID_ARGUMENT for what is no address of the loopback."""
-    host, colon, port = bind.rpartition(":")
-    host = host.strip("[]")
-    if not colon or not port.isdigit() or int(port) > 65535 or host not in _LOOPBACK:
-        raise refuse(
-            Reason.INVALID_ARGUMENT, f"page_bind must be a loopback address and a port, not {bind!r}.",
-            next_step="Set it to 127.0.0.1:0, and reach it from elsewhere through ssh -L.",
-        )  # fmt: skip
-    return host, int(port)
+    with suppress(ValueError):
+        host, port = host_and_port(bind)
+        if host in _LOOPBACK:
+            return host, port
+    raise refuse(
+        Reason.INVALID_ARGUMENT, f"page_bind must be a loopback address and a port, not {bind!r}.",
+        next_step="Set it to 127.0.0.1:0, and reach it from elsewhere through ssh -L.",
+    )  # fmt: skip
 
 
 def new_key() -> str:

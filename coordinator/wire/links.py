@@ -6,7 +6,6 @@ channel is TLS, to whatever address, and the peer must be what it is taken for.
 
 from __future__ import annotations
 
-import ipaddress
 import os
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -16,6 +15,7 @@ import grpc
 from grpc import aio
 
 from coordinator.wire.access import Access, server_name
+from coordinator.wire.addresses import is_loopback
 from coordinator.wire.auth import TOKEN_FILE_VARIABLE, Metadata, TokenFile, read_token
 from coordinator.wire.errors import Reason, Refused, SafepointError, refuse
 from coordinator.wire.record import Record
@@ -118,16 +118,6 @@ def host_of(target: str) -> str:
             break
     host = target.rpartition(":")[0] if target.count(":") == 1 or target.startswith("[") else target
     return host.strip("[]")
-
-
-def is_loopback(host: str) -> bool:
-    """Whether only this machine can be meant. A name is looked up by others, so only `localhost` counts."""
-    if host == "localhost":
-        return True
-    try:
-        return ipaddress.ip_address(host.strip("[]")).is_loopback
-    except ValueError:
-        return False
 
 
 def _check_socket(path: str) -> None:

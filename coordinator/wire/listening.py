@@ -18,8 +18,9 @@ from pathlib import Path
 
 from grpc import aio
 
+from coordinator.wire.addresses import host_and_port, is_loopback
 from coordinator.wire.errors import Reason, refuse
-from coordinator.wire.links import INSECURE_VARIABLE, Security, is_loopback
+from coordinator.wire.links import INSECURE_VARIABLE, Security
 from coordinator.wire.sockets import UNIX
 
 log = logging.getLogger(__name__)
@@ -48,9 +49,14 @@ def check_bind(bind: str, security: Security) -> None:
     """Raise INVALID_ARGUMENT for what is no address, and for one that others reach and TLS does not guard."""
     if bind.startswith(UNIX):
         return
-    host, colon, port = bind.rpartition(":")
-    if not colon or not host or not port.isdigit():
-        raise refuse(Reason.INVALID_ARGUMENT, f"bind must be host:port or unix:/path, not {bind!r}.")
+    try:
+        host, _ = host_and_port(bind)
+    except ValueError as error:
+        raise refuse(Reason.INVALID_ARGUMENT, f"bind {error}, or unix:/path.") from None
+    if not host:
+        raise refuse(
+            Reason.INVALID_ARGUMENT, f"bind must name a host, unlike {bind!r}: 0.0.0.0 for all of this machine's."
+        )
     if security.tls is not None or is_loopback(host) or security.insecure:
         return
     raise refuse(

@@ -75,6 +75,39 @@ def test_what_is_wrong_is_named(tmp_path: Path, text: str, environ: dict[str, st
     assert caught.value.reason is Reason.INVALID_ARGUMENT
 
 
+@pytest.mark.parametrize(
+    ("line", "why"),
+    [
+        ("bind: foo", "must be host:port, not 'foo'"),
+        ("bind: ':80'", "must name a host"),
+        ("bind: localhost:99999", "up to 65535"),
+        ("metrics_bind: x", "must be host:port, not 'x'"),
+        ("page_bind: 0.0.0.0:80", "must be a loopback address such as 127.0.0.1:0"),
+        ("advertise: a b", "must be the name or the address of a host"),
+        ("participants: 7", "it must be a list, such as [a, b]"),
+        ("insecure: 3", "it must be true or false"),
+        ("lease_ttl_s: abc", "it must be a number."),
+        ("keep_last: 1.5", "it must be a whole number."),
+        ("keep_last: -1", "it must be greater than or equal to 0"),
+        ("job_id: [1]", "it must be a text; put it in quotes"),
+    ],
+)
+def test_what_a_coordinator_would_refuse_is_refused_where_it_is_written_and_in_plain_words(
+    tmp_path: Path, line: str, why: str
+) -> None:
+    file = tmp_path / "s.yaml"
+    file.write_text(f"root: /a\n{line}\n")
+    with pytest.raises(SafepointError) as raised:
+        resolve(file, {})
+    assert why in raised.value.problem.message
+    assert f"{file}:2" in raised.value.problem.message
+
+
+@pytest.mark.parametrize("bind", ["127.0.0.1:0", "[::1]:80", "0.0.0.0:7000", "unix:/run/c.sock", "host.example:1"])
+def test_addresses_that_can_be_listened_on_are_taken(bind: str) -> None:
+    assert Settings(root="/a", bind=bind, page_bind="[::1]:0", metrics_bind=":9464").bind == bind
+
+
 def test_everything_that_is_wrong_is_named_at_once(tmp_path: Path) -> None:
     file = tmp_path / "s.yaml"
     file.write_text("root: /a\nlease_ttl: 10\nqqq: 1\n")
