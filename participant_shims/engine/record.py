@@ -67,6 +67,14 @@ class Record:
     def finished(self) -> bool:
         return bool(self.finish_reason)
 
+    @property
+    def told_ids(self) -> list[int]:
+        """The tokens whose text the answer has: vLLM does not write the one that ended it, unless it is asked to. It would end
+        half a character before it, and show by its name what is no text."""
+        by_token = self.finish_reason in ("stop", "tool_calls") and not isinstance(self.stop_reason, str)
+        written = not by_token or self.ask.body.get("include_stop_str_in_output")
+        return self.token_ids if written else self.token_ids[:-1]
+
     def add(self, piece: Piece) -> None:
         """What the engine has said next."""
         self.token_ids += piece.token_ids

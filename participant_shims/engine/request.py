@@ -201,6 +201,8 @@ def _why_untouched(path: str, body: Json) -> str:
         return "it has stream_options without a stream"
     if path == CHAT and body.get("top_logprobs") and not body.get("logprobs"):
         return "it has top_logprobs without logprobs"
+    if path == CHAT and body.get("include_reasoning") not in (None, True):
+        return "vLLM tells no token of an answer whose reasoning is left out (include_reasoning)"
     odd = not _UNREADABLE.isdisjoint(body)
     if odd and (body.get("n") not in (None, 1) or body.get("best_of") not in (None, 1)):
         return "it asks for several answers (n > 1)"

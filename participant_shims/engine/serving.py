@@ -78,7 +78,8 @@ class Serving:
     def _untouched(self, ask: Ask) -> bool:
         if self.engine is None or self.engine.why_untouched or ask.why_untouched or not ask.body:
             return True
-        return not ask.stream and self._parses(ask) and not self.engine.derenders
+        # A stop string is cut out of the text, inside a token, and an answer that is made of tokens would have it.
+        return not ask.stream and self._parses(ask) and not (self.engine.derenders and not ask.body.get("stop"))
 
     async def serve(self, at: Exchange) -> Upstream | None:
         """Answer. The connection to the engine; None when the caller's ends, as it was told.
@@ -218,7 +219,13 @@ class Serving:
     async def _derender(self, record: Record) -> Json:
         """The choice that vLLM itself makes of the tokens, read for tool calls and reasoning."""
         reason = "stop" if record.finish_reason == "tool_calls" else record.finish_reason
-        choice = {"index": 0, "token_ids": record.token_ids, "finish_reason": reason, "logprobs": None}
+        told = record.told_ids
+        if not told:  # which it refuses to read
+            message = cast("list[Json]", answer.whole(record)["choices"])[0]["message"]
+            if self.engine is not None and self.engine.parses_reasoning:
+                message["content"] = None
+            return {"message": message, "finish_reason": reason}
+        choice = {"index": 0, "token_ids": told, "finish_reason": reason, "logprobs": None}
         body: Json = {
             "model": record.ask.body.get("model"),
             "generate_response": {"request_id": record.request_id, "choices": [choice]},

@@ -43,6 +43,7 @@ class Scripted:
     rejects: int = 0  # status for requests
     mute: bool = False  # tokens of a chat have no text, as in the middle of a character
     thinks: bool = False  # what it says in a chat is reasoning; it reads that from ids, too
+    stops_at: int = 0  # the token of an answer that ends it, and has no text; 0: none does
     model_config: dict[str, Any] = field(default_factory=dict)  # as /server_info shows it
     usual_limit: int = (
         0  # tokens of a chat that asks for no number, as a server tells that renders; 0: it renders nothing
@@ -151,11 +152,16 @@ class Scripted:
                 # The same token at the same place, whatever was prompt and what was generated before.
                 words.append(100 + len(prompt) + len(words))
                 if body.get("stream"):
-                    last = len(words) == limit
-                    said = chunk(words[-1:], chat, len(words) == 1, prompt, last)
+                    stops = len(prompt) + len(words) - 3 == self.stops_at
+                    last = stops or len(words) == limit
+                    said = chunk(words[-1:], chat, len(words) == 1, prompt, last, "stop" if stops else "length")
+                    if stops and chat:
+                        said["delta"]["content"] = ""
                     if self.thinks and chat:
                         said["delta"] = {"reasoning": said["delta"]["content"]}
                     await response.write(event(head, {**said, "delta": {}} if self.mute and not last else said))
+                    if stops:
+                        break
             if body.get("stream"):
                 if finish == "abort":
                     await response.write(event(head, chunk([], chat, False, prompt, True, finish)))
@@ -207,6 +213,8 @@ async def scripted(port: int = 0, **knobs: Any) -> AsyncIterator[Scripted]:
         if not asked:
             return web.json_response({}, status=400 if made.thinks or made.usual_limit else 404)
         choice = asked["generate_response"]["choices"][0]
+        if not choice["token_ids"]:
+            return web.json_response({"error": "empty or null token_ids"}, status=400)
         message = {"role": "assistant", "content": None, "reasoning": "".join(f"w{i}" for i in choice["token_ids"])}
         return web.json_response({"choices": [{"message": message, "finish_reason": choice["finish_reason"]}]})
 

@@ -79,3 +79,56 @@ async def test_a_chat_without_a_limit_ends_where_its_server_would_have_ended_it(
             said = asked.result()
             assert (said.ids, said.label) == ([103 + n for n in range(usual or 16)], label)
             assert adapter.pool.tally.regenerated == int(not usual)
+
+
+@pytest.mark.parametrize("stops_at", [1, 7])
+@pytest.mark.parametrize("shown", [False, True])
+async def test_the_token_that_ended_an_answer_is_written_only_where_it_was_asked_for(
+    tmp_path: Path, stops_at: int, shown: bool
+) -> None:
+    """vLLM does not write it: half a character before it is left out, and `</s>` is no text."""
+    async with scripted(thinks=True, stops_at=stops_at) as engine, covered(engine, tmp_path) as (_, caller):
+        asked = asyncio.create_task(caller.whole({**ASKED, "include_stop_str_in_output": shown}))
+        await until(lambda: bool(engine.running))
+        engine.step(8)
+        choice = (await asked).raw["choices"][0]
+        wanted = "".join(f"w{n}" for n in WHOLE[: stops_at if shown else stops_at - 1])
+        assert (choice["message"]["reasoning"] or "", choice["message"]["content"]) == (wanted, None)
+        assert (choice["token_ids"], choice["finish_reason"]) == (WHOLE[:stops_at], "stop")
+
+
+async def test_what_goes_on_to_the_token_that_ends_it_does_not_write_it_either(tmp_path: Path) -> None:
+    (tmp_path / "cut").mkdir()
+    for life in ("a", "b"):
+        (tmp_path / life).mkdir()
+    async with scripted(thinks=True, stops_at=7) as engine:
+        async with covered(engine, tmp_path / "a") as (adapter, caller):
+            asked = asyncio.create_task(caller.whole(ASKED))
+            await until(lambda: bool(engine.running))
+            engine.step(5)
+            await until(lambda: [len(r.token_ids) for r in adapter.proxy.in_flight.values()] == [5])
+            await freeze(adapter)
+            part = part_of(tmp_path / "cut", await export(adapter, tmp_path / "cut"))
+            await ended(asked)
+        async with covered(engine, tmp_path / "b") as (adapter, caller):
+            await load(adapter, part)
+            await adapter.open()
+            asked = asyncio.create_task(caller.whole(ASKED))
+            while not asked.done():
+                engine.step()
+                await asyncio.wait({asked}, timeout=0.005)
+            choice = asked.result().raw["choices"][0]
+            assert choice["message"]["reasoning"] == "".join(f"w{n}" for n in WHOLE[:6])
+            assert (choice["token_ids"], asked.result().label) == (WHOLE[:7], "exact; kept=5")
+
+
+@pytest.mark.parametrize("more", [{"stop": ["w"]}, {"include_reasoning": False}])
+async def test_an_answer_that_cannot_be_made_of_tokens_is_left_to_vllm(tmp_path: Path, more: dict[str, Any]) -> None:
+    """Of a stop string no token tells where the text ends, and of an answer whose reasoning is left out no token is told."""
+    async with scripted(thinks=True) as engine, covered(engine, tmp_path) as (adapter, caller):
+        asked = asyncio.create_task(caller.whole({**ASKED, **more}))
+        await until(lambda: bool(engine.running))
+        assert engine.bodies == [{**ASKED, **more}]
+        assert [bool(record.anew) for record in adapter.proxy.in_flight.values()] == [True]
+        engine.step(8)
+        await asked
