@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator
-from typing import Any, Final
+from collections.abc import AsyncIterator, Callable
+from typing import Any, ClassVar, Final
 
 from safepoint.v1 import coordinator_service_pb2 as pb
 
@@ -30,14 +30,47 @@ READ_PER_S: Final = 50  # messages of one stream; those of who sends more wait i
 MAX_CAUSE: Final = 500  # characters of a goodbye
 
 
+class Awake:
+    """For how long this process has not run: when it goes on it finds that everybody has left it, and all of them are well.
+
+    `clock` in seconds, monotonic. `tick` is called every `interval_s` while the process runs, which may change.
+    """
+
+    def __init__(self, clock: Callable[[], float], interval_s: Callable[[], float]) -> None:
+        self._clock, self._interval_s = clock, interval_s
+        self._ticked_at: float | None = None
+        self._slept_s, self._woke_at = 0.0, 0.0
+
+    def tick(self) -> bool:
+        """Whether it has slept since the last one."""
+        slept_s, self._ticked_at = self._since_tick_s(), self._clock()
+        if slept_s <= 2 * self._interval_s():
+            return False
+        self._slept_s, self._woke_at = slept_s, self._ticked_at
+        return True
+
+    def slept_s(self, heard_every_s: float) -> float:
+        """The sleep that it has just woken from, when who is heard so often has had to take it for gone; zero else."""
+        slept_s = self._since_tick_s()
+        if slept_s <= 2 * self._interval_s():  # it has ticked since it woke
+            slept_s = self._slept_s if self._clock() - self._woke_at <= 2 * self._interval_s() else 0.0
+        return slept_s if slept_s > 2 * heard_every_s else 0.0
+
+    def _since_tick_s(self) -> float:
+        return self._clock() - self._ticked_at if self._ticked_at is not None else 0.0
+
+
 class Registration:
     """Serves Register streams. A relay's keeps nobody whom its coordinator does not have: `_admit`."""
+
+    who: ClassVar[str] = "the coordinator"
 
     def __init__(self, registry: Registry, epoch: int, job_id: str, heartbeat_s: float) -> None:
         self._registry = registry
         self._epoch = epoch
         self._job_id = job_id
         self.heartbeat_s = heartbeat_s
+        self.awake = Awake(registry.clock, lambda: self.heartbeat_s)
 
     async def _admit(self, session: Session, hello: pb.Hello) -> asyncio.Future[None] | None:
         """Whether a shim that the registry has taken may stay: raises what it is refused with. What is returned ends the
@@ -74,7 +107,12 @@ class Registration:
             raise _lost(who)
         finally:
             reading.cancel()
-            self._registry.leave(session, why, *said)
+            self._registry.leave(session, why, *said, we_slept=self.slept(interval_s))
+
+    def slept(self, heard_every_s: float) -> str:
+        """`we_slept` of `Registry.leave`, for who is heard so often."""
+        slept_s = self.awake.slept_s(heard_every_s)
+        return f"{self.who} did not run, for {slept_s:.1f} s" if slept_s else ""
 
     def welcome(self, interval_s: float) -> pb.Welcome:
         """What accepts a newcomer."""
@@ -84,11 +122,10 @@ class Registration:
 
     async def reap(self) -> None:
         """Lose whoever is silent; runs for ever, beside the server."""
-        loop = asyncio.get_running_loop()
+        self.awake.tick()
         while True:
-            slept_at = loop.time()
             await asyncio.sleep(self.heartbeat_s)
-            if loop.time() - slept_at > 2 * self.heartbeat_s:
+            if self.awake.tick():
                 self._registry.forgive()  # it was us who slept: heartbeats wait in our sockets
             else:
                 self._registry.reap()

@@ -29,6 +29,7 @@ MAX_PARTICIPANTS: Final = 10_000
 _MAX_ENDS: Final = 1_000  # of shims whose end was told; the coordinator hears of most losses within seconds of it
 _MAX_DISMISSED: Final = 1_000
 _SHOWN: Final = 20
+_WE_SLEPT: Final = "Repeat it. See what stopped that process: SIGSTOP, a suspended machine, or one without processor time or memory to spare."
 ENDED: Final = "ended"  # the key of a loss's metadata that says how the process ended
 
 
@@ -151,15 +152,21 @@ class Registry:
         session = self._sessions.get(ParticipantId(name))
         return session.relay if session is not None and session.participant.incarnation_id == incarnation_id else None
 
-    def leave(self, session: Session, why: str, goodbye: str = "") -> None:
+    def leave(self, session: Session, why: str, goodbye: str = "", *, we_slept: str = "") -> None:
         """The stream has ended; `goodbye` is what the shim has said of it. Nothing happens when the registration was
-        taken over before."""
+        taken over before. `we_slept`: that this process had not run, so that who is well has left it too; a part of a
+        sentence, empty when it had."""
         if not session.alive:
             return
+        name = session.participant.participant_id
         if goodbye:
             self._end(session.participant.incarnation_id, goodbye)
+        elif we_slept:
+            why = f"{why} while {we_slept}"
+            self._lose(session, why, f"{name} has left: {why}.", Reason.UNREACHABLE, _WE_SLEPT)
+            return
         through = f" behind {session.relay}" if session.relay is not None else ""
-        self._lose(session, why, f"{session.participant.participant_id} is gone{through}: {why}.", Reason.UNREACHABLE)
+        self._lose(session, why, f"{name} is gone{through}: {why}.", Reason.UNREACHABLE)
 
     def explain(self, name: ParticipantId, incarnation_id: IncarnationId, how: str) -> None:
         """Somebody has seen how a shim's process ended. `how`: a sentence. Whether it is here, its stream alone decides.
@@ -304,12 +311,12 @@ class Registry:
         """The incarnations of those of `names` that are here."""
         return {name: found.incarnation_id for name in names if (found := self.get(name)) is not None}
 
-    def _lose(self, session: Session, why: str, message: str, reason: Reason) -> None:
+    def _lose(self, session: Session, why: str, message: str, reason: Reason, next_step: str = "") -> None:
         session.alive, session.why = False, why
         name = session.participant.participant_id
         if self._sessions.get(name) is session:
             del self._sessions[name]
-        problem = Problem(reason, message, participant_id=name)
+        problem = Problem(reason, message, next_step, participant_id=name)
         problem = self._with_process(session.participant, problem)
         if name not in self._static:
             self._remember(session.participant, problem)

@@ -59,7 +59,7 @@ class RelayRegistration:
         finally:
             for task in tasks:
                 task.cancel()
-            behind.end()
+            behind.end(self._registration.slept(self._registration.heartbeat_s))
 
     def _relay(self, hello: pb.RelayHello) -> Relay:
         for name, value in (("relay_id", hello.relay_id), ("incarnation_id", hello.incarnation_id)):
@@ -147,8 +147,9 @@ class _Behind:
             verdict.refused.CopyFrom(detail_from_problem(error.problem))
         return verdict
 
-    def end(self) -> None:
-        """The stream has ended, and so have all registrations that came through it."""
+    def end(self, we_slept: str) -> None:
+        """The stream has ended, and so have all registrations that came through it. `we_slept` as of `Registry.leave`."""
         for session in self._sessions.values():
-            self._registry.leave(session, f"the relay is gone, {self.over or 'its registration ended'}")
+            why = f"the relay is gone, {self.over or 'its registration ended'}"
+            self._registry.leave(session, why, we_slept=we_slept)
         self._sessions.clear()

@@ -29,6 +29,8 @@ Context = aio.ServicerContext[Any, Any]
 class RelayedRegistration(Registration):
     """Register streams of shims behind a relay."""
 
+    who = "the relay"
+
     def __init__(self, registry: Registry, standing: Standing, job_id: str) -> None:
         super().__init__(registry, 0, job_id, registry.silence_s / MISSED_BEATS)
         self._standing = standing

@@ -9,8 +9,9 @@ import pytest
 from safepoint.v1 import coordinator_service_pb2 as pb
 
 from coordinator import convert
-from coordinator.registration import READ_PER_S, Registration
+from coordinator.registration import READ_PER_S, Awake, Registration
 from coordinator.registry import Registry
+from coordinator.wire.errors import Problem
 from tests.coordinator.test_parts import participant, registry
 
 
@@ -95,3 +96,52 @@ async def test_who_sends_more_than_its_heartbeats_is_read_no_faster_than_the_lim
     assert len(beats) == READ_PER_S
     task.cancel()
     await asyncio.wait({task}, timeout=10)
+
+
+def test_a_sleep_is_known_before_and_after_the_first_tick_that_follows_it_and_for_a_while() -> None:
+    now = 0.0
+    awake = Awake(lambda: now, lambda: 1.0)
+    now += 100.0
+    assert not awake.slept_s(1.0), "nobody ticks"
+    awake.tick()
+    for _ in range(3):
+        now += 1.2
+        assert not awake.slept_s(1.0)
+        assert not awake.tick()
+    now += 5.0
+    assert awake.slept_s(1.0) == pytest.approx(5.0)
+    assert awake.tick()
+    assert awake.slept_s(1.0) == pytest.approx(5.0)
+    assert not awake.slept_s(3.0), "who is heard every 3 s leaves later"
+    now += 1.0
+    assert not awake.tick()
+    assert awake.slept_s(1.0) == pytest.approx(5.0)
+    now += 1.5
+    assert not awake.tick()
+    assert not awake.slept_s(1.0), "who leaves now has another reason"
+
+
+async def test_who_left_while_the_coordinator_did_not_run_is_not_said_to_be_gone() -> None:
+    made, clock, _, _ = registry()
+    problems: list[Problem] = []
+    made.follow(lambda _, problem: problems.append(problem), lambda _: None)
+    requests: asyncio.Queue[pb.RegisterRequest | None] = asyncio.Queue()
+
+    async def messages() -> AsyncIterator[pb.RegisterRequest]:
+        while (request := await requests.get()) is not None:
+            yield request
+
+    who = participant("i-1")
+    hello = pb.Hello(capabilities=convert.capabilities(who), incarnation_id=who.incarnation_id, address=who.address)
+    requests.put_nowait(pb.RegisterRequest(hello=hello))
+    registration = Registration(made, 1, "default", 1.5)
+    stream = registration.serve(messages())
+    assert (await anext(stream)).HasField("welcome")
+    registration.awake.tick()
+    clock.now += 7.0
+    requests.put_nowait(None)
+    assert [event async for event in stream] == []
+    (problem,) = problems
+    assert "has left: its registration ended" in problem.message
+    assert "while the coordinator did not run, for 7.0 s" in problem.message
+    assert "See what stopped that process" in problem.advice

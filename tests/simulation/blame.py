@@ -15,6 +15,7 @@ from tests.simulation.story import play
 
 KINDS = (
     "crash shim", "crash server", "pause shim", "pause server", "crash coordinator", "cut off", "disk full", "fsync fails",
+    "pause coordinator",
 )  # fmt: skip
 OF_A_PARTICIPANT = KINDS[:4]
 LEAST = 0.99
@@ -50,7 +51,7 @@ def named(kind: str, whom: str, problem: Problem) -> bool:
     """Whether the primary cause is the fault."""
     if kind in OF_A_PARTICIPANT or kind == "cut off":
         return whom == problem.participant_id or whom in problem.message
-    if kind == "crash coordinator":
+    if kind.endswith("coordinator"):
         return "coordinator" in problem.message.lower()
     return problem.reason in STORAGE
 
