@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import logging
-from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
+from collections.abc import AsyncIterator, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from itertools import islice
 from typing import Any, Final
@@ -52,6 +52,7 @@ LEDGER_AT_ONCE: Final = 1000
 MAX_RETIRED: Final = 1024
 DEFAULT_PAGE: Final = 100
 MAX_PAGE: Final = 1000
+PAGED_FOR_S: Final = 60.0  # what a page has found serves the next one for so long
 MAX_RETIRE_CAUSE_BYTES: Final = 500
 MAX_CAUSE_BYTES: Final = 1000
 MAX_GIVEN_UP: Final = 1000
@@ -65,6 +66,8 @@ class CoordinatorService(coordinator_service_pb2_grpc.CoordinatorServicer):
         self._operations = operations
         self._registration = registration
         self._relays = RelayRegistration(operations.discovery.registry, registration)
+        self._paged: Mapping[str, manifest_pb2.SnapshotManifest] = {}  # of whoever is being sent a list page by page
+        self._forgetting: asyncio.TimerHandle | None = None
         self._given_up: dict[str, None] = {}  # ids that were aborted before their call came, in that order
 
     # ---- who takes part ---------------------------------------------------------------------------------------------
@@ -271,7 +274,8 @@ class CoordinatorService(coordinator_service_pb2_grpc.CoordinatorServicer):
     async def ListSnapshots(self, request: pb.ListSnapshotsRequest, context: Context) -> pb.ListSnapshotsResponse:
         time_budget(context)
         size = min(request.page_size or DEFAULT_PAGE, MAX_PAGE)
-        listing = await asyncio.to_thread(self._operations.store.list)
+        known = self._paged if request.page_token else {}  # a page is no reason to read every manifest again
+        listing = await asyncio.to_thread(self._operations.store.list, known)
         pinned = await asyncio.to_thread(pruning.pins, self._operations.store)
         found = list(listing.snapshots)
         start = 0
@@ -283,6 +287,7 @@ class CoordinatorService(coordinator_service_pb2_grpc.CoordinatorServicer):
             start = names.index(request.page_token) + 1
         page = found[start : start + size]
         more = start + size < len(found)
+        self._keep_for_next_page({manifest.snapshot_id: manifest for manifest in found} if more else {})
         infos = [snapshot_info(manifest, pinned.get(manifest.snapshot_id, "")) for manifest in page]
         if self._operations.uploader is not None:
             for info in infos:
@@ -292,6 +297,14 @@ class CoordinatorService(coordinator_service_pb2_grpc.CoordinatorServicer):
             next_page_token=page[-1].snapshot_id if page and more else "",
             invalid=dict(list(listing.invalid.items())[:MAX_INVALID]),
         )
+
+    def _keep_for_next_page(self, found: Mapping[str, manifest_pb2.SnapshotManifest]) -> None:
+        self._paged = found
+        if self._forgetting is not None:
+            self._forgetting.cancel()
+            self._forgetting = None
+        if found:
+            self._forgetting = asyncio.get_running_loop().call_later(PAGED_FOR_S, self._keep_for_next_page, {})
 
     async def ReadLedger(self, request: pb.ReadLedgerRequest, context: Context) -> AsyncIterator[pb.ReadLedgerEvent]:
         time_budget(context)

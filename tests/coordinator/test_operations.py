@@ -15,6 +15,7 @@ from safepoint.v1 import coordinator_service_pb2 as pb
 from coordinator.preflight import RUNS, workers_problem
 from coordinator.protocol import phases
 from coordinator.protocol.topology import Participant
+from coordinator.snapshot_reading import SnapshotReader
 from coordinator.wire.errors import Problem, Reason, SafepointError
 from coordinator.wire.ids import IncarnationId, ParticipantId
 from coordinator.wire.rpc import error_from_rpc
@@ -480,6 +481,31 @@ async def test_only_the_last_few_are_kept_when_it_is_asked_for(bench: Bench) -> 
     )
     assert [s.snapshot_id for s in rest.snapshots] == ["step-2"]
     assert rest.next_page_token == ""
+
+
+async def test_a_list_in_pages_reads_each_manifest_once(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    await bench.start()
+    for n in range(3):
+        await bench.save(f"save-{n}", f"step-{n}")
+    read: list[str] = []
+    real = SnapshotReader._manifest
+
+    def counted(self: SnapshotReader, directory: Any, name: str) -> Any:
+        read.append(name)
+        return real(self, directory, name)
+
+    monkeypatch.setattr(SnapshotReader, "_manifest", counted)
+    for _ in range(2):  # a list that begins anew looks at the disk again
+        read.clear()
+        names, page = list[str](), ""
+        while True:
+            request = pb.ListSnapshotsRequest(page_size=1, page_token=page)
+            answer = await unary(bench.stub().ListSnapshots(request, timeout=5))
+            names += [info.snapshot_id for info in answer.snapshots]
+            if not (page := answer.next_page_token):
+                break
+        assert names == ["step-2", "step-1", "step-0"]
+        assert sorted(read) == ["step-0", "step-1", "step-2"]
 
 
 # ---- registration ---------------------------------------------------------------------------------------------------
