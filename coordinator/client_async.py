@@ -37,6 +37,7 @@ from coordinator.client_results import (
     rollout_from,
     summary_from,
 )
+from coordinator.wire.clipping import MAX_CAUSE_BYTES, clipped
 from coordinator.wire.errors import Reason, SafepointError
 from coordinator.wire.links import read_security
 from coordinator.wire.terms import QuiesceMode, StragglerPolicy
@@ -253,9 +254,7 @@ class AsyncClient:
         self, cause: str = "", *, operation_id: str | None = None, timeout: float | None = None
     ) -> AbortResult:
         """End the named or the active operation and open admission everywhere. Nothing active: changes nothing."""
-        request = pb.AbortOperationRequest(
-            operation_id=operation_id or "", cause=cause.encode()[:1000].decode(errors="ignore")
-        )
+        request = pb.AbortOperationRequest(operation_id=operation_id or "", cause=clipped(cause, MAX_CAUSE_BYTES))
         answer = await self._calls.ask("Abort", "Abort", lambda stub: stub.Abort, request, timeout)
         return AbortResult(answer.operation_id, tuple(answer.acknowledged), tuple(answer.unconfirmed))
 

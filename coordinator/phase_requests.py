@@ -13,8 +13,8 @@ from safepoint.v1 import participant_service_pb2 as pb
 
 from coordinator import convert
 from coordinator.protocol import events as core
+from coordinator.wire.clipping import MAX_CAUSE_BYTES, clipped
 
-MAX_CAUSE_BYTES: Final = 1000  # limit of AbortRequest
 # Those that are asked of many in the same words. A participant's own would only push them out.
 _SHARED: Final = (core.PrepareArguments, core.CommitArguments, core.ResumeArguments, core.AbortArguments)
 
@@ -55,7 +55,7 @@ def _made(operation_id: str, epoch: int, arguments: core.Arguments) -> Any:
         case core.ResumeArguments():
             return pb.ResumeRequest(context=context)
         case core.AbortArguments():
-            cause = arguments.cause.encode()[:MAX_CAUSE_BYTES].decode(errors="ignore")
+            cause = clipped(arguments.cause, MAX_CAUSE_BYTES)
             return pb.AbortRequest(context=context, cause=cause)
 
 

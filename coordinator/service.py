@@ -39,6 +39,7 @@ from coordinator.reporting import snapshot_info
 from coordinator.retention import Retention
 from coordinator.settings import Settings
 from coordinator.status import ANSWER_WITHIN_S, MAX_STACKS_OF, coordinator_status
+from coordinator.wire.clipping import MAX_CAUSE_BYTES, clipped
 from coordinator.wire.errors import CATALOG, Problem, Reason, SafepointError, refuse
 from coordinator.wire.ids import IncarnationId, OperationId, ParticipantId, SnapshotId, is_rollout_id, is_wire_id
 from coordinator.wire.rpc import time_budget
@@ -54,7 +55,6 @@ DEFAULT_PAGE: Final = 100
 MAX_PAGE: Final = 1000
 PAGED_FOR_S: Final = 60.0  # what a page has found serves the next one for so long
 MAX_RETIRE_CAUSE_BYTES: Final = 500
-MAX_CAUSE_BYTES: Final = 1000
 MAX_GIVEN_UP: Final = 1000
 MAX_INVALID: Final = 1000  # names in one ListSnapshotsResponse, which must stay under 4 MiB
 
@@ -210,7 +210,7 @@ class CoordinatorService(coordinator_service_pb2_grpc.CoordinatorServicer):
         if drive is None or request.operation_id not in ("", drive.operation.operation_id):
             self._give_up(request.operation_id)
             return pb.AbortOperationResponse()
-        cause = request.cause.encode()[:MAX_CAUSE_BYTES].decode(errors="ignore")
+        cause = clipped(request.cause, MAX_CAUSE_BYTES)
         await self._operations.abort(drive, cause, budget_s)
         return pb.AbortOperationResponse(
             operation_id=drive.operation.operation_id,
@@ -444,7 +444,7 @@ class CoordinatorService(coordinator_service_pb2_grpc.CoordinatorServicer):
             return await self._operations.participants.retire(who, rollout_ids, budget_s)
         except SafepointError as error:
             log.warning("%s was not told to forget rollouts: %s", who.participant_id, error)
-            return str(error).encode()[:MAX_RETIRE_CAUSE_BYTES].decode(errors="ignore")
+            return clipped(str(error), MAX_RETIRE_CAUSE_BYTES)
 
 
 def _digest(request: Message) -> str:

@@ -16,6 +16,7 @@ from safepoint.v1 import capabilities_pb2, manifest_pb2
 from safepoint.v1 import participant_service_pb2 as pb
 
 from coordinator.wire.chunks import Chunk
+from coordinator.wire.clipping import clipped
 from coordinator.wire.errors import Blocked, Reason, refuse
 from coordinator.wire.ids import is_wire_id
 from coordinator.wire.manifest_file import CHUNKED_FORMAT, MAX_EPOCH, PLAIN_FORMAT
@@ -139,7 +140,7 @@ def capabilities(description: Description) -> capabilities_pb2.Capabilities:
         role=cast(Any, int(description.role)),
         kind=description.kind,
         checkpoint_mode=cast(Any, int(description.checkpoint_mode)),
-        checkpoint_mode_reason=description.checkpoint_mode_reason.encode()[:1000].decode(errors="ignore"),
+        checkpoint_mode_reason=clipped(description.checkpoint_mode_reason, 1000),
         quiesce_modes=cast(Any, [int(m) for m in description.quiesce_modes]),
         configured_workers=description.configured_workers,
         state_schema=description.state_schema,
@@ -167,7 +168,7 @@ def activity(value: LiveRollout) -> capabilities_pb2.RolloutActivity:
         turn=value.turn,
         activity=cast(Any, int(value.activity)),
         age=duration(value.age_s),
-        waiting_on=value.waiting_on.encode()[:256].decode(errors="ignore"),
+        waiting_on=clipped(value.waiting_on, 256),
         no_client_for=None if value.no_client_s is None else duration(value.no_client_s),
     )
 
@@ -311,7 +312,7 @@ def diverged(loaded: Loaded) -> list[pb.RestoreEvent]:
 
 def warning(text: str) -> str:
     """A sentence for people, cut to the limit of a status."""
-    return text.encode()[:MAX_WARNING_BYTES].decode(errors="ignore")
+    return clipped(text, MAX_WARNING_BYTES)
 
 
 def status(snapshot: Snapshot) -> capabilities_pb2.ParticipantStatus:

@@ -15,6 +15,7 @@ from typing import Final
 
 from safepoint.v1 import capabilities_pb2
 
+from coordinator.wire.clipping import clipped
 from coordinator.wire.errors import SafepointError
 from coordinator.wire.record import address_below, look_up, mark_of
 
@@ -109,5 +110,5 @@ def _barred(root: Path) -> str:
 def _seen(root: Path | str | None, mark: str = "", problem: str = "") -> capabilities_pb2.SeenRoot:
     path = os.fsencode(root)[:MAX_PATH_BYTES].decode(errors="ignore") if root is not None else ""
     return capabilities_pb2.SeenRoot(
-        path=path, mark=mark, problem=problem.encode(errors="replace")[:MAX_PROBLEM_BYTES].decode(errors="ignore")
+        path=path, mark=mark, problem=clipped(problem, MAX_PROBLEM_BYTES)
     )

@@ -22,6 +22,7 @@ from safepoint.v1 import capabilities_pb2, participant_service_pb2_grpc
 from safepoint.v1 import participant_service_pb2 as pb
 
 from coordinator.wire import failpoints, logs
+from coordinator.wire.clipping import clipped
 from coordinator.wire.deadline import MIN_BUDGET_S
 from coordinator.wire.errors import Problem, Reason, Refused, SafepointError, refuse
 from coordinator.wire.ids import is_rollout_id
@@ -296,7 +297,7 @@ class ParticipantService(participant_service_pb2_grpc.ParticipantServicer):
             released_parked=opened.released_parked,
             released_held=opened.released_held,
             warnings=[
-                told.encode()[:MAX_WARNING_BYTES].decode(errors="ignore") for told in opened.warnings[:MAX_WARNINGS]
+                clipped(told, MAX_WARNING_BYTES) for told in opened.warnings[:MAX_WARNINGS]
             ],
         )
         if opened.closed_for_s is not None:

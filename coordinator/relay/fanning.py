@@ -19,6 +19,7 @@ from coordinator.registry import Registry
 from coordinator.relay_calls import MAX_TARGETS, METHOD_OF, URGENT
 from coordinator.stubs import Stubs
 from coordinator.wire.auth import Metadata
+from coordinator.wire.clipping import clipped
 from coordinator.wire.errors import Reason, Refused, refuse
 from coordinator.wire.rpc import detail_from_problem, error_from_rpc, time_budget
 from coordinator.wire.trace import incoming
@@ -186,4 +187,4 @@ def _not_here(target: pb.FanTarget) -> aio.AioRpcError:
 
 def _unanswered(reply: pb.FanReply, code: grpc.StatusCode, text: str) -> None:
     reply.unanswered.code = code.name
-    reply.unanswered.message = text.encode()[:MAX_MESSAGE_BYTES].decode(errors="ignore")
+    reply.unanswered.message = clipped(text, MAX_MESSAGE_BYTES)

@@ -21,6 +21,7 @@ from safepoint.v1 import coordinator_service_pb2_grpc
 
 from coordinator.wire.access import Access
 from coordinator.wire.auth import Metadata, Tokens
+from coordinator.wire.clipping import clipped
 from coordinator.wire.errors import Problem, Reason, SafepointError, Unanswered
 from coordinator.wire.record import Record, looked_up
 from coordinator.wire.remarks import SILENT
@@ -131,7 +132,7 @@ class Staying:
         """Tell why this process ends; waits a moment for the coordinator to have heard it. Cancel `run` afterwards."""
         if self._outgoing is None or not self.welcomed.is_set():
             return
-        goodbye = pb.Goodbye(cause=cause.encode()[:MAX_CAUSE_BYTES].decode(errors="ignore"))
+        goodbye = pb.Goodbye(cause=clipped(cause, MAX_CAUSE_BYTES))
         self._outgoing.put_nowait(self.request(goodbye=goodbye))
         self._outgoing.put_nowait(None)
         with contextlib.suppress(TimeoutError):
