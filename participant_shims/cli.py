@@ -145,7 +145,7 @@ def run_shim(arguments: argparse.Namespace) -> int:
                 VllmOptions(
                     name, listen, upstream, life, rejects=arguments.when_closed == "reject",
                     weights=arguments.weights, weight_digest=arguments.weight_digest, root=options.root,
-                    policy=arguments.policy,
+                    policy=arguments.policy, drain_limit_s=arguments.drain_limit,
                 )
             )  # fmt: skip
         elif arguments.life:
@@ -178,6 +178,13 @@ def run_inspect(server: str, as_json: bool = False) -> int:
     return 0
 
 
+def _seconds(text: str) -> float:
+    value = float(text)
+    if not 0 <= value < float("inf"):  # argparse says which option has it
+        raise argparse.ArgumentTypeError(f"{text} is no number of seconds")
+    return value
+
+
 def _add_engine_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--when-closed", default="park", choices=["park", "reject"],
                         help="of a vLLM: new requests wait, or get a retryable 503")  # fmt: skip
@@ -186,12 +193,15 @@ def _add_engine_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--policy", default="", metavar="NAME",
                         help="of a vLLM: which of several policies of one model it serves; engines of one policy continue each "
                         "other's restored requests")  # fmt: skip
+    parser.add_argument("--drain-limit", type=_seconds, default=30.0, metavar="SECONDS",
+                        help="of a vLLM: how long a save that drains waits for running generations, which it freezes then")  # fmt: skip
     parser.add_argument("--weight-digest", action="store_true",
                         help="of a vLLM: checksums of the weights in each snapshot (reads all of them)")  # fmt: skip
 
 
 def _run_serve_engine(arguments: argparse.Namespace, command: Sequence[str]) -> int:
     shim: list[str] = ["--when-closed", arguments.when_closed, "--weights", arguments.weights]
+    shim += ["--drain-limit", str(arguments.drain_limit)]
     shim += ["--weight-digest"] if arguments.weight_digest else []
     shim += ["--policy", arguments.policy] if arguments.policy else []
     shim += ["--verbose"] if arguments.verbose else []

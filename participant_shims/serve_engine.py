@@ -25,7 +25,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
-from typing import IO, Any, Final
+from typing import IO, Any, Final, cast
 
 from participant_shims.engine.call import API_KEY
 from participant_shims.groups import adopted_orphans, end_group, signal_group
@@ -66,11 +66,12 @@ def is_vllm(argv: Sequence[str]) -> bool:
 
 
 def target_of(argv: Sequence[str]) -> str:
-    """Where that server will listen, as host:port. Raises ValueError when nothing can stand before it."""
-    host, port = _option(argv, "--host") or "127.0.0.1", _option(argv, "--port") or "8000"
-    if _option(argv, "--uds"):
+    """Where that server will listen, as host:port. Raises ValueError when nothing can stand before it, or nobody knows."""
+    told = told_to(argv)
+    host, port = told.get("host") or "127.0.0.1", told.get("port") or "8000"
+    if told.get("uds"):
         raise ValueError("a vLLM on a Unix socket can't be covered: give it --port instead of --uds")
-    if any(word == "--ssl-keyfile" or word.startswith("--ssl-keyfile=") for word in argv):
+    if "ssl-keyfile" in told:
         raise ValueError("a vLLM that speaks TLS can't be covered: end TLS before the shim")
     if not port.isdigit() or port == "0":
         raise ValueError(f"--port {port}: the shim has to know vLLM's port")
@@ -78,13 +79,42 @@ def target_of(argv: Sequence[str]) -> str:
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
-def _option(argv: Sequence[str], name: str) -> str:
-    for number, word in enumerate(argv):
-        if word == name and number + 1 < len(argv):
-            return argv[number + 1]
-        if word.startswith(name + "="):
-            return word.partition("=")[2]
-    return ""
+def told_to(argv: Sequence[str]) -> dict[str, str]:
+    """What vLLM is told, by the names of its flags, of which the last counts; they beat the file that `--config` names.
+
+    Raises ValueError when that file can't be read.
+    """
+    flags: dict[str, str] = {}
+    for word, following in zip(argv, [*argv[1:], ""], strict=True):
+        name, equals, value = word.partition("=")
+        if name.startswith("--"):
+            flags[_dashed(name[2:])] = value if equals else following
+    return {**_written_in(flags["config"]), **flags} if flags.get("config") else flags
+
+
+def _written_in(path: str) -> dict[str, str]:
+    """What a file for `--config` says, of each list the first."""
+    try:
+        import yaml  # not above: this entry starts also where it is not installed
+    except ModuleNotFoundError as error:
+        raise ValueError(f"--config {path} can't be read without PyYAML: install it for {sys.executable}") from error
+    try:
+        read: Any = yaml.safe_load(Path(path).read_bytes())
+    except (OSError, ValueError, yaml.YAMLError) as error:
+        why = " ".join(str(error).split())
+        raise ValueError(f"--config {path} can't be read, and may say where vLLM listens: {why}") from error
+    if not isinstance(read, dict):
+        raise ValueError(f"--config {path} has no options: vLLM reads a file of `name: value`")
+    said: dict[str, str] = {}
+    for name, value in cast("dict[str, Any]", read).items():
+        first: Any = next(iter(cast("Sequence[Any]", value)), None) if isinstance(value, list) else value
+        if first is not None and first is not False:  # vLLM leaves those out
+            said[_dashed(str(name))] = str(first)
+    return said
+
+
+def _dashed(name: str) -> str:
+    return name.replace("_", "-")
 
 
 def engine_environment(environ: Mapping[str, str]) -> dict[str, str]:
@@ -121,7 +151,7 @@ def _run(options: EngineOptions, argv: Sequence[str], target: str, added: dict[s
         print(f"safepoint serve: {options.name} is served already, by pid {error.pid}. End that one first, or take another "
               "--name.", file=sys.stderr)  # fmt: skip
         return EXIT_ANOTHER
-    beside = _Shim(options, target, _option(argv, "--api-key"))
+    beside = _Shim(options, target, told_to(argv).get("api-key", ""))
     try:
         engine = subprocess.Popen(
             list(argv), env={**os.environ, **added}, start_new_session=True, stdout=subprocess.PIPE,

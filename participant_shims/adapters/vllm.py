@@ -51,6 +51,7 @@ from participant_shims.running import Pulse
 log = logging.getLogger(__name__)
 
 DIGEST_S: Final = 120.0
+DRAIN_LIMIT_S: Final = 30.0
 LOOK_AGAIN_S: Final = 1.0
 LOOK_S: Final = 0.05
 SPEAKS_S: Final = 30.0  # how long running streams may be silent after an opening; inside a long prefill they are
@@ -64,7 +65,8 @@ class VllmOptions:
     the engine has other weights than those that the snapshot's tokens are of: "refuse", or "mark" (go on, and keep the
     versions apart as segments). `weight_digest`: put the engine's checksums into the snapshot and compare them, too;
     reads all weights at each save. `root`: the snapshot root, where engines of one `policy` continue each other's restored
-    requests; those of one model are of one policy unless their names differ.
+    requests; those of one model are of one policy unless their names differ. `drain_limit_s`: how long a drain waits for what
+    runs, which is frozen then.
     """
 
     participant_id: str
@@ -76,7 +78,7 @@ class VllmOptions:
     weight_digest: bool = False
     root: Path | None = None
     policy: str = ""
-    drain_limit_s: float = 30.0
+    drain_limit_s: float = DRAIN_LIMIT_S
 
 
 class VllmAdapter:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 from typing import Final
@@ -45,6 +46,7 @@ class Freeze:
     ) -> None:  # fmt: skip
         self._participant_id, self._drain_limit_s = participant_id, drain_limit_s
         self._front, self._doors, self._pulse, self._look = front, doors, pulse, look
+        self.now: Callable[[], float] = time.monotonic  # the clock of a drain
         self._note = PauseNote(life)
         self._paused_at = 0.0  # loop time
         self.ours = False  # whether a pause of ours may be in force
@@ -205,17 +207,16 @@ class Freeze:
 
     async def _until_empty(self, limit_s: float) -> AsyncIterator[Drain]:
         """Progress until nothing of ours runs, or `limit_s` seconds are over."""
-        loop = asyncio.get_running_loop()
-        end = loop.time() + limit_s
+        end = self.now() + limit_s
         while True:
             seen = self._pulse.beats
             self._check_closed()
             counts = self.counts()
-            if counts.in_flight == 0 or loop.time() >= end:
+            if counts.in_flight == 0 or self.now() >= end:
                 return
             standing, count = self._doors.rollouts(SHOWN, only=(Activity.RUNNING,))
             yield Drain(counts, tuple(live(s) for s in standing), count)
-            await self._pulse.wait(seen, min(1.0, end - loop.time()))
+            await self._pulse.wait(seen, min(1.0, end - self.now()))
 
     async def _until_quiet(self) -> None:
         """Until no byte has come for QUIET_S, counted from the pause on."""

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from coordinator.wire.names import is_store
-from participant_shims.adapters.vllm import VllmAdapter, VllmOptions
+from participant_shims.adapters.vllm import DRAIN_LIMIT_S, VllmAdapter, VllmOptions
 from participant_shims.engine.held import Ended, HeldFront
 from participant_shims.engine.held_outputs import Kit
 from participant_shims.identity import CallIdentity
@@ -28,7 +28,7 @@ __all__ = ["Ended", "HeldEngine"]
 
 class HeldEngine:
     """`llm`: an AsyncLLM. `life`: a directory of its own, the same after a restart; empty options: as the environment
-    variables of ARCHITECTURE.md say. `weights`, `weight_digest`, `policy`: as of `safepoint shim`.
+    variables of ARCHITECTURE.md say. `weights`, `weight_digest`, `policy`, `drain_limit_s`: as of `safepoint shim`.
 
     A data-parallel rank that goes on generating while the engine says that it is paused is named, and so are the requests that
     do; only the requests where the AsyncLLM was made with `disable_log_stats=True`: an output does not say of which rank it is.
@@ -39,14 +39,15 @@ class HeldEngine:
     def __init__(
         self, llm: Any, name: str, *, life: Path, root: str = "", coordinator: str = "", bind: str = "127.0.0.1:0",
         job_id: str = "default", token_file: str = "", weight_version: str = "", weights: str = "refuse",
-        weight_digest: bool = False, policy: str = "", kit: Kit | None = None,
+        weight_digest: bool = False, policy: str = "", drain_limit_s: float = DRAIN_LIMIT_S, kit: Kit | None = None,
     ) -> None:  # fmt: skip
         self.llm = llm
         stored = is_store(root)
         shared = Path(root) if root and not stored else None
         options = VllmOptions(
-            name, "", "", life, weights=weights, weight_digest=weight_digest, root=shared, policy=policy
-        )
+            name, "", "", life, weights=weights, weight_digest=weight_digest, root=shared, policy=policy,
+            drain_limit_s=drain_limit_s,
+        )  # fmt: skip
         self.adapter = VllmAdapter(
             options,
             lambda doors, pool, is_stale: HeldFront(llm, doors, pool, is_stale, weight_version=weight_version, kit=kit),

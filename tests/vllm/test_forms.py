@@ -92,6 +92,31 @@ async def test_frozen_means_paused_recorded_to_the_last_token_and_told_to_nobody
 
 
 @both_forms
+@pytest.mark.parametrize(("options", "limit_s"), [({}, 30.0), ({"drain_limit_s": 5.0}, 5.0)])
+async def test_a_drain_waits_so_long_and_then_keeps_what_still_runs(
+    tmp_path: Path, form: str, options: dict[str, Any], limit_s: float
+) -> None:
+    async with made(form, tmp_path, **options) as it:
+        now = 100.0
+        it.adapter.freeze.now = lambda: now
+        asked = [it.ask()]
+        await it.running()
+        await it.adapter.close("op", QuiesceMode.DRAIN, 60)
+        draining = it.adapter.quiesce(QuiesceMode.DRAIN, None)
+        for after_s in (0.0, limit_s - 0.1):
+            now = 100.0 + after_s
+            asked.append(it.ask())  # it is parked, which wakes the drain
+            drain = await anext(draining)
+            assert (drain.quiesced, drain.counts.in_flight, it.engine.paused) == (False, 1, False)
+        now = 100.0 + limit_s
+        asked.append(it.ask())
+        last = [drain async for drain in draining][-1]
+        assert (last.quiesced, last.counts.held, it.engine.paused) == (True, 1, True)
+        assert not last.excluded
+        await ended(*asked)
+
+
+@both_forms
 @pytest.mark.parametrize(("ranks", "who"), [(1, "a rank of it did not stop"), (2, "rank 1 of 2 did not stop")])
 async def test_an_engine_that_goes_on_is_not_frozen_and_its_requests_and_its_rank_are_named(
     tmp_path: Path, form: str, ranks: int, who: str

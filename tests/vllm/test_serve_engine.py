@@ -23,7 +23,7 @@ from safepoint.v1 import coordinator_service_pb2 as pb
 from coordinator.demo.ports import free_ports
 from participant_shims import serve_engine
 from participant_shims.leftovers import NAME
-from participant_shims.serve_engine import engine_environment, is_vllm, target_of
+from participant_shims.serve_engine import engine_environment, is_vllm, target_of, told_to
 from tests.vllm.real_engine import REPOSITORY, Caller
 from tests.vllm.test_control import ASK, until
 from tests.vllm.test_engine_shim import coordinating
@@ -259,6 +259,35 @@ def test_a_command_that_starts_vllm_is_known_and_so_is_where_it_listens() -> Non
     assert target_of([*serve, "--host", "0.0.0.0", "--port=8123"]) == "127.0.0.1:8123"
     assert target_of([*serve, "--host=10.0.0.7", "--port", "80"]) == "10.0.0.7:80"
     assert target_of([*serve, "--host", "fd00::1"]) == "[fd00::1]:8000"
+
+
+@pytest.mark.parametrize(
+    ("written", "flags", "where", "key"),
+    [
+        ("port: 12323\nhost: 10.0.0.7\napi-key: [sk-x, sk-y]\n", [], "10.0.0.7:12323", "sk-x"),
+        ("port: 12323\napi_key: sk-x\n", ["--port", "8123", "--api-key=sk-z"], "127.0.0.1:8123", "sk-z"),
+        ("port: 12323\nhost: null\nuds: false\n", ["--port=1", "--port", "2"], "127.0.0.1:2", ""),
+        ("tensor-parallel-size: 4\n", [], "127.0.0.1:8000", ""),
+    ],
+)
+def test_where_it_listens_is_read_in_its_config_file_which_flags_beat(
+    tmp_path: Path, written: str, flags: list[str], where: str, key: str
+) -> None:
+    path = tmp_path / "vllm.yaml"
+    path.write_text(written)
+    for given in (["--config", str(path)], [f"--config={path}"]):
+        assert target_of(["vllm", "serve", "model", *given, *flags]) == where
+        assert told_to(["vllm", "serve", "model", *given, *flags]).get("api-key", "") == key
+
+
+@pytest.mark.parametrize("written", [None, "port: [", "[1, 2]", "uds: /tmp/x", "ssl_keyfile: k", "port: 0"])
+def test_a_config_file_that_says_nothing_usable_is_refused_by_name(tmp_path: Path, written: str | None) -> None:
+    path = tmp_path / "vllm.yaml"
+    if written is not None:
+        path.write_text(written)
+    unusable = str(path) if written is None or "[" in written else r"can't be covered|--port 0"
+    with pytest.raises(ValueError, match=unusable):
+        target_of(["vllm", "serve", "model", "--config", str(path)])
 
 
 @pytest.mark.parametrize("flags", [["--uds", "/tmp/x"], ["--ssl-keyfile=k"], ["--port", "0"], ["--port", "x"]])
