@@ -27,6 +27,8 @@ ASKED: Final = 50  # rollouts of each participant that are looked at, to say who
 # Then it is said that nobody answers: within a second, and later than a sound one answers, which gives its participants 0.7 s.
 SILENT_S: Final = 0.9
 BAR_WIDTH: Final = 30
+NARROW: Final = 100  # columns of a terminal: with fewer a table would fold words into columns of letters
+_COLUMNS: Final = ("role", "state", "in flight", "parked", "held", "oldest rollout", "workers", "lease", "waits for")
 MAX_BLOCKING: Final = 5
 MAX_BEHIND: Final = 5
 _CALLING: Final = capabilities_pb2.ACTIVITY_CALLING
@@ -112,8 +114,7 @@ def _status(status: pb.GetCoordinatorStatusResponse, since_s: float, rollouts: i
     if status.operation.HasField("phase_elapsed"):
         yield _phase(status.operation, since_s, bars)
     yield from (_line(text, bars, "bold") for text in blocking(status))
-    people = _people(status)
-    yield people if people.row_count else _line("nobody is registered", bars)
+    yield _People(status) if status.participants else _line("nobody is registered", bars)
     yield from (_line(text, bars) for text in relay_lines(status))
     yield from (_line(text, bars, "bold") for text in missing_lines(status) + kept_out_lines(status))
     for edge in edges(status):
@@ -239,28 +240,47 @@ def edges(status: pb.GetCoordinatorStatusResponse) -> list[Edge]:
     return sorted(found.values(), key=lambda edge: -edge.oldest_s)
 
 
-def _people(status: pb.GetCoordinatorStatusResponse) -> Any:
-    people = table(
-        "participant", "role", "state", "in flight", "parked", "held", "oldest rollout", "workers", "lease", "waits for"
-    )
-    for health in status.participants:
-        who, seen = health.info.capabilities, health.status
-        if not health.HasField("status"):
-            state = "registered" if health.reachable else "no answer"
-            people.add_row(who.participant_id, short(who, "role"), state, *[""] * 6, health.problem)
-            continue
-        oldest = next(iter(seen.rollouts), None)
-        people.add_row(
-            who.participant_id,
-            short(who, "role"),
-            short(seen, "state"),
-            *(str(n) for n in (seen.in_flight, seen.parked, seen.held)),
-            f"{oldest.rollout_id} {seconds(oldest.age):.0f} s" if oldest is not None else "",
-            f"{sum(w.acknowledged for w in seen.workers)}/{who.configured_workers}",
-            f"{seconds(seen.lease_remaining):.0f} s" if seen.HasField("lease_remaining") else "",
-            seen.waiting_for,
-        )
-    return people
+class _People:
+    """Everybody with how it stands: a table, or where that has no room a line of words each."""
+
+    def __init__(self, status: pb.GetCoordinatorStatusResponse) -> None:
+        self._rows = [_standing_of(health) for health in status.participants]
+
+    def __rich_console__(self, _console: Any, options: Any) -> Iterator[Any]:
+        narrow = options.max_width < NARROW
+        people = table("participant", "how it stands") if narrow else table("participant", *_COLUMNS)
+        for name, cells in self._rows:
+            people.add_row(name, *([_in_words(cells)] if narrow else cells))
+        yield people
+
+
+def _standing_of(health: pb.ParticipantHealth) -> tuple[str, list[str]]:
+    """The name, and what stands in each of `_COLUMNS`."""
+    who, seen = health.info.capabilities, health.status
+    if not health.HasField("status"):
+        state = "registered" if health.reachable else "no answer"
+        return who.participant_id, [short(who, "role"), state, *[""] * 6, health.problem]
+    oldest = next(iter(seen.rollouts), None)
+    return who.participant_id, [
+        short(who, "role"),
+        short(seen, "state"),
+        *(str(n) for n in (seen.in_flight, seen.parked, seen.held)),
+        f"{oldest.rollout_id} {seconds(oldest.age):.0f} s" if oldest is not None else "",
+        f"{sum(w.acknowledged for w in seen.workers)}/{who.configured_workers}",
+        f"{seconds(seen.lease_remaining):.0f} s" if seen.HasField("lease_remaining") else "",
+        seen.waiting_for,
+    ]
+
+
+def _in_words(cells: list[str]) -> str:
+    role, state, in_flight, parked, held, oldest, workers, lease, waits = cells
+    counts = [
+        f"{n} {name}"
+        for n, name in ((in_flight, "in flight"), (parked, "parked"), (held, "held"))
+        if n not in ("", "0")
+    ]
+    named = [(oldest, "oldest"), (workers, "workers"), (lease, "lease"), (waits, "waits for")]
+    return ", ".join([f"{state} ({role})", *counts, *(f"{name} {value}" for value, name in named if value)])
 
 
 def _rollouts(status: pb.GetCoordinatorStatusResponse, limit: int) -> Any:
