@@ -7,9 +7,10 @@ with the root of SAFEPOINT_ROOT where no coordinator answers. Nothing is changed
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, Any
+from functools import partial
+from typing import TYPE_CHECKING, Annotated, Any, Final
 
 import typer
 
@@ -26,7 +27,7 @@ from coordinator.cli_options import (
     place_of,
 )
 from coordinator.cli_output import emit, note, plain, reporting, say, show
-from coordinator.wire.errors import Reason, refuse
+from coordinator.wire.errors import Reason, Refused, SafepointError, refuse
 from coordinator.wire.ids import SnapshotId
 from coordinator.wire.objects import is_url, objects_at
 from coordinator.wire.terms import Weights, counted
@@ -41,6 +42,8 @@ if TYPE_CHECKING:
 app = typer.Typer(
     no_args_is_help=True, help="List, show, verify, copy, pin and prune snapshots; with --root without a coordinator."
 )
+
+_SHOWN: Final = 5
 
 OfflineRoot = Annotated[
     str, typer.Option("--root", help="Read this snapshot root, without a coordinator.", metavar="DIR")
@@ -161,20 +164,30 @@ def verify(
 ) -> None:
     """Read every byte of a snapshot and compare all digests. Exit code 6 when it is damaged; the file is named.
 
+    Of latest: the newest that a list shows. Exit code 6 as well when there is one so damaged that no list shows it.
+
     Example: safepoint snapshots verify step-40 --root /data/snapshots
     """
     from coordinator.cli_views import weights_lines
     from coordinator.client_results import size_text
+
+    spoilt: dict[str, str] = {}
 
     def read(root: str) -> _Verified:
         if is_url(root) and not is_stored_root(root):
             from coordinator import archive
 
             objects = objects_at(root)
+            if snapshot == "latest":
+                found = archive.listing(objects)
+                spoilt.update(_spoilt(found.invalid, bool(found.snapshots), partial(archive.verify, objects)))
             name = archive.newest(objects) if snapshot == "latest" else snapshot
             checked = archive.verify(objects, name)
         else:
             store = open_store(root, as_json)
+            if snapshot == "latest":
+                found = store.list()
+                spoilt.update(_spoilt(found.invalid, bool(found.snapshots), store.verify))
             name = newest(store) if snapshot == "latest" else snapshot
             checked = store.verify(name)
         held = _summary(checked.manifest, "")
@@ -183,7 +196,11 @@ def verify(
         )
 
     def ask(client: Client) -> _Verified:
-        name = named(client.snapshots().published, snapshot).snapshot_id if snapshot == "latest" else snapshot
+        name = snapshot
+        if snapshot == "latest":
+            found = client.snapshots()
+            spoilt.update(_spoilt(found.invalid, bool(found.published), partial(client.verify, timeout=timeout)))
+            name = named(found.published, snapshot).snapshot_id
         answer = client.verify(name, timeout=timeout)
         held = _summary(answer.manifest, "")
         return _Verified(
@@ -193,6 +210,8 @@ def verify(
     with reporting(as_json):
         one = asked_or_read(root, Where(target, token_file, wait, as_json), ask, read)
         if as_json:
+            if spoilt:
+                raise _beside(one.snapshot_id, spoilt)
             emit(plain(one))
             return
         # The first is what a list says; everything that was read is that and the manifests which vouch for it.
@@ -202,6 +221,37 @@ def verify(
             say(line)
         if one.unlisted:
             note(f"ignored, not part of it: {', '.join(one.unlisted)}")
+        if spoilt:
+            raise _beside(one.snapshot_id, spoilt)
+
+
+def _spoilt(invalid: Mapping[str, str], some: bool, check: Callable[[str], object]) -> dict[str, str]:
+    """Which of the directories in which a list has seen no snapshot hold a damaged one, and what is wrong with it. Raises
+    SNAPSHOT_CORRUPT when there are such and no others (not `some`), and what `check` raises."""
+    from coordinator.client_requests import SPOILT, may_be_spoilt, no_snapshot
+
+    found: dict[str, str] = {}
+    for name in may_be_spoilt(invalid):
+        try:
+            check(name)
+        except SafepointError as error:
+            if error.reason in SPOILT:
+                found[name] = error.problem.message
+            elif error.reason is not Reason.SNAPSHOT_NOT_FOUND:  # what a failed save left is no snapshot
+                raise
+    if found and not some:
+        raise no_snapshot(found)
+    return found
+
+
+def _beside(whole: str, spoilt: Mapping[str, str]) -> Refused:
+    how = " ".join(f"{name}: {why}" for name, why in list(spoilt.items())[:_SHOWN])
+    more = f" And {len(spoilt) - _SHOWN} more." if len(spoilt) > _SHOWN else ""
+    return refuse(
+        Reason.SNAPSHOT_CORRUPT,
+        f"{whole} is whole, and {counted(len(spoilt), 'snapshot')} beside it cannot be restored. {how}{more}",
+        next_step=f"`safepoint restore latest` passes over them and takes {whole}. Repair them, or move them out of the root.",
+    )
 
 
 @dataclass(frozen=True, slots=True)

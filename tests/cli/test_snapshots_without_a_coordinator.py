@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -9,6 +10,9 @@ from safepoint.v1 import manifest_pb2
 
 from coordinator.publication import Publisher
 from coordinator.snapshots import SnapshotStore
+from coordinator.wire.errors import Reason
+from coordinator.wire.ids import SnapshotId
+from coordinator.wire.manifest_file import LEDGER_NAME
 from tests.cli.conftest import Safepoint
 from tests.client.fake_coordinator import FakeCoordinator, Fault, entries
 from tests.coordinator.test_snapshots import AGENT, make
@@ -84,3 +88,49 @@ async def test_what_would_change_the_root_is_not_done_by_itself_and_says_how(saf
 async def test_a_root_without_snapshots_is_not_taken_for_one(safepoint: Safepoint, tmp_path: Path) -> None:
     alone = {"SAFEPOINT_ROOT": str(tmp_path), "SAFEPOINT_COORDINATOR": ""}
     assert (await safepoint("snapshots", "ls", "--wait", "0.1", env=alone)).code == 5
+
+
+HARM: dict[str, Callable[[Path], object]] = {
+    "the manifest": lambda snapshot: (snapshot / "manifest.json").write_bytes(b"no manifest"),
+    "the ledger": lambda snapshot: (snapshot / LEDGER_NAME).write_bytes(b"{"),
+    "a part": lambda snapshot: (snapshot / "agent").rename(snapshot / "agent-2"),
+    "its name": lambda snapshot: snapshot.rename(snapshot.with_name("step-3")),
+}
+
+
+@pytest.mark.parametrize("harmed", sorted(HARM))
+async def test_the_newest_that_is_whole_is_no_answer_about_one_that_no_list_shows(
+    safepoint: Safepoint, root: Path, harmed: str
+) -> None:
+    store = SnapshotStore(root, "job-1")
+    store.begin(SnapshotId("in-the-making"))
+    make(store, "step-2", Publisher(store, 1))
+    assert (await safepoint("snapshots", "verify", "--root", str(root))).out.startswith("step-2 is whole")
+    HARM[harmed](root / "snapshots" / "step-2")
+    ran = await safepoint("snapshots", "verify", "--root", str(root))
+    assert ran.code == 6
+    assert ran.out.startswith("step-1 is whole")
+    assert "step-1 is whole, and 1 snapshot beside it cannot be restored" in ran.err
+    assert ("step-3" if harmed == "its name" else "step-2") in ran.err
+    assert "in-the-making" not in ran.err
+    told = await safepoint("snapshots", "verify", "--root", str(root), "--json")
+    assert (told.code, told.json()["error"]["reason"]) == (6, "SNAPSHOT_CORRUPT")
+    assert (await safepoint("snapshots", "verify", "step-1", "--root", str(root))).code == 0
+
+
+async def test_when_all_that_is_there_is_damaged_nothing_is_said_to_be_missing(
+    safepoint: Safepoint, root: Path
+) -> None:
+    HARM["the ledger"](root / "snapshots" / "step-1")
+    ran = await safepoint("snapshots", "verify", "--root", str(root))
+    assert ran.code == 6
+    assert "none of them verifies: step-1" in ran.err
+
+
+async def test_a_coordinator_is_asked_of_what_no_list_shows(safepoint: Safepoint, fake: FakeCoordinator) -> None:
+    fake.published = ["step-1"]
+    fake.invalid = {"step-2": "no manifest", "half": "never published"}
+    fake.damaged = {"step-2": Reason.SNAPSHOT_CORRUPT}
+    ran = await safepoint("snapshots", "verify")
+    assert ran.code == 6
+    assert "1 snapshot beside it cannot be restored. step-2" in ran.err
