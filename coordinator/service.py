@@ -274,7 +274,8 @@ class CoordinatorService(coordinator_service_pb2_grpc.CoordinatorServicer):
     async def ListSnapshots(self, request: pb.ListSnapshotsRequest, context: Context) -> pb.ListSnapshotsResponse:
         time_budget(context)
         size = min(request.page_size or DEFAULT_PAGE, MAX_PAGE)
-        known = self._paged if request.page_token else {}  # a page is no reason to read every manifest again
+        # A page is no reason to read every manifest again.
+        known = self._paged if request.page_token else dict[str, manifest_pb2.SnapshotManifest]()
         listing = await asyncio.to_thread(self._operations.store.list, known)
         pinned = await asyncio.to_thread(pruning.pins, self._operations.store)
         found = list(listing.snapshots)
@@ -304,7 +305,8 @@ class CoordinatorService(coordinator_service_pb2_grpc.CoordinatorServicer):
             self._forgetting.cancel()
             self._forgetting = None
         if found:
-            self._forgetting = asyncio.get_running_loop().call_later(PAGED_FOR_S, self._keep_for_next_page, {})
+            nothing: dict[str, manifest_pb2.SnapshotManifest] = {}
+            self._forgetting = asyncio.get_running_loop().call_later(PAGED_FOR_S, self._keep_for_next_page, nothing)
 
     async def ReadLedger(self, request: pb.ReadLedgerRequest, context: Context) -> AsyncIterator[pb.ReadLedgerEvent]:
         time_budget(context)

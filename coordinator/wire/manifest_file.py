@@ -145,7 +145,7 @@ def verify_files(
 
     `chunks`: those of the root; None for a directory of a disk, which shows where they are.
 
-    Raises SNAPSHOT_CORRUPT naming the first file that is missing or differs, SNAPSHOT_UNSAFE for links and devices.
+    Raises SNAPSHOT_CORRUPT naming the first file that is missing or differs, and how many chunks, SNAPSHOT_UNSAFE for links and devices.
     """
     size = 0
     for entry in manifest.files:
@@ -173,8 +173,18 @@ def _verify_chunks(directory: Folder, manifest: manifest_pb2.ParticipantManifest
     }
     if named != listed:
         raise _corrupt(str(directory.path / MANIFEST_NAME), "its chunks are not those of its files")
+    damaged: list[SafepointError] = []
     for chunk in sorted(listed, key=lambda chunk: chunk.sha256):
-        chunks.check(chunk)
+        try:
+            chunks.check(chunk)
+        except SafepointError as error:  # the others are read as well: no save relies on what is found damaged here
+            if error.reason not in (Reason.SNAPSHOT_CORRUPT, Reason.SNAPSHOT_UNSAFE):
+                raise
+            damaged.append(error)
+    if damaged:
+        first, more = damaged[0].problem, len(damaged) - 1
+        so_are = f" And {more} more of its chunks cannot be used." if more else ""
+        raise refuse(first.reason, first.message + so_are)
     return sum(chunk.size_bytes for chunk in listed)
 
 

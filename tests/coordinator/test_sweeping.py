@@ -18,7 +18,7 @@ from coordinator.protocol.topology import Participant, Topology
 from coordinator.publication import SEEN_WITHIN_S, Cut, Publisher
 from coordinator.retention import Retention
 from coordinator.snapshots import SnapshotStore
-from coordinator.wire.chunks import Chunks, ChunkWriter
+from coordinator.wire.chunks import Chunk, Chunks, ChunkWriter
 from coordinator.wire.errors import Reason, SafepointError
 from coordinator.wire.ids import IncarnationId, OperationId, ParticipantId, SnapshotId
 from coordinator.wire.manifest_file import read_participant_manifest, verify_files, write_participant_manifest
@@ -102,6 +102,21 @@ def test_a_part_whose_chunk_is_not_there_any_more_is_not_published(store: Snapsh
     assert raised.value.reason is Reason.SNAPSHOT_CORRUPT
     assert str(path) in raised.value.problem.message
     assert [one.snapshot_id for one in store.list().snapshots] == ["a"]
+
+
+def test_every_chunk_that_is_damaged_is_relied_upon_no_more_and_the_first_is_named_with_how_many(
+    store: SnapshotStore,
+) -> None:
+    save(store, "a", [b"one", b"two", b"three"])
+    chunks = Chunks(store.root)
+    found = sorted(chunks.all(), key=lambda one: one.sha256)
+    chunks.path(found[0].sha256).write_bytes(b"?" * found[0].size_bytes)
+    chunks.path(found[2].sha256).write_bytes(b"?" * found[2].size_bytes)
+    with pytest.raises(SafepointError) as raised:
+        store.verify("a")
+    assert str(chunks.path(found[0].sha256)) in raised.value.problem.message
+    assert "1 more of its chunks" in raised.value.problem.message
+    assert [chunks.has(Chunk(one.sha256, one.size_bytes)) for one in found] == [False, True, False]
 
 
 def test_a_chunk_that_another_machine_wrote_is_waited_for_a_little(store: SnapshotStore) -> None:
