@@ -141,7 +141,9 @@ def snapshots_view(published: Sequence[SnapshotSummary], invalid: Mapping[str, s
 
     uploads = [one.upload for one in published if one.upload is not None]
     columns = ["in the store"] if uploads else []
-    rows = table("snapshot", "when (UTC)", "size", "completed", "in flight", "restart", *columns, "participants")
+    engines = any(one.in_engines for one in published)
+    more = ["in engines"] if engines else []
+    rows = table("snapshot", "when (UTC)", "size", "completed", "in flight", *more, "restart", *columns, "participants")
     for one in published:
         sent = [one.upload.state if one.upload is not None else ""] if uploads else []
         rows.add_row(
@@ -150,6 +152,7 @@ def snapshots_view(published: Sequence[SnapshotSummary], invalid: Mapping[str, s
             size_text(one.size_bytes),
             str(one.totals.completed),
             str(one.totals.kept_in_flight),
+            *([str(one.in_engines)] if engines else []),
             str(one.totals.excluded),
             *sent,
             ", ".join(one.participant_ids),
@@ -183,6 +186,7 @@ def snapshot_text(one: SnapshotSummary) -> str:
         ),
         f"fingerprint   {one.topology_fingerprint}",
     ]
+    lines += [f"requests      {name}: {requests} in flight" for name, requests in one.engine_requests.items()]
     lines += weights_lines(one.weights)
     lines += [f"metadata      {key} = {value}" for key, value in sorted(one.metadata.items())]
     lines += [f"pinned        {one.pin_reason}"] if one.pin_reason else []

@@ -108,6 +108,8 @@ class SnapshotSummary:
 
     `pin_reason`: why it is never pruned; empty when it is not pinned. Known in lists only, as is `upload`: how far its copy in
     the object store is; None where the coordinator uploads nothing. `weights`: those of each engine at the cut, by its name.
+    `engine_requests`: those that were in flight at each engine at the cut, of rollouts or of nobody; engines that had none are
+    left out.
     """
 
     snapshot_id: str
@@ -121,6 +123,17 @@ class SnapshotSummary:
     pin_reason: str = ""
     upload: UploadSummary | None = None
     weights: Mapping[str, Weights] = field(default_factory=dict[str, Weights])
+    engine_requests: Mapping[str, int] = field(default_factory=dict[str, int])
+
+    @property
+    def in_engines(self) -> int:
+        """Requests that were in flight at engines at the cut."""
+        return sum(self.engine_requests.values())
+
+
+def _in_engines(snapshot: SnapshotSummary, what: str) -> str:
+    """A part of a line, empty where there are none."""
+    return f"{counted(snapshot.in_engines, 'request')} in engines {what}, " if snapshot.in_engines else ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,7 +183,7 @@ class SaveResult:
         """
         text = (
             f"snapshot {self.snapshot_id}: paused {self.pause_s:.2f} s, {self.totals.kept_in_flight} in flight kept, "
-            f"{self.totals.excluded} to restart, {size_text(self.size_bytes)}"
+            f"{_in_engines(self.snapshot, 'kept')}{self.totals.excluded} to restart, {size_text(self.size_bytes)}"
         )
         if self.unconfirmed:
             text += f"; not heard from since: {', '.join(self.unconfirmed)}"
@@ -248,10 +261,12 @@ class RestoreSummary:
 
     @property
     def line(self) -> str:
-        """One line for the training log."""
+        """One line for the training log. The requests of engines, which the coordinator counts as sessions, are told apart."""
+        sessions = max(0, self.sessions - self.snapshot.in_engines)
         text = (
             f"restored {self.snapshot_id}: {self.totals.kept_in_flight} in flight continue, "
-            f"{self.totals.completed} answered from record, {self.totals.excluded} restart, {counted(self.sessions, 'session')}"
+            f"{_in_engines(self.snapshot, 'continue when they are asked again')}"
+            f"{self.totals.completed} answered from record, {self.totals.excluded} restart, {counted(sessions, 'session')}"
         )
         moved = sum(p.from_actor != p.to_actor for p in self.placements)
         text += f", spread over {len({p.to_actor for p in self.placements})} actors" if moved else ""
@@ -341,6 +356,7 @@ def summary_from(info: pb.SnapshotInfo) -> SnapshotSummary:
         info.pin_reason,
         upload_from(info.upload) if info.HasField("upload") else None,
         {name: Weights(its.version, its.digest_sha256) for name, its in sorted(info.weights.items())},
+        dict(sorted(info.engine_requests.items())),
     )
 
 

@@ -33,7 +33,7 @@ from coordinator.wire.errors import Problem, Reason, Refused, refuse
 from coordinator.wire.folder import Folder
 from coordinator.wire.ids import ParticipantId, SnapshotId
 from coordinator.wire.manifest_file import LEDGER_NAME, MANIFEST_NAME, PLAIN_FORMAT
-from coordinator.wire.terms import Phase, StragglerPolicy
+from coordinator.wire.terms import Phase, Role, StragglerPolicy
 
 SEEN_WITHIN_S: Final = 3.0
 LOOK_EVERY_S: Final = 0.1
@@ -265,4 +265,5 @@ def _reference(participant: Participant, proof: Committed | None, part: _Part | 
         size_bytes=proof.size_bytes if proof is not None else 0,
         capabilities=convert.capabilities(participant),
         weights=part.weights if part is not None else None,
+        engine_requests=proof.sessions if proof is not None and participant.role is Role.ENGINE else 0,
     )

@@ -211,4 +211,7 @@ def snapshot_info(
         metadata=manifest.metadata,
         pin_reason=pin_reason,
         weights={each.participant_id: each.weights for each in manifest.participants if each.HasField("weights")},
+        engine_requests={
+            each.participant_id: each.engine_requests for each in manifest.participants if each.engine_requests
+        },
     )

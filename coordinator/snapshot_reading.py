@@ -124,7 +124,7 @@ class SnapshotReader:
                 with blamed, _participant_directory(directory, reference.participant_id) as part:
                     found, stored = _participant_manifest(part, reference)
                     _check_belongs(found, manifest, reference.participant_id)
-                    _check_weights(found, reference, directory.path)
+                    _check_noted(found, reference, directory.path)
                     verified = verify_files(part, found, self.chunks())
                 files += verified.files + 1
                 size += verified.size_bytes + stored.size_bytes
@@ -374,14 +374,16 @@ def _check_belongs(
         )
 
 
-def _check_weights(
-    found: manifest_pb2.ParticipantManifest, reference: manifest_pb2.ParticipantRef, where: Place
-) -> None:
-    # A coordinator that did not know of weights has named none; one that did has copied what it read.
-    if reference.HasField("weights") and reference.weights != found.weights:
+def _check_noted(found: manifest_pb2.ParticipantManifest, reference: manifest_pb2.ParticipantRef, where: Place) -> None:
+    # A coordinator that did not know of weights has named none; one that did has copied what it read. So for requests.
+    wrong = [
+        *(["weights"] if reference.HasField("weights") and reference.weights != found.weights else []),
+        *(["requests"] if reference.engine_requests not in (0, found.sessions) else []),
+    ]
+    if wrong:
         raise refuse(
             Reason.SNAPSHOT_CORRUPT,
-            f"{where / MANIFEST_NAME} is damaged: the weights that it names of {reference.participant_id} are not those of "
+            f"{where / MANIFEST_NAME} is damaged: the {wrong[0]} that it names of {reference.participant_id} are not those of "
             "its own manifest.",
             participant_id=reference.participant_id,
         )

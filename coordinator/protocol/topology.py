@@ -188,12 +188,12 @@ def _whole(topology: Topology) -> Iterator[Finding]:
             "says what became of them: that of your `gym env start`, or of `safepoint serve`.",
         )  # fmt: skip
         return
+    if roles == {Role.ENGINE}:
+        return  # they hold what they generate, and freeze it themselves
     if Role.AGENT not in roles:
-        # Engines alone hold prefixes that are worth a snapshot; with any other server a missing agent loses rollouts.
         yield finding_of(
             invalid, "", "No agent is registered, so that no rollout would be in a snapshot.",
             "Start the agent servers with the gate, or see why their shims did not register.",
-            blocking=roles != {Role.ENGINE},
         )  # fmt: skip
     if Role.POLICY_MODEL not in roles:
         yield finding_of(

@@ -457,6 +457,13 @@ def test_a_manifest_that_names_other_weights_than_its_parts_is_damaged_and_one_t
     assert store.verify("step-1").manifest == manifest
 
 
+def test_a_manifest_that_counts_other_requests_than_its_parts_is_damaged(store: SnapshotStore, tmp_path: Path) -> None:
+    manifest = make(store, "step-1")
+    manifest.participants[0].engine_requests = 6
+    (tmp_path / "root" / "snapshots" / "step-1" / "manifest.json").write_bytes(encode(SNAPSHOT_KIND, manifest))
+    assert f"the requests that it names of {AGENT}" in str(refused(store.verify, "step-1"))
+
+
 @pytest.mark.parametrize("who", [AGENT, JUDGE])
 def test_a_manifest_that_binds_other_parts_than_those_that_were_committed_is_damaged(
     store: SnapshotStore, tmp_path: Path, who: str

@@ -261,6 +261,13 @@ def test_a_quiesce_mode_that_is_not_offered_is_refused_and_abort_is_for_engines_
     assert validate(Topology((*HEALTHY, engine)), QuiesceMode.ABORT) == []
 
 
+def test_engines_alone_hold_what_they_generate_and_nothing_is_missed() -> None:
+    engine = participant("engine", Role.ENGINE)
+    assert validate(Topology((engine,))) == []
+    judge = participant("judge", Role.AUXILIARY_MODEL)
+    assert [f.blocking for f in validate(Topology((engine, judge))) if "No agent" in f.message] == [True]
+
+
 def test_several_blocking_findings_make_one_problem_that_has_them_all() -> None:
     broken = (*changed("box", role=Role.UNSPECIFIED), participant("x", Role.AGENT, configured_workers=0))
     problem = problem_from_findings(validate(Topology(broken)))

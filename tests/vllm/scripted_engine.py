@@ -152,7 +152,7 @@ class Scripted:
                 # The same token at the same place, whatever was prompt and what was generated before.
                 words.append(100 + len(prompt) + len(words))
                 if body.get("stream"):
-                    stops = len(prompt) + len(words) - 3 == self.stops_at
+                    stops = self.stops_at > 0 and len(prompt) + len(words) - 3 == self.stops_at
                     last = stops or len(words) == limit
                     said = chunk(words[-1:], chat, len(words) == 1, prompt, last, "stop" if stops else "length")
                     if stops and chat:

@@ -20,6 +20,8 @@ from safepoint.v1 import coordinator_service_pb2 as pb
 from safepoint.v1 import coordinator_service_pb2_grpc, participant_service_pb2_grpc
 from safepoint.v1 import participant_service_pb2 as participant
 
+from coordinator.cli_views import snapshot_text
+from coordinator.client_async import AsyncClient
 from coordinator.server import Coordinator, serve
 from coordinator.settings import Settings
 from coordinator.wire.rpc import channel
@@ -122,6 +124,36 @@ async def test_a_generation_in_flight_is_saved_and_goes_on_after_everything_died
         assert said.label == "exact; kept=5"
         stale, answer = await caller.post("/v1/completions", question, CallIdentity("r-1", 0, "0.1").headers())
         assert (stale, answer["error"]["reason"]) == (409, "STALE_ATTEMPT")
+
+
+async def test_requests_of_no_rollout_are_counted_wherever_a_snapshot_is_told_of(short_path: Path) -> None:
+    async with (
+        scripted() as engine,
+        beside(engine, short_path) as (shim, adapter, caller),
+        coordinating(short_path) as (core, _),
+        AsyncClient(core.address) as client,
+    ):
+        await registered(shim, core)
+        assert not (await client.topology()).findings
+        asked = [asyncio.create_task(caller.whole({**ASK, "prompt": [n]})) for n in range(6)]
+        await until(lambda: len(engine.running) == 6)
+        engine.step(3)
+        saved = await client.save("snap-1")
+        assert saved.line.partition(" s, ")[2].startswith("0 in flight kept, 6 requests in engines kept, 0 to restart")
+        (listed,) = (await client.snapshots()).published
+        assert (listed.engine_requests, listed.totals.all) == ({"engine": 6}, 0)
+        assert "requests      engine: 6 in flight" in snapshot_text(listed)
+        (part,) = (await client.verify("snap-1")).manifest.participants
+        assert part.engine_requests == 6
+        engine.step(8)
+        await asyncio.gather(*asked)
+        restored = await client.restore("snap-1")
+        assert restored.line == (
+            "restored snap-1: 0 in flight continue, 6 requests in engines continue when they are asked again, "
+            "0 answered from record, 0 restart, 0 sessions, still paused"
+        )
+        await client.resume()
+        assert len(adapter.pool) == 6
 
 
 async def test_a_restore_compares_the_weights_of_the_manifest_with_those_of_the_engine(short_path: Path) -> None:

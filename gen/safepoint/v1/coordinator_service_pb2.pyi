@@ -1647,6 +1647,26 @@ class SnapshotInfo(_message.Message):
         def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
         def WhichOneof(self, oneof_group: _Never) -> None: ...
 
+    @_typing.final
+    class EngineRequestsEntry(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: _builtins.int
+        VALUE_FIELD_NUMBER: _builtins.int
+        key: _builtins.str
+        value: _builtins.int
+        def __init__(
+            self,
+            *,
+            key: _builtins.str = ...,
+            value: _builtins.int = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
     SNAPSHOT_ID_FIELD_NUMBER: _builtins.int
     OPERATION_ID_FIELD_NUMBER: _builtins.int
     CREATE_TIME_FIELD_NUMBER: _builtins.int
@@ -1658,6 +1678,7 @@ class SnapshotInfo(_message.Message):
     PIN_REASON_FIELD_NUMBER: _builtins.int
     UPLOAD_FIELD_NUMBER: _builtins.int
     WEIGHTS_FIELD_NUMBER: _builtins.int
+    ENGINE_REQUESTS_FIELD_NUMBER: _builtins.int
     snapshot_id: _builtins.str
     """REQUIRED."""
     operation_id: _builtins.str
@@ -1692,6 +1713,12 @@ class SnapshotInfo(_message.Message):
     def weights(self) -> _containers.MessageMap[_builtins.str, _manifest_pb2.Weights]:
         """OPTIONAL. The weights of each engine at the cut, by participant_id."""
 
+    @_builtins.property
+    def engine_requests(self) -> _containers.ScalarMap[_builtins.str, _builtins.int]:
+        """OPTIONAL. The requests that were in flight at each engine at the cut, by participant_id, those of rollouts among them. Not of
+        engines that had none.
+        """
+
     def __init__(
         self,
         *,
@@ -1706,10 +1733,11 @@ class SnapshotInfo(_message.Message):
         pin_reason: _builtins.str = ...,
         upload: Global___SnapshotUpload | None = ...,
         weights: _abc.Mapping[_builtins.str, _manifest_pb2.Weights] | None = ...,
+        engine_requests: _abc.Mapping[_builtins.str, _builtins.int] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["create_time", b"create_time", "totals", b"totals", "upload", b"upload"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["create_time", b"create_time", "metadata", b"metadata", "operation_id", b"operation_id", "participant_ids", b"participant_ids", "pin_reason", b"pin_reason", "size_bytes", b"size_bytes", "snapshot_id", b"snapshot_id", "topology_fingerprint", b"topology_fingerprint", "totals", b"totals", "upload", b"upload", "weights", b"weights"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["create_time", b"create_time", "engine_requests", b"engine_requests", "metadata", b"metadata", "operation_id", b"operation_id", "participant_ids", b"participant_ids", "pin_reason", b"pin_reason", "size_bytes", b"size_bytes", "snapshot_id", b"snapshot_id", "topology_fingerprint", b"topology_fingerprint", "totals", b"totals", "upload", b"upload", "weights", b"weights"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -395,12 +395,17 @@ class ParticipantRef(_message.Message):
     SIZE_BYTES_FIELD_NUMBER: _builtins.int
     CAPABILITIES_FIELD_NUMBER: _builtins.int
     WEIGHTS_FIELD_NUMBER: _builtins.int
+    ENGINE_REQUESTS_FIELD_NUMBER: _builtins.int
     participant_id: _builtins.str
     """REQUIRED. Who wrote it; also the name of its directory."""
     manifest_sha256: _builtins.str
     """REQUIRED. SHA-256 hex of its stored manifest.json, envelope included; empty for a participant that does not commit."""
     size_bytes: _builtins.int
     """REQUIRED. Sum of the sizes of its files and chunks; other snapshots may have the same chunks."""
+    engine_requests: _builtins.int
+    """OPTIONAL. Of an engine: the requests in flight at the cut, which its manifest counts as sessions, here for lists. Zero also
+    where the coordinator did not note them.
+    """
     @_builtins.property
     def capabilities(self) -> _capabilities_pb2.Capabilities:
         """REQUIRED. What it was at the cut."""
@@ -417,10 +422,11 @@ class ParticipantRef(_message.Message):
         size_bytes: _builtins.int = ...,
         capabilities: _capabilities_pb2.Capabilities | None = ...,
         weights: Global___Weights | None = ...,
+        engine_requests: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["capabilities", b"capabilities", "weights", b"weights"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["capabilities", b"capabilities", "manifest_sha256", b"manifest_sha256", "participant_id", b"participant_id", "size_bytes", b"size_bytes", "weights", b"weights"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["capabilities", b"capabilities", "engine_requests", b"engine_requests", "manifest_sha256", b"manifest_sha256", "participant_id", b"participant_id", "size_bytes", b"size_bytes", "weights", b"weights"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
