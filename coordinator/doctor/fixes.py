@@ -6,7 +6,15 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Final
 
-from coordinator.wire.remarks import COORDINATOR_SILENT, REGISTRATION_ENDS, SESSIONS_ELSEWHERE, STATE_LOST, WORKER_AWAY
+from coordinator.wire.remarks import (
+    COORDINATOR_SILENT,
+    ENGINE_SILENT,
+    NO_SUCH_VLLM,
+    REGISTRATION_ENDS,
+    SESSIONS_ELSEWHERE,
+    STATE_LOST,
+    WORKER_AWAY,
+)
 from coordinator.wire.rpc import PING_EVERY_MS
 
 FIXES: Final[Mapping[str, str]] = MappingProxyType(
@@ -21,6 +29,10 @@ FIXES: Final[Mapping[str, str]] = MappingProxyType(
         "configuration: each has a gate then, and calls find the one with their session.",
         STATE_LOST: "Nothing is to be done for the rollout: it has begun again. See why the server, or one of its workers, ended: "
         "its log and `safepoint status` say so.",
+        NO_SUCH_VLLM: "Either vLLM runs there without VLLM_SERVER_DEV_MODE=1, or another server has its port: see what listens "
+        "there, then start vLLM on that port with that variable (`safepoint serve` sets it). The warning goes when it answers.",
+        ENGINE_SILENT: "See whether vLLM lives, by its log: one that is stopped (where `ps` says T) or hangs answers nobody, and a "
+        "save is refused. Let it go on, or start it again. The warning goes when it answers.",
         WORKER_AWAY: "Wait: the server starts another worker, and calls go on there. If none comes, see the server's log, and "
         "start it again.",
     }

@@ -13,4 +13,6 @@ COORDINATOR_SILENT: Final = "The coordinator falls silent again and again"
 SILENT: Final = "The coordinator has been silent"  # why one registration ended
 SESSIONS_ELSEWHERE: Final = "Calls do not stay with the process that has their session"
 STATE_LOST: Final = "has lost its state of this rollout"
+ENGINE_SILENT: Final = "The engine gives no sign of life"
+NO_SUCH_VLLM: Final = "it is no vLLM that can be paused"
 WORKER_AWAY: Final = "which holds the sessions of their rollouts and cannot be reached"

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from coordinator.wire.errors import Reason, SafepointError, refuse
+from coordinator.wire.remarks import ENGINE_SILENT, NO_SUCH_VLLM
 from coordinator.wire.terms import CheckpointMode, QuiesceMode, Role, Weights
 from participant_shims.adapter import (
     Closed,
@@ -54,6 +55,7 @@ DIGEST_S: Final = 120.0
 DRAIN_LIMIT_S: Final = 30.0
 LOOK_AGAIN_S: Final = 1.0
 LOOK_S: Final = 0.05
+WATCH_EVERY_S: Final = 10.0
 SPEAKS_S: Final = 30.0  # how long running streams may be silent after an opening; inside a long prefill they are
 
 
@@ -105,7 +107,8 @@ class VllmAdapter:
         self._engine: Engine | None = None
         self._looking: asyncio.Task[Engine] | None = None
         self._released: Released | None = None  # what an opening has released that is not over yet
-        self._wedged = ""
+        self._wedged = self._silent = ""
+        self._wedged_at = 0.0  # loop time
         self._tasks: set[asyncio.Task[Any]] = set()
 
     @property
@@ -142,6 +145,7 @@ class VllmAdapter:
         except OSError as error:
             raise refuse(Reason.UNAVAILABLE, f"{self._options.listen} can't be bound: {error.strerror}.") from error
         self._spawn(self._settle)
+        self._spawn(self._watch)
 
     async def stop(self) -> None:
         self.doors.open("stop")
@@ -306,6 +310,7 @@ class VllmAdapter:
             waiting_for="; ".join(remarks),
             anonymous_requests=self.doors.anonymous_total,
             closed_for_s=self.doors.closed_for_s,
+            warnings=tuple(filter(None, (self._silent, self._wedged and f"{ENGINE_SILENT}: {self._wedged}."))),
         )
 
     # ---- parts ----------------------------------------------------------------------------------------------------
@@ -322,6 +327,26 @@ class VllmAdapter:
                     log.error("%s", error)
                     return
                 await asyncio.sleep(LOOK_AGAIN_S)
+
+    async def _watch(self) -> None:
+        """Now and then, whether it is there: a save is not the first to notice that it is stopped, or that another server has
+        its port."""
+        while True:
+            await asyncio.sleep(WATCH_EVERY_S)
+            if self._engine is None:
+                continue  # `_settle` waits for it
+            before = self._silent, self._wedged
+            try:
+                await self.front.is_paused(PATIENT_S)
+                self._silent = ""
+            except SafepointError as error:
+                said = error.problem.message
+                self._silent = said if NO_SUCH_VLLM in said else f"{ENGINE_SILENT}: {said}"
+            if self.front.spoke_at > self._wedged_at:
+                self._wedged = ""
+            if (self._silent, self._wedged) != before:
+                log.warning("%s", self._silent or f"{self.target} answers again")
+                self._changed()
 
     async def alive(self) -> str:
         """Whether the engine does something, which its /health does not tell: empty, or what is wrong.
@@ -351,6 +376,7 @@ class VllmAdapter:
 
     async def _look_alive(self) -> None:
         self._wedged = await self.alive()
+        self._wedged_at = asyncio.get_running_loop().time()
         if self._wedged:
             log.error("%s", self._wedged)
             self._changed()

@@ -76,7 +76,8 @@ class Freeze:
             # It was waited for: asking again shortly would only wait once more, with everybody paused.
             raise refuse(
                 Reason.DECLINED, error.problem.message,
-                next_step=f"See whether vLLM at {self._front.where} lives, by its log; then save again.",
+                next_step=error.problem.next_step
+                or f"See whether vLLM at {self._front.where} lives, by its log; then save again.",
             ) from error  # fmt: skip
         finally:
             looking.cancel()

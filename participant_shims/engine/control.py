@@ -14,7 +14,8 @@ import logging
 from collections.abc import AsyncGenerator, Coroutine
 from typing import Any, Final, TypeVar
 
-from coordinator.wire.errors import Reason, refuse
+from coordinator.wire.errors import Reason, SafepointError, refuse
+from coordinator.wire.remarks import NO_SUCH_VLLM
 from participant_shims.engine.call import Answer, NotSent, Unknown, call
 
 log = logging.getLogger(__name__)
@@ -47,9 +48,9 @@ class EngineControl:
         except (NotSent, Unknown) as error:
             raise refuse(Reason.UNAVAILABLE, f"vLLM at {self.target} does not answer: {error}.") from error
         paused = answer.value("is_paused")
-        if answer.status != 200 or not isinstance(paused, bool):
-            raise refuse(Reason.UNAVAILABLE, f"vLLM at {self.target} answered /is_paused with {answer.status}.")
-        return paused
+        if answer.status == 200 and isinstance(paused, bool):
+            return paused
+        raise self._refused("/is_paused", answer)
 
     async def pause(self, mode: str) -> float:
         """Pause with `keep` (frozen; token-exact after resume) or `abort`; returns once `/is_paused` says so.
@@ -113,10 +114,21 @@ class EngineControl:
                     raise refuse(Reason.ABORTED, f"The pause of {self.target} was overtaken by a resume.")
                 answer = await self._send(path, end)
                 if answer is not None and answer.status != 200:
-                    raise refuse(Reason.UNAVAILABLE, f"{path} was answered {answer.status}: {answer.body[:200]!r}.")
+                    raise self._refused(path, answer)
                 answered_at = loop.time()
                 if await self._settled(True, end):
                     return loop.time() if answer is None else answered_at
+
+    def _refused(self, path: str, answer: Answer) -> SafepointError:
+        if answer.status >= 500:
+            said = f"vLLM at {self.target} answered {path} with {answer.status}: {answer.body[:200]!r}."
+            return refuse(Reason.UNAVAILABLE, said)
+        return refuse(
+            Reason.UNAVAILABLE,
+            f"What listens at {self.target} answered {path.partition('?')[0]} with {answer.status}: {NO_SUCH_VLLM}.",
+            next_step="Either vLLM runs there without VLLM_SERVER_DEV_MODE=1, or another server has its port: see what listens "
+            "there, and start vLLM on that port with that variable; then save again.",
+        )
 
     async def _resume(self) -> None:
         async with self.turn("resume", SETTLE_S):

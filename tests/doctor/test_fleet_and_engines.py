@@ -11,7 +11,7 @@ from coordinator.doctor.finding import Finding
 from coordinator.doctor.fixes import FIXES, fix_of
 from coordinator.preflight import RUNS
 from coordinator.wire.errors import Problem, Reason
-from coordinator.wire.remarks import REGISTRATION_ENDS, SESSIONS_ELSEWHERE
+from coordinator.wire.remarks import ENGINE_SILENT, NO_SUCH_VLLM, REGISTRATION_ENDS, SESSIONS_ELSEWHERE
 from coordinator.wire.rpc import detail_from_problem
 
 
@@ -192,6 +192,20 @@ def test_whoever_does_not_answer_is_an_error_and_what_others_warn_of_are_warning
     assert findings[0].reason is Reason.UNREACHABLE
     assert "10.0.0.3:7001" in findings[0].message
     assert not [f for f in fleet.participants(status, {"agent"}) if f.subject == "agent"], "the topology has said it"
+
+
+@pytest.mark.parametrize("words", [ENGINE_SILENT, NO_SUCH_VLLM])
+def test_an_engine_that_does_not_answer_is_named_with_what_to_look_at(words: str) -> None:
+    status = pb.GetCoordinatorStatusResponse(
+        participants=[
+            pb.ParticipantHealth(
+                info=who("engine-0", capabilities_pb2.ROLE_ENGINE), reachable=True,
+                status=capabilities_pb2.ParticipantStatus(warnings=[f"{words}: vLLM at 10.0.0.9:8000 does not answer."]),
+            )
+        ]
+    )  # fmt: skip
+    (finding,) = fleet.participants(status)
+    assert (finding.severity, finding.subject, finding.fix) == (Severity.WARNING, "engine-0", FIXES[words])
 
 
 def test_a_shim_that_is_refused_is_the_error_and_that_somebody_is_missed_follows_from_it() -> None:

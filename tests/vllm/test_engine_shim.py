@@ -24,6 +24,8 @@ from coordinator.cli_views import snapshot_text
 from coordinator.client_async import AsyncClient
 from coordinator.server import Coordinator, serve
 from coordinator.settings import Settings
+from coordinator.wire.errors import Refused
+from coordinator.wire.remarks import NO_SUCH_VLLM
 from coordinator.wire.rpc import channel
 from participant_shims.adapters.vllm import VllmAdapter, VllmOptions
 from participant_shims.cli import EXIT_USAGE, main
@@ -169,6 +171,37 @@ async def test_a_restore_compares_the_weights_of_the_manifest_with_those_of_the_
         with pytest.raises(aio.AioRpcError, match="version 'default', not 'step-8'"):
             await collect(stub.Restore(restore, timeout=30))
         assert len(adapter.pool) == 0
+
+
+async def test_another_server_on_the_port_of_an_engine_is_told_before_and_by_a_save(
+    short_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("participant_shims.adapters.vllm.WATCH_EVERY_S", 0.02)
+    async with (
+        scripted() as engine,
+        beside(engine, short_path) as (shim, adapter, _),
+        coordinating(short_path) as (core, _),
+        AsyncClient(core.address) as client,
+    ):
+        await registered(shim, core)
+        engine.dev_mode = False
+        with pytest.raises(Refused) as refused:
+            await adapter.freeze._front.is_paused(1.0)
+        for words in ("another server has its port", "VLLM_SERVER_DEV_MODE=1"):
+            assert words in refused.value.problem.advice
+        async with asyncio.timeout(5):
+            while not (await adapter.status(0)).warnings:
+                await asyncio.sleep(0.01)
+        (health,) = (await client.status(participants=True)).participants
+        assert NO_SUCH_VLLM in health.status.warnings[0]
+        with pytest.raises(Refused, match=NO_SUCH_VLLM) as failed:
+            await client.save("snap-1")
+        assert "another server has its port" in str(failed.value)
+        engine.dev_mode = True
+        async with asyncio.timeout(5):
+            while (await adapter.status(0)).warnings:
+                await asyncio.sleep(0.01)
+        await client.save("snap-2")
 
 
 async def test_an_engine_that_hangs_is_named_at_once_and_the_others_go_on(

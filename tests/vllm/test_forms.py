@@ -10,6 +10,7 @@ import aiohttp
 import pytest
 
 from coordinator.wire.errors import Reason, SafepointError
+from coordinator.wire.remarks import ENGINE_SILENT
 from coordinator.wire.terms import CheckpointMode, QuiesceMode, Role
 from participant_shims.adapters import vllm as vllm_module
 from participant_shims.engine import control, held
@@ -61,6 +62,28 @@ async def test_an_engine_that_does_not_answer_is_unavailable(tmp_path: Path, for
             await it.adapter.front.is_paused(0.1)
         it.engine.deaf = False
         assert refused.value.reason is Reason.UNAVAILABLE
+
+
+@both_forms
+async def test_an_engine_that_gives_no_sign_of_life_is_a_warning_until_it_does(
+    tmp_path: Path, form: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(vllm_module, "WATCH_EVERY_S", 0.02)
+    monkeypatch.setattr(vllm_module, "PATIENT_S", 0.1)
+    async with made(form, tmp_path) as it:
+
+        async def warned() -> str:
+            return " ".join((await it.adapter.status(0)).warnings)
+
+        it.engine.deaf = True
+        async with asyncio.timeout(5):
+            while ENGINE_SILENT not in await warned():
+                await asyncio.sleep(0.01)
+        assert it.adapter.target in await warned()
+        it.engine.deaf = False
+        async with asyncio.timeout(5):
+            while await warned():
+                await asyncio.sleep(0.01)
 
 
 # ---- freezing ---------------------------------------------------------------------------------------------------------
