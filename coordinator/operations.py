@@ -57,6 +57,10 @@ log = logging.getLogger(__name__)
 KEPT_IN_MEMORY: Final = 20  # ended operations with their events, for Explain
 WORTH_SAYING_S: Final = 1.0  # that an operation waits before its first phase, and for whom
 TOLD_OF_EACH: Final = 5
+_LATE: Final = (
+    "Repeat it. Either the coordinator did not run for so long (SIGSTOP, a suspended machine, no processor time to spare), or "
+    "leases could not be renewed while it wrote: see whether all participants are reached in time, or give a longer lease (`--lease`)."
+)
 EXPLAIN_WITHIN_S: Final = 3.0  # the successor of a shim that died needs a second or two to say how
 
 
@@ -402,10 +406,11 @@ class Operations:
 
     def publish(self, drive: Drive, effect: core.Publish) -> manifest_pb2.SnapshotManifest:
         def still_valid() -> None:
-            if drive.transaction.publish_until() <= self.clock():
+            if (late_s := self.clock() - drive.transaction.publish_until()) >= 0:
                 raise refuse(
-                    Reason.LEASE_LAPSED, "A lease had lapsed when the manifest was to be linked.", phase=Phase.PUBLISH
-                )
+                    Reason.LEASE_LAPSED, f"A lease had lapsed {late_s:.1f} s before the manifest was to be linked.",
+                    next_step=_LATE, phase=Phase.PUBLISH,
+                )  # fmt: skip
             if (lost := self.journal.lost()) is not None:
                 raise Refused(replace(lost, phase=Phase.PUBLISH))
 

@@ -13,6 +13,7 @@ from grpc import aio
 from safepoint.v1 import capabilities_pb2, manifest_pb2
 from safepoint.v1 import coordinator_service_pb2 as pb
 
+from coordinator.protocol.transaction import Transaction
 from coordinator.wire import beneath
 from coordinator.wire.errors import Problem, Reason, SafepointError
 from coordinator.wire.rpc import error_from_rpc
@@ -332,6 +333,20 @@ async def test_no_lease_no_snapshot(bench: Bench) -> None:
     assert caught.value.problem.participant_id == "agent-0"
     assert bench.all_open()
     assert bench.shims["agent-0"].thawed_by_lease == 1
+
+
+async def test_a_coordinator_that_did_not_run_right_before_the_link_says_for_how_long_it_is_late(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await bench.start()
+    clock = bench.running.operations.clock
+    monkeypatch.setattr(Transaction, "publish_until", lambda _: clock() - 6.1)
+    with pytest.raises(SafepointError) as caught:
+        await bench.save()
+    assert caught.value.reason is Reason.LEASE_LAPSED
+    assert "A lease had lapsed 6.1 s before the manifest was to be linked" in caught.value.problem.message
+    assert "the coordinator did not run" in caught.value.problem.advice
+    assert bench.all_open()
 
 
 async def test_leases_are_renewed_through_a_commit_that_is_longer_than_they_are(bench: Bench) -> None:
