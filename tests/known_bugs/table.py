@@ -119,7 +119,7 @@ PAUSE_ROWS: Final = (
          f"{SHIM}abort_overtakes_an_export_and_discards_it",
          f"{SAVE}a_judge_that_is_labelled_policy_is_refused_before_anything_is_paused",
          f"{ENGINE}a_wedged_server_is_seen_by_its_canary",
-         f"{ENGINE}an_engine_whose_streams_go_on_is_asked_for_no_token_to_show_that_it_lives")),
+         "vllm/test_pausing.py::test_an_engine_whose_streams_go_on_is_asked_for_no_token_to_show_that_it_lives")),
     Row("A18", "AReaL #1726", "A coordinator that starts settles what it finds, and waits for nobody to serve.",
         (f"{OPS}a_shim_that_registers_paused_by_a_forgotten_operation_is_opened",
          f"{RECOVERY}one_hung_participant_does_not_block_the_start")),

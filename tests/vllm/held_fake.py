@@ -80,6 +80,13 @@ class FakeLLM:
     leaks: bool = False
     aborts_silently: bool = False
     deaf: bool = False
+    full: bool = False  # it has one slot: who comes later waits
+    slow_s: float = 0.0  # how long control calls take
+    max_model_len: int = 4096
+    # As of `Scripted`: while something runs, control calls are answered when a step ends.
+    between_steps: str = ""
+    waiting: list[tuple[str, asyncio.Future[None]]] = field(default_factory=list)
+    looks: int = 0  # at is_paused
     calls: list[str] = field(default_factory=list)
     asked: list[tuple[Any, Params]] = field(default_factory=list)
     running: dict[int, asyncio.Queue[int]] = field(default_factory=dict)
@@ -91,14 +98,14 @@ class FakeLLM:
     def __post_init__(self) -> None:
         self.logger_manager = SimpleNamespace(stat_loggers=[], engine_indexes=list(range(self.ranks)))
         self.vllm_config = SimpleNamespace(
-            model_config=SimpleNamespace(model="tiny", max_model_len=4096, skip_tokenizer_init=False),
+            model_config=SimpleNamespace(model="tiny", max_model_len=self.max_model_len, skip_tokenizer_init=False),
             parallel_config=SimpleNamespace(data_parallel_size=self.ranks),
         )
 
     def step(self, tokens: int = 1) -> None:
         if self.paused and not self.leaks:
             return
-        for queue in self.running.values():
+        for queue in list(self.running.values())[: 1 if self.full else None]:
             for _ in range(tokens):
                 queue.put_nowait(1)
                 for logger in self.logger_manager.stat_loggers if self.logger_manager else []:
@@ -106,11 +113,24 @@ class FakeLLM:
                         None, SimpleNamespace(num_generation_tokens=1), mm_cache_stats=None, engine_idx=self.ranks - 1
                     )
 
+        if self.between_steps == "pause first":
+            self.waiting.sort(reverse=True)
+        for _, turn in self.waiting:
+            turn.set_result(None)
+        self.waiting.clear()
+
+    async def _turn(self, what: str) -> None:
+        if self.between_steps and self.running and not self.paused:
+            self.waiting.append((what, asyncio.get_running_loop().create_future()))
+            await self.waiting[-1][1]
+
     async def compute_weight_checksums(self) -> list[dict[str, str]]:
         return [{name: each} for name, each in self.checksums.items()]  # a worker for each
 
     async def pause_generation(self, *, mode: str = "abort", clear_cache: bool = True) -> None:
         self.calls.append(f"pause {mode} {clear_cache}")
+        await asyncio.sleep(self.slow_s)
+        await self._turn("/pause")
         self.paused = True
         if mode == "abort" and not self.aborts_silently:
             for queue in self.running.values():
@@ -118,11 +138,14 @@ class FakeLLM:
 
     async def resume_generation(self) -> None:
         self.calls.append("resume")
+        await self._turn("/resume")
         self.paused = False
 
     async def is_paused(self) -> bool:
+        self.looks += 1
         if self.deaf:
             await asyncio.sleep(3600)
+        await self._turn("/is_paused")
         return self.paused
 
     async def generate(self, prompt: Any, params: Params, request_id: str) -> AsyncIterator[Output]:

@@ -14,7 +14,6 @@ import pytest
 
 from coordinator.wire.errors import Reason, SafepointError
 from coordinator.wire.terms import QuiesceMode
-from participant_shims.adapter import Exported
 from participant_shims.adapters import vllm_freeze
 from participant_shims.adapters.vllm import VllmAdapter, VllmOptions
 from participant_shims.engine import control as control_module
@@ -24,7 +23,6 @@ from participant_shims.engine.proxy import CONTROL
 from participant_shims.engine.record import Piece, Record
 from participant_shims.engine.request import CHAT, make_ask
 from participant_shims.engine.requests_file import read_requests
-from tests.vllm.parts import part_of
 from tests.vllm.real_engine import Caller, Said
 from tests.vllm.scripted_engine import Scripted, scripted
 
@@ -318,24 +316,6 @@ async def test_a_wedged_server_is_seen_by_its_canary(tmp_path: Path) -> None:
         assert await answer == ""
 
 
-async def test_an_engine_whose_streams_go_on_is_asked_for_no_token_to_show_that_it_lives(tmp_path: Path) -> None:
-    """One that is busy to the last slot lets the canary wait in its queue, and would be called wedged."""
-    async with scripted(full=True) as engine, covered(engine, tmp_path) as (adapter, caller):
-        stream = asyncio.create_task(caller.stream({**ASK, "max_tokens": 4000}))
-        await until(lambda: bool(engine.running))
-        await freeze(adapter)
-        await adapter.open()
-        alive = asyncio.create_task(adapter.alive())
-        while not alive.done():
-            engine.step()
-            await asyncio.wait({alive}, timeout=0.005)
-        assert await alive == ""
-        assert not [body for body in engine.bodies if body["max_tokens"] == 1]
-        assert (await adapter.status(0)).waiting_for == ""
-        stream.cancel()
-        await asyncio.gather(stream, return_exceptions=True)
-
-
 # ---- freezing ---------------------------------------------------------------------------------------------------------
 
 
@@ -350,51 +330,6 @@ async def test_a_token_without_text_ends_no_stream_of_a_caller_that_asked_for_te
             await asyncio.sleep(0.02)
         await asyncio.wait_for(stream, 5)
         assert (said.text, said.finish) == ("w106", "length")
-
-
-async def test_an_answer_that_ends_while_closed_is_in_the_cut_and_is_told_later(tmp_path: Path) -> None:
-    directory = tmp_path / "cut"
-    directory.mkdir()
-    async with scripted() as engine:
-        async with covered(engine, tmp_path) as (adapter, caller):
-            whole = asyncio.create_task(caller.whole({**ASK, "max_tokens": 3}))
-            await until(lambda: bool(engine.running))
-            await adapter.close("op", QuiesceMode.HOLD, 60)
-            engine.step(3)
-            await until(lambda: next(iter(adapter.proxy.in_flight.values())).finished)
-            _ = [d async for d in adapter.quiesce(QuiesceMode.HOLD, 5)]
-            exported = [step async for step in adapter.export(directory)][-1]
-            assert isinstance(exported, Exported)
-            assert not whole.done()
-            await adapter.open()
-            assert (await whole).finish == "length"
-        origin, records = read_requests(directory)
-        assert (origin.model, [r.finished for r in records]) == ("tiny", [True])
-        async with covered(engine, tmp_path) as (adapter, caller):
-            await adapter.close("op-2", QuiesceMode.HOLD, 60)
-            _ = [step async for step in adapter.load_part(part_of(directory, exported))]
-            await adapter.open()
-            sent = len(engine.bodies)
-            again = await caller.whole({**ASK, "max_tokens": 3})
-            assert again.ids == [103, 104, 105]
-            assert again.label.startswith("exact; kept=3")
-            assert [b for b in engine.bodies[sent:] if b["max_tokens"] != 1] == []  # the canary may have asked
-
-
-async def test_an_opening_overtakes_a_pause_that_hangs(tmp_path: Path) -> None:
-    async with scripted(slow_s=0.4) as engine, covered(engine, tmp_path) as (adapter, _):
-        await adapter.close("op", QuiesceMode.HOLD, 60)
-
-        async def quiesce() -> None:
-            async for _ in adapter.quiesce(QuiesceMode.HOLD, 5):
-                pass
-
-        freezing = asyncio.create_task(quiesce())
-        await until(lambda: engine.at_once == 1)
-        freezing.cancel()
-        await adapter.open()
-        assert (engine.paused, engine.most_at_once) == (False, 1)
-        assert not adapter.doors.closed
 
 
 # ---- admission --------------------------------------------------------------------------------------------------------
@@ -524,24 +459,3 @@ async def test_a_drain_believes_its_own_set_and_no_count_of_the_servers(tmp_path
         assert drains[-1].counts.held == 0
         assert [len((await stream).ids) for stream in streams] == [8, 8, 8]
         assert not [called for called in engine.calls if called.startswith(("/health", "/load", "/abort_requests"))]
-
-
-async def test_a_pause_of_somebody_else_that_still_drains_is_no_freeze(tmp_path: Path) -> None:
-    # Their `wait` says that it is paused from its first moment on, and goes on generating.
-    async with scripted(leaks=True) as engine, covered(engine, tmp_path) as (adapter, caller):
-        stream = asyncio.create_task(caller.stream({**ASK, "max_tokens": 4000}))
-        await until(lambda: bool(engine.running))
-        engine.paused = True
-
-        async def drain() -> None:
-            while True:
-                engine.step()
-                await asyncio.sleep(0.02)
-
-        draining = asyncio.create_task(drain())
-        with pytest.raises(SafepointError) as refused:
-            await freeze(adapter)
-        assert refused.value.reason is Reason.ACTIVITY_AFTER_PREPARED
-        for task in (draining, stream):
-            task.cancel()
-        await asyncio.gather(draining, stream, return_exceptions=True)
