@@ -37,7 +37,8 @@ _EVENTS: Final[Header] = (b"content-type", b"text/event-stream; charset=utf-8")
 
 @dataclass(slots=True)
 class Exchange:
-    """One request on its way. `upstream` is the connection that carries it now."""
+    """One request on its way. `upstream` is the connection that carries it now; `unread`: the rest of its answer is still to
+    come there, so that nothing more is asked on it."""
 
     client: Link
     head: Head
@@ -45,6 +46,7 @@ class Exchange:
     entry: Entry
     record: Record
     upstream: Upstream
+    unread: bool = False
 
 
 class Serving:
@@ -174,6 +176,7 @@ class Serving:
                     lambda: doors.hold(entry),
                 )
             except Failure as failure:
+                at.unread = True
                 client.write(encode_body(answer.event(failure.event), chunked))
                 tell(b"", True)
         finally:
@@ -190,6 +193,7 @@ class Serving:
             await ending
             shown = await self._complete(record)
         except Failure as failure:
+            at.unread = True
             shown = failure.event
             code = cast(Json, shown.get("error") or {}).get("code")
             status, phrase = (code if isinstance(code, int) and 400 <= code < 600 else 500), b"Error"
@@ -288,6 +292,7 @@ class Serving:
                 await self._doors.hold(entry)
                 await client.send(encode_body(answer.event(shown), True))
         except Failure as failure:
+            at.unread = True
             await client.send(encode_body(answer.event(failure.event), True))
         await self._doors.hold(entry)
         await client.send(encode_body(answer.DONE, True) + encode_end(End(), True))
@@ -346,7 +351,7 @@ class Serving:
     def _again(at: Exchange, response: Head | None) -> Upstream | None:
         """The connection, after an answer that leaves the caller's as it is. `response`: the engine's, when it was asked."""
         if response is not None:
-            at.upstream.used(again=response.keep_alive)
+            at.upstream.used(again=response.keep_alive and not at.unread)
         return at.upstream if at.head.keep_alive else None
 
 

@@ -50,6 +50,7 @@ class Scripted:
     )
     api_key: str = ""  # without which nobody gets an answer below /v1
     ends_bare: bool = False  # a stream is a bare [DONE]
+    fails: int = 0  # the code with which a stream fails in its first event; its end comes with the next step
     paused: bool = False
     calls: list[str] = field(default_factory=list)
     at_once: int = 0
@@ -142,6 +143,12 @@ class Scripted:
         response = web.StreamResponse(headers={"content-type": "text/event-stream; charset=utf-8"})
         if body.get("stream"):
             await response.prepare(request)
+        if self.fails:
+            failed = {"error": {"code": self.fails, "message": "scripted"}}
+            await response.write(b"data: " + json.dumps(failed).encode() + b"\n\n")
+            await queue.get()
+            await response.write(b"data: [DONE]\n\n")
+            return response
         words: list[int] = []
         finish = "length"
         try:

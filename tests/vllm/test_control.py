@@ -366,6 +366,22 @@ async def test_what_the_engine_does_not_let_be_recorded_is_asked_as_it_came(tmp_
         assert [b.get("return_token_ids") for b in engine.bodies] == [True, None]
 
 
+@pytest.mark.parametrize("streams", [False, True])
+async def test_whoever_asks_after_a_stream_that_failed_does_not_get_its_rest(tmp_path: Path, streams: bool) -> None:
+    """The failure is told as soon as it is read; what vLLM still says on that connection is nobody's answer."""
+    async with scripted(fails=400) as engine, covered(engine, tmp_path) as (_, caller):
+        status, told = await caller.post("/v1/completions", {**ASK, "stream": streams})
+        assert status == (200 if streams else 400)
+        assert "scripted" in str(told)
+        engine.fails = 0
+        asked = asyncio.create_task(caller.whole(ASK))  # on the same connection
+        await until(lambda: len(engine.bodies) == 2)
+        while not asked.done():
+            engine.step()
+            await asyncio.wait({asked}, timeout=0.005)
+        assert (await asked).ids == [103 + n for n in range(8)]
+
+
 # ---- going on ---------------------------------------------------------------------------------------------------------
 
 
