@@ -14,7 +14,7 @@ Everything here blocks: callers on an event loop use a thread. Safe for several 
 from __future__ import annotations
 
 import os
-from collections.abc import Generator, Mapping
+from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -24,7 +24,7 @@ from typing import Final
 from safepoint.v1 import manifest_pb2
 
 from coordinator import convert, ledger_lines
-from coordinator.protocol import ledger
+from coordinator.protocol import ledger, sentences
 from coordinator.protocol.ledger import Line
 from coordinator.protocol.phases import waves
 from coordinator.protocol.topology import Participant, fingerprint
@@ -113,22 +113,33 @@ class SnapshotReader:
             return self._manifest(directory, snapshot_id)
 
     def verify(self, snapshot_id: str) -> Verification:
-        """Read every byte of a snapshot and compare all digests. Raises as `load`; the message names the file."""
+        """Read every byte of a snapshot and compare all digests. Raises as `load`; the message names the file.
+
+        All parts are read also when one is damaged, so that no save relies on any of their damaged chunks (`chunks`).
+        """
         with self.open(snapshot_id) as directory:
             manifest = self._manifest(directory, snapshot_id)
-            files, size, unlisted = 1, 0, list[str]()
+            files, size, unlisted, damaged = 1, 0, list[str](), list[SafepointError]()
             for reference in manifest.participants:
                 if not reference.manifest_sha256:
                     continue
                 blamed = blamed_on(reference.participant_id)
-                with blamed, _participant_directory(directory, reference.participant_id) as part:
-                    found, stored = _participant_manifest(part, reference)
-                    _check_belongs(found, manifest, reference.participant_id)
-                    _check_noted(found, reference, directory.path)
-                    verified = verify_files(part, found, self.chunks())
+                try:
+                    with blamed, _participant_directory(directory, reference.participant_id) as part:
+                        found, stored = _participant_manifest(part, reference)
+                        _check_belongs(found, manifest, reference.participant_id)
+                        _check_noted(found, reference, directory.path)
+                        verified = verify_files(part, found, self.chunks())
+                except SafepointError as error:
+                    if error.reason is not Reason.SNAPSHOT_CORRUPT:
+                        raise
+                    damaged.append(error)
+                    continue
                 files += verified.files + 1
                 size += verified.size_bytes + stored.size_bytes
                 unlisted += [f"{reference.participant_id}/{path}" for path in verified.unlisted]
+            if damaged:
+                raise _first_of(damaged)
             size += self._check_ledger(directory, manifest).size_bytes
             _check_balance(directory, manifest)
             known = {MANIFEST_NAME, LEDGER_NAME} | {
@@ -272,6 +283,15 @@ class SnapshotReader:
             if reference.manifest_sha256:
                 with _participant_directory(directory, reference.participant_id) as part:
                     _participant_manifest(part, reference)
+
+
+def _first_of(damaged: Sequence[SafepointError]) -> SafepointError:
+    """The first, with whose parts are damaged as well."""
+    first, others = damaged[0], [error.problem.participant_id for error in damaged[1:]]
+    if not others:
+        return first
+    text = f"{first.problem.message} Damaged as well: what {sentences.names(others)} wrote."
+    return type(first)(replace(first.problem, message=text))
 
 
 @contextmanager

@@ -281,6 +281,20 @@ async def test_a_full_disk_at_the_manifest_is_a_clean_abort(
     assert (await bench.save("save-2", "step-1"))[-1].saved.snapshot.snapshot_id == "step-1"
 
 
+async def test_verify_reads_every_part_also_when_one_is_damaged(bench: Bench) -> None:
+    await bench.start(agents=2, agent_0=Knobs(rollouts=1), agent_1=Knobs(rollouts=1))
+    await bench.save()
+    for name in ("agent-0", "agent-1"):
+        part = bench.root / "snapshots" / "step-1" / name
+        file = next(path for path in sorted(part.iterdir()) if path.name != "manifest.json")
+        file.write_bytes(b"x" + file.read_bytes()[1:])
+    with pytest.raises(SafepointError) as raised:
+        bench.running.operations.store.verify("step-1")
+    assert raised.value.reason is Reason.SNAPSHOT_CORRUPT
+    assert raised.value.problem.participant_id == "agent-0"
+    assert "Damaged as well: what agent-1 wrote." in raised.value.problem.message
+
+
 async def test_a_save_beyond_its_quota_is_a_clean_abort_that_names_who_has_the_most(bench: Bench) -> None:  # D20
     bench.settings["max_snapshot_bytes"] = 2
     await bench.start(agent_0=Knobs(rollouts=3))
