@@ -109,6 +109,4 @@ def _barred(root: Path) -> str:
 
 def _seen(root: Path | str | None, mark: str = "", problem: str = "") -> capabilities_pb2.SeenRoot:
     path = os.fsencode(root)[:MAX_PATH_BYTES].decode(errors="ignore") if root is not None else ""
-    return capabilities_pb2.SeenRoot(
-        path=path, mark=mark, problem=clipped(problem, MAX_PROBLEM_BYTES)
-    )
+    return capabilities_pb2.SeenRoot(path=path, mark=mark, problem=clipped(problem, MAX_PROBLEM_BYTES))

@@ -296,9 +296,7 @@ class ParticipantService(participant_service_pb2_grpc.ParticipantServicer):
         response = pb.ResumeResponse(
             released_parked=opened.released_parked,
             released_held=opened.released_held,
-            warnings=[
-                clipped(told, MAX_WARNING_BYTES) for told in opened.warnings[:MAX_WARNINGS]
-            ],
+            warnings=[clipped(told, MAX_WARNING_BYTES) for told in opened.warnings[:MAX_WARNINGS]],
         )
         if opened.closed_for_s is not None:
             response.closed_for.CopyFrom(messages.duration(opened.closed_for_s))

@@ -134,7 +134,9 @@ def log_failure(path: Path, error: sqlite3.Error) -> Refused:
 def remedy(path: Path, error: sqlite3.Error) -> str:
     """What to do: sqlite3 tells damage from what the disk did by the class of the error."""
     if isinstance(error, sqlite3.OperationalError):
-        return f"Free space on the disk of {path.parent}, or set SAFEPOINT_RUN_DIR to another one and restart the server."
+        return (
+            f"Free space on the disk of {path.parent}, or set SAFEPOINT_RUN_DIR to another one and restart the server."
+        )
     return (
         f"It is damaged: see that the disk of {path.parent} is sound and that nothing else writes there, then restart the "
         "server, which begins a new log; the rollouts that it runs have to begin anew, or to be restored."
