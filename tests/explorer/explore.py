@@ -31,6 +31,7 @@ from tests.explorer.violation import Violation
 from tests.explorer.world import BEGIN, LAPSE, Budget, State, Step
 
 UNKNOWN = -1
+TELL_EVERY = 1_000_000  # states
 TOLD = 3  # how often a participant is told to open within its lease, with the times of `core`
 
 
@@ -130,6 +131,8 @@ class Explorer:
                 for packed in self._depth:
                     result.transitions += self._expand(place, packed)
                     place += 1
+                    if not place % TELL_EVERY:
+                        self._tell(place, time.process_time() - began)
                     if len(self._numbers) > most:
                         break
                 self._depth, self._next = self._next, []
@@ -151,6 +154,15 @@ class Explorer:
         result.states, result.seconds = len(self._numbers), round(time.process_time() - began, 1)
         result.peak_mb = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024
         return result
+
+    def _tell(self, place: int, seconds: float) -> None:
+        """How far a long one is, on stderr. What is left to expand says when it ends: it grows, and then it shrinks."""
+        found = len(self._numbers)
+        print(
+            f"{self.bounds}: {found:,} states, {found - place:,} to expand, {seconds:.0f} s",
+            file=sys.stderr,
+            flush=True,
+        )
 
     def ends(self) -> set[tuple[object, ...]]:
         """How the world can stand at rest: what is published, what was told, and how operations ended."""
