@@ -352,13 +352,13 @@ async def run(settings: Settings, began: Callable[[], None] = lambda: None) -> N
     """
     raise_open_files()
     coordinator = await serve(settings)
+    stopped = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):  # before the announcement: whoever reads it may end us at once
+        loop.add_signal_handler(number, stopped.set)
     watching = asyncio.create_task(coordinator.watch_limits(), name="watch limits")
     began()
     print(coordinator.announcement(), flush=True)
-    stopped = asyncio.Event()
-    loop = asyncio.get_running_loop()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, stopped.set)
     ended = asyncio.create_task(coordinator.wait())
     waiting = asyncio.create_task(stopped.wait())
     await asyncio.wait({ended, waiting}, return_when=asyncio.FIRST_COMPLETED)
