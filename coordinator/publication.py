@@ -92,8 +92,8 @@ class Publisher:
         """Make the snapshot. `still_valid` is called right before the manifest is linked, and raises to forbid it.
 
         Raises PROTOCOL_VIOLATION and SNAPSHOT_CORRUPT (a participant's proof and the disk disagree), SNAPSHOT_UNSAFE,
-        LEDGER_UNBALANCED, STORAGE_FULL (also for more than `max_bytes`), STORAGE_FAILED, and what `still_valid` raises. Whether the manifest is there
-        then, only the disk knows.
+        LEDGER_UNBALANCED, STORAGE_FULL (also for more than `max_bytes`), STORAGE_FAILED, and what `still_valid` raises.
+        Whether the manifest is there then, only the disk knows.
         """
         snapshot_id = cut.operation.snapshot_id
         by_name = {p.participant_id: p for p in cut.topology.participants}

@@ -23,7 +23,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationIn
 
 from coordinator.client_schedule import SNAPSHOT_NAME, TERM_GRACE_S, SaveRules
 from coordinator.settings_file import entries
-from coordinator.wire.addresses import host_and_port, is_loopback
+from coordinator.wire.addresses import LOOPBACK, host_and_port
 from coordinator.wire.errors import Reason, Refused, SafepointError, refuse
 from coordinator.wire.ids import is_wire_id
 from coordinator.wire.names import is_store
@@ -203,7 +203,7 @@ class Settings(_Section):
     @classmethod
     def _is_an_address(cls, value: str, field: ValidationInfo) -> str:
         host, _ = host_and_port(value) if value else ("localhost", 0)
-        if field.field_name == "page_bind" and not is_loopback(host):
+        if field.field_name == "page_bind" and host not in LOOPBACK:
             raise ValueError(
                 f"must be a loopback address such as 127.0.0.1:0, not {value!r}; from elsewhere it is reached through ssh -L"
             )

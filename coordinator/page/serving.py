@@ -33,7 +33,7 @@ from coordinator.history import History
 from coordinator.page import overview, timeline
 from coordinator.page.past import Past
 from coordinator.snapshot_reading import SnapshotReader
-from coordinator.wire.addresses import host_and_port
+from coordinator.wire.addresses import LOOPBACK, host_and_port
 from coordinator.wire.errors import Reason, SafepointError, refuse
 
 log = logging.getLogger(__name__)
@@ -50,7 +50,6 @@ CALM_S: Final = 10.0  # without an event the overview is as old as this at most
 BUSY_S: Final = 0.5  # and with events not made more often
 READ_ALL_S: Final = 600.0  # a manifest that was read is read again after so long: a few hundred take a second
 LISTED_S: Final = 30.0  # and snapshots are as old as this at most, unless an operation has ended since
-_LOOPBACK: Final = frozenset({"127.0.0.1", "localhost", "::1"})
 _COOKIE: Final = "safepoint_page"
 _STATIC: Final = {
     "/": ("index.html", "text/html"), "/page.css": ("page.css", "text/css"), "/draw.js": ("draw.js", "text/javascript"),
@@ -200,7 +199,7 @@ def page_address(bind: str) -> tuple[str, int]:
     """Host and port of the page. Raises INVALID_ARGUMENT for what is no address of the loopback."""
     with suppress(ValueError):
         host, port = host_and_port(bind)
-        if host in _LOOPBACK:
+        if host in LOOPBACK:
             return host, port
     raise refuse(
         Reason.INVALID_ARGUMENT, f"page_bind must be a loopback address and a port, not {bind!r}.",
@@ -281,7 +280,7 @@ class _Handler(BaseHTTPRequestHandler):
             return HTTPStatus.REQUEST_URI_TOO_LONG, "The address is too long."
         hosts = self.headers.get_all("Host") or []
         host = urlsplit(f"//{hosts[0]}").hostname if len(hosts) == 1 else None
-        if host not in _LOOPBACK:
+        if host not in LOOPBACK:
             return HTTPStatus.MISDIRECTED_REQUEST, "Only this machine's own names lead here."
         site = self.headers.get("Sec-Fetch-Site", "same-origin")
         if path != "/" and site not in ("same-origin", "none"):

@@ -6,6 +6,7 @@ import ipaddress
 from typing import Final
 
 MAX_PORT: Final = 65_535
+LOOPBACK: Final = frozenset({"127.0.0.1", "localhost", "::1"})  # as a browser names it
 
 
 def host_and_port(text: str) -> tuple[str, int]:

@@ -68,9 +68,8 @@ class Finder:
         if look.record is not None:
             return look.record
         assert look.error is not None
-        if (
-            known is not None and look.error.__cause__ is not None
-        ):  # the store fails; it does not say that there is none
+        says_nothing = look.error.__cause__ is not None  # the store failed; it did not say that there is no record
+        if known is not None and says_nothing:
             return known
         raise look.error
 
