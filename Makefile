@@ -147,7 +147,7 @@ mutants: setup ## take guards away one by one: the simulation must notice each; 
 
 .PHONY: explore
 # EXPLORE=full: up to two operations, three losses and a crash in one model. The largest take hours and gigabytes, and have
-# not been ended yet: EXPLORE_MOST states each is where they are stopped, and each row says so; a million takes 0.6 GB.
+# not been ended yet: EXPLORE_MOST states each is where they are stopped, and each row says so; a million takes 0.2 GB.
 EXPLORE ?= quick
 EXPLORE_MOST ?= 12000000
 explore: setup ## every state of the small model, through the real core, and its mutants; writes build/explore.json
