@@ -55,6 +55,17 @@ class S3Server:
         self.process.communicate()
 
 
+@contextmanager
+def a_server() -> Iterator[S3Server]:
+    """One with its bucket, ended afterwards."""
+    made = S3Server()
+    try:
+        made.make_bucket()
+        yield made
+    finally:
+        made.close()
+
+
 class Door:
     """Passes requests on to a server. `before` is called with method and path, and may wait; what it raises loses the request.
 

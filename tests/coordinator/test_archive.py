@@ -20,20 +20,15 @@ from coordinator.wire.errors import Reason, SafepointError, refuse
 from coordinator.wire.ids import SnapshotId
 from coordinator.wire.objects import FsspecObjects, LocalObjects, Objects, objects_at
 from tests.coordinator.test_snapshots import contents, make, refused
-from tests.object_store import S3Server, environment
+from tests.object_store import a_server, environment
 
 
 @pytest.fixture(scope="module")
 def s3() -> Iterator[str]:
     """A bucket of an S3 server that is a process of its own."""
     pytest.importorskip("s3fs")
-    server = S3Server()
-    try:
-        server.make_bucket()
-        with environment(AWS_ENDPOINT_URL=server.address):
-            yield "s3://bucket"
-    finally:
-        server.close()
+    with a_server() as server, environment(AWS_ENDPOINT_URL=server.address):
+        yield "s3://bucket"
 
 
 @pytest.fixture(params=["disk", "memory", "s3"])

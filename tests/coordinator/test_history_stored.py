@@ -21,7 +21,7 @@ from coordinator.wire.stored_folder import Where
 from tests.cli.conftest import Safepoint
 from tests.coordinator.conftest import Bench, kinds, unary, until
 from tests.fakes import Knobs
-from tests.object_store import S3Server, environment, prefix
+from tests.object_store import S3Server, a_server, environment, prefix
 from tests.stored import Lost, MemoryRequests, MemoryStore, quiet
 
 FULL = {"Commit": Problem(Reason.STORAGE_FULL, "The disk is full.")}
@@ -30,10 +30,8 @@ FULL = {"Commit": Problem(Reason.STORAGE_FULL, "The disk is full.")}
 @pytest.fixture(scope="module")
 def server() -> Iterator[S3Server]:
     pytest.importorskip("s3fs")
-    made = S3Server()
-    made.make_bucket()
-    yield made
-    made.close()
+    with a_server() as made:
+        yield made
 
 
 @pytest.fixture(params=["memory", "s3"])

@@ -19,7 +19,7 @@ from coordinator.wire.ids import OperationId, SnapshotId
 from coordinator.wire.names import Names, Stored
 from coordinator.wire.stored_folder import StoredFolder
 from tests.coordinator.test_snapshots import make, refused
-from tests.object_store import Door, S3Server, environment, prefix
+from tests.object_store import Door, S3Server, a_server, environment, prefix
 from tests.object_store import Lost as Unheard
 from tests.stored import Interleaved, Lost, MemoryRequests, MemoryStore
 
@@ -29,10 +29,8 @@ STEP = SnapshotId("step-1")
 @pytest.fixture(scope="module")
 def server() -> Iterator[S3Server]:
     pytest.importorskip("s3fs")
-    made = S3Server()
-    made.make_bucket()
-    yield made
-    made.close()
+    with a_server() as made:
+        yield made
 
 
 @pytest.fixture(params=["disk", "memory", "s3"])

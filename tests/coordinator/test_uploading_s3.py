@@ -25,17 +25,15 @@ from coordinator.wire.errors import Reason
 from coordinator.wire.objects import Objects, objects_at
 from tests.coordinator.test_snapshots import make, refused
 from tests.coordinator.test_uploading import FAST, idle, states, wait
-from tests.object_store import KEY, SECRET, Door, Lost, S3Server, environment, for_a_process, prefix
+from tests.object_store import KEY, SECRET, Door, Lost, S3Server, a_server, environment, for_a_process, prefix
 
 pytest.importorskip("s3fs")
 
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[S3Server]:
-    made = S3Server()
-    made.make_bucket()
-    yield made
-    made.close()
+    with a_server() as made:
+        yield made
 
 
 @pytest.fixture

@@ -19,7 +19,7 @@ from coordinator.wire.errors import SafepointError
 from tests.faults.fleet import COORDINATOR, SERVERS, Fleet
 from tests.faults.rollouts import Engine, Trainer
 from tests.faults.watch import Watch
-from tests.object_store import S3Server, environment, prefix
+from tests.object_store import S3Server, a_server, environment, prefix
 
 pytest.importorskip("s3fs")
 
@@ -36,10 +36,8 @@ DEATHS = {
 
 @pytest.fixture
 def server() -> Iterator[S3Server]:
-    made = S3Server()
-    made.make_bucket()
-    yield made
-    made.close()
+    with a_server() as made:
+        yield made
 
 
 @pytest.fixture
