@@ -141,6 +141,7 @@ def restore(
 
     Example: safepoint restore latest && safepoint resume
     """
+    from coordinator.cli_newest import say_passed_over
     from coordinator.cli_progress import progress
     from coordinator.cli_views import moves
     from coordinator.client_results import size_text
@@ -153,6 +154,7 @@ def restore(
             if store:
                 brought = client.fetch(snapshot_id, store, timeout=timeout)
                 snapshot_id = brought.snapshot.snapshot_id
+                say_passed_over(brought.skipped)
                 how = "was in the root already" if brought.found else f"fetched, {size_text(brought.size_bytes)}"
                 note(f"{snapshot_id} of {store}: {how}")
             result = client.restore(
@@ -170,8 +172,7 @@ def restore(
         say(result.line)
         for moved in moves(result.placements):
             note(moved)
-        for name, why in result.skipped.items():
-            note(f"passed over {name}: {why}")
+        say_passed_over(result.skipped)
         for rollout in result.diverged:
             note(f"restarts: {rollout.rollout_id}: {rollout.reason}")
         if result.paused:
@@ -256,7 +257,8 @@ def topology(
     """Show who takes part, what of each server survives, and what is wrong.
 
     The exit code is that of `safepoint doctor` for the same: 13 when a save would be refused for how the servers are set up,
-    9 when a shim is refused for its token or certificate, and so has no part in a save.
+    9 when a shim is refused for its token or certificate, and so has no part in a save, 5 when a server does not answer, or an
+    engine does not answer its shim.
 
     Example: safepoint topology --refresh
     """

@@ -16,6 +16,7 @@ from typing import Final
 from safepoint.v1 import capabilities_pb2, coordinator_service_pb2, manifest_pb2
 
 from coordinator import convert
+from coordinator.fixes import fix_of
 from coordinator.participants import Participants
 from coordinator.protocol.actors import by_actor
 from coordinator.protocol.operation import Operation, RestorePart
@@ -29,6 +30,7 @@ from coordinator.spreading import SHOWN, first_few, spread
 from coordinator.wire.errors import Problem, Reason, Refused, SafepointError, refuse
 from coordinator.wire.ids import ParticipantId
 from coordinator.wire.places import Placement
+from coordinator.wire.remarks import ENGINE_AWAY
 from coordinator.wire.terms import Phase, Role
 
 DESCRIBE_TIMEOUT_S: Final = 2.0
@@ -166,6 +168,17 @@ def workers_problem(who: Participant, status: capabilities_pb2.ParticipantStatus
         "Let that process go on, or restart the server: until then every save is refused." if silent else "",
         Phase.DISCOVER, who.participant_id,
     )  # fmt: skip
+
+
+def engine_problem(who: Participant, status: capabilities_pb2.ParticipantStatus) -> Problem | None:
+    """What its status warns of, when that is an engine that does not answer: a save would be refused by it."""
+    for warning in status.warnings:
+        if any(words in warning for words in ENGINE_AWAY):
+            return Problem(Reason.UNAVAILABLE, warning, fix_of(warning), Phase.DISCOVER, who.participant_id)
+    return None
+
+
+LOOKS: Final = (workers_problem, engine_problem)
 
 
 def members(manifest: manifest_pb2.SnapshotManifest) -> list[Participant]:

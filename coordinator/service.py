@@ -28,7 +28,7 @@ from coordinator.explaining import explain, list_operations
 from coordinator.following import follow_answer, replay, watch
 from coordinator.operations import Operations, fenced
 from coordinator.outcomes import Ended
-from coordinator.preflight import workers_problem
+from coordinator.preflight import LOOKS
 from coordinator.protocol import events as core
 from coordinator.protocol import sentences
 from coordinator.protocol.operation import Operation, Options, Outcome
@@ -97,7 +97,7 @@ class CoordinatorService(coordinator_service_pb2_grpc.CoordinatorServicer):
         discovery = self._operations.discovery
         problems = await (discovery.ask_everybody() if request.refresh else discovery.ask_static())
         states = await discovery.ask_how_they_are()
-        problems += filter(None, (workers_problem(who, status) for who, status in states))
+        problems += filter(None, (look(who, status) for who, status in states for look in LOOKS))
         if (active := self._operations.active) is not None and active.outcome is Outcome.FAILED_PAUSED:
             problems.append(fenced(active).problem)
         topology = discovery.topology()
@@ -340,8 +340,9 @@ class CoordinatorService(coordinator_service_pb2_grpc.CoordinatorServicer):
         assert fetching is not None
         done = await fetching.fetch(name, request.url)
         return pb.FetchSnapshotResponse(
-            snapshot=snapshot_info(done.manifest), files=done.files, size_bytes=done.size_bytes, found=done.found
-        )
+            snapshot=snapshot_info(done.manifest), files=done.files, size_bytes=done.size_bytes, found=done.found,
+            skipped=done.skipped,
+        )  # fmt: skip
 
     async def PruneSnapshots(self, request: pb.PruneSnapshotsRequest, context: Context) -> pb.PruneSnapshotsResponse:
         time_budget(context)

@@ -13,12 +13,13 @@ from safepoint.v1 import coordinator_service_pb2 as pb
 
 from coordinator import roots_seen
 from coordinator.doctor.finding import Finding, Severity
-from coordinator.doctor.fixes import fix_of
+from coordinator.fixes import fix_of
 from coordinator.preflight import RUNS
 from coordinator.protocol import sentences
 from coordinator.wire.errors import Reason
 from coordinator.wire.places import in_actor
 from coordinator.wire.refusals import is_of_kept_out
+from coordinator.wire.remarks import ENGINE_AWAY
 from coordinator.wire.rpc import problem_from_detail
 from coordinator.wire.terms import counted
 
@@ -191,6 +192,8 @@ def participants(status: pb.GetCoordinatorStatusResponse, told: Collection[str] 
                 "Look again in a while: a save waits some seconds for such a worker, and is refused then.",
             )  # fmt: skip
         for warning in seen.warnings:
+            if name in told and any(words in warning for words in ENGINE_AWAY):
+                continue
             yield Finding("participants", Severity.WARNING, name, warning, fix_of(warning))
 
 

@@ -15,4 +15,5 @@ SESSIONS_ELSEWHERE: Final = "Calls do not stay with the process that has their s
 STATE_LOST: Final = "has lost its state of this rollout"
 ENGINE_SILENT: Final = "The engine gives no sign of life"
 NO_SUCH_VLLM: Final = "it is no vLLM that can be paused"
+ENGINE_AWAY: Final = (ENGINE_SILENT, NO_SUCH_VLLM)  # with either of them a save is refused
 WORKER_AWAY: Final = "which holds the sessions of their rollouts and cannot be reached"

@@ -8,7 +8,7 @@ from safepoint.v1 import coordinator_service_pb2 as pb
 
 from coordinator.doctor import Severity, engines, fleet
 from coordinator.doctor.finding import Finding
-from coordinator.doctor.fixes import FIXES, fix_of
+from coordinator.fixes import FIXES, fix_of
 from coordinator.preflight import RUNS
 from coordinator.wire.errors import Problem, Reason
 from coordinator.wire.remarks import ENGINE_SILENT, NO_SUCH_VLLM, REGISTRATION_ENDS, SESSIONS_ELSEWHERE

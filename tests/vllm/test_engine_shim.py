@@ -22,6 +22,7 @@ from safepoint.v1 import participant_service_pb2 as participant
 
 from coordinator.cli_views import snapshot_text
 from coordinator.client_async import AsyncClient
+from coordinator.doctor import fleet
 from coordinator.server import Coordinator, serve
 from coordinator.settings import Settings
 from coordinator.wire.errors import Refused
@@ -194,6 +195,12 @@ async def test_another_server_on_the_port_of_an_engine_is_told_before_and_by_a_s
                 await asyncio.sleep(0.01)
         (health,) = (await client.status(participants=True)).participants
         assert NO_SUCH_VLLM in health.status.warnings[0]
+        topology = await client.topology()
+        (found,) = [each for each in topology.findings if each.blocking]
+        assert (found.participant_id, found.message) == ("engine", health.status.warnings[0])
+        assert "another server has its port" in found.next_step
+        told = fleet.participants(pb.GetCoordinatorStatusResponse(participants=[health]), fleet.unheard(topology))
+        assert not [*told], "doctor says it once, as the error that the topology has"
         with pytest.raises(Refused, match=NO_SUCH_VLLM) as failed:
             await client.save("snap-1")
         assert "another server has its port" in str(failed.value)
@@ -201,6 +208,7 @@ async def test_another_server_on_the_port_of_an_engine_is_told_before_and_by_a_s
         async with asyncio.timeout(5):
             while (await adapter.status(0)).warnings:
                 await asyncio.sleep(0.01)
+        assert not (await client.topology()).findings
         await client.save("snap-2")
 
 
