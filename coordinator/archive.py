@@ -29,6 +29,7 @@ from typing import Final
 
 from safepoint.v1 import manifest_pb2
 
+from coordinator.client_requests import passed_over
 from coordinator.snapshot_reading import Listing, SnapshotReader, Verification, age
 from coordinator.snapshots import SnapshotStore
 from coordinator.wire.beneath import FileDigest, digest_of
@@ -250,12 +251,21 @@ def copies(objects: Objects) -> list[manifest_pb2.SnapshotManifest]:
     return list(listing(objects).snapshots)
 
 
-def newest(objects: Objects) -> str:
-    """The newest copy in a store. Raises SNAPSHOT_NOT_FOUND."""
-    found = copies(objects)
-    if not found:
+def newest(objects: Objects) -> tuple[str, dict[str, str]]:
+    """The newest copy in a store, and damaged ones that may be newer, with why. Raises SNAPSHOT_NOT_FOUND, and SNAPSHOT_CORRUPT
+    when all that are there are damaged."""
+    found = listing(objects)
+    skipped = passed_over(found.invalid, partial(load, objects))
+    if not found.snapshots and not skipped:
         raise refuse(Reason.SNAPSHOT_NOT_FOUND, f"There is no copy of a snapshot at {objects.url}.", next_step=NO_COPY)
-    return found[0].snapshot_id
+    if not found.snapshots:
+        name, why = next(iter(skipped.items()))
+        raise refuse(
+            Reason.SNAPSHOT_CORRUPT,
+            f"There are {len(skipped)} copies at {objects.url}, and none of them can be read. {name}: {why}"[:900],
+            next_step="Push a snapshot anew; nothing was changed.",
+        )
+    return found.snapshots[0].snapshot_id, skipped
 
 
 def listing(objects: Objects) -> Listing:

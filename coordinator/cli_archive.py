@@ -12,9 +12,10 @@ from typing import Annotated
 import typer
 
 from coordinator.alone import require_alone
+from coordinator.cli_newest import newest, newest_copy
 from coordinator.cli_options import AsJson, Root, TokenFile, folder, say_root
 from coordinator.cli_output import emit, note, reporting, say
-from coordinator.cli_snapshots import SnapshotName, newest, open_store
+from coordinator.cli_snapshots import SnapshotName, open_store
 from coordinator.wire.errors import Reason, refuse
 from coordinator.wire.terms import counted
 
@@ -91,7 +92,7 @@ def pull(
         )
         alone()
         objects = objects_at(url)
-        name = archive.newest(objects) if snapshot == "latest" else snapshot
+        name = newest_copy(objects) if snapshot == "latest" else snapshot
         watched = Watched(objects)
         done = watch(
             lambda: archive.pull(watched, name, into, alone), watched, lambda text: note(f"pull of {name}: {text}")

@@ -13,6 +13,7 @@ import typer
 
 from coordinator.alone import require_alone
 from coordinator.cli_instead import Where, changing
+from coordinator.cli_newest import asked, newest
 from coordinator.cli_options import (
     DEFAULT_WAIT_S,
     AsJson,
@@ -23,7 +24,7 @@ from coordinator.cli_options import (
     folder,
 )
 from coordinator.cli_output import emit, reporting, say
-from coordinator.cli_snapshots import OfflineRoot, SnapshotName, named, newest, open_store
+from coordinator.cli_snapshots import OfflineRoot, SnapshotName, open_store
 from coordinator.wire.errors import Reason, SafepointError
 
 if TYPE_CHECKING:
@@ -117,7 +118,7 @@ def pin(
             pruning.pin(store, name, reason)
         else:
             with changing(Where(target, token_file, wait, as_json)) as client:
-                name = named(client.snapshots().published, snapshot).snapshot_id if snapshot == "latest" else snapshot
+                name = asked(client, snapshot).snapshot_id if snapshot == "latest" else snapshot
                 client.pin(name, reason, timeout=timeout)
         if as_json:
             emit({"snapshot_id": name, "pin_reason": reason})

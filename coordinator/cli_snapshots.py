@@ -7,14 +7,14 @@ with the root of SAFEPOINT_ROOT where no coordinator answers. Nothing is changed
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any, Final
 
 import typer
 
 from coordinator.cli_instead import Where, asked_or_read, half_told
+from coordinator.cli_newest import asked, newest, newest_copy
 from coordinator.cli_options import (
     DEFAULT_WAIT_S,
     AsJson,
@@ -27,8 +27,7 @@ from coordinator.cli_options import (
     place_of,
 )
 from coordinator.cli_output import emit, note, plain, reporting, say, show
-from coordinator.wire.errors import Reason, Refused, SafepointError, refuse
-from coordinator.wire.ids import SnapshotId
+from coordinator.wire.errors import Reason, Refused, refuse
 from coordinator.wire.objects import is_url, objects_at
 from coordinator.wire.terms import Weights, counted
 
@@ -111,6 +110,8 @@ def show_one(
 ) -> None:
     """Show what a snapshot holds, or with --rollouts every rollout of it.
 
+    Of latest: the newest that a list shows; one so damaged that no list shows it is named on stderr, with why.
+
     Example: safepoint snapshots show step-40 --rollouts --json | jq -r 'select(.state != "completed") | .rollout_id'
     """
     from coordinator.cli_views import snapshot_text
@@ -120,7 +121,7 @@ def show_one(
             from coordinator import archive
 
             objects = objects_at(root)
-            name = archive.newest(objects) if snapshot == "latest" else snapshot
+            name = newest_copy(objects) if snapshot == "latest" else snapshot
             if rollouts:
                 _print_rollouts((plain_entry(line) for line in archive.ledger(objects, name)), as_json)
                 return None
@@ -135,7 +136,7 @@ def show_one(
         return _summary(store.load(name), pruning.pins(store).get(name, ""))
 
     def ask(client: Client) -> SnapshotSummary | None:
-        one = named(client.snapshots(timeout=timeout).published, snapshot)
+        one = asked(client, snapshot, timeout)
         if rollouts:
             with half_told():
                 _print_rollouts((plain(r) for r in client.ledger(one.snapshot_id, timeout=timeout)), as_json)
@@ -168,7 +169,7 @@ def verify(
 
     Example: safepoint snapshots verify step-40 --root /data/snapshots
     """
-    from coordinator.cli_views import weights_lines
+    from coordinator.cli_views import engine_lines
     from coordinator.client_results import size_text
 
     spoilt: dict[str, str] = {}
@@ -178,33 +179,37 @@ def verify(
             from coordinator import archive
 
             objects = objects_at(root)
-            if snapshot == "latest":
-                found = archive.listing(objects)
-                spoilt.update(_spoilt(found.invalid, bool(found.snapshots), partial(archive.verify, objects)))
-            name = archive.newest(objects) if snapshot == "latest" else snapshot
+            name = newest_copy(objects, spoilt.update) if snapshot == "latest" else snapshot
             checked = archive.verify(objects, name)
         else:
             store = open_store(root, as_json)
-            if snapshot == "latest":
-                found = store.list()
-                spoilt.update(_spoilt(found.invalid, bool(found.snapshots), store.verify))
-            name = newest(store) if snapshot == "latest" else snapshot
+            name = newest(store, spoilt.update) if snapshot == "latest" else snapshot
             checked = store.verify(name)
         held = _summary(checked.manifest, "")
         return _Verified(
-            name, checked.files, checked.size_bytes, held.size_bytes, list(checked.unlisted), dict(held.weights)
+            name,
+            checked.files,
+            checked.size_bytes,
+            held.size_bytes,
+            list(checked.unlisted),
+            dict(held.weights),
+            dict(held.engine_requests),
         )
 
     def ask(client: Client) -> _Verified:
         name = snapshot
         if snapshot == "latest":
-            found = client.snapshots()
-            spoilt.update(_spoilt(found.invalid, bool(found.published), partial(client.verify, timeout=timeout)))
-            name = named(found.published, snapshot).snapshot_id
+            name = asked(client, snapshot, timeout, spoilt.update).snapshot_id
         answer = client.verify(name, timeout=timeout)
         held = _summary(answer.manifest, "")
         return _Verified(
-            name, answer.files, answer.size_bytes, held.size_bytes, list(answer.unlisted), dict(held.weights)
+            name,
+            answer.files,
+            answer.size_bytes,
+            held.size_bytes,
+            list(answer.unlisted),
+            dict(held.weights),
+            dict(held.engine_requests),
         )
 
     with reporting(as_json):
@@ -217,31 +222,12 @@ def verify(
         # The first is what a list says; everything that was read is that and the manifests which vouch for it.
         state, manifests = size_text(one.state_bytes), size_text(one.size_bytes - one.state_bytes)
         say(f"{one.snapshot_id} is whole: {counted(one.files, 'file')}, {state}, and {manifests} of manifests")
-        for line in weights_lines(one.weights):
+        for line in engine_lines(one.engine_requests, one.weights):
             say(line)
         if one.unlisted:
             note(f"ignored, not part of it: {', '.join(one.unlisted)}")
         if spoilt:
             raise _beside(one.snapshot_id, spoilt)
-
-
-def _spoilt(invalid: Mapping[str, str], some: bool, check: Callable[[str], object]) -> dict[str, str]:
-    """Which of the directories in which a list has seen no snapshot hold a damaged one, and what is wrong with it. Raises
-    SNAPSHOT_CORRUPT when there are such and no others (not `some`), and what `check` raises."""
-    from coordinator.client_requests import SPOILT, may_be_spoilt, no_snapshot
-
-    found: dict[str, str] = {}
-    for name in may_be_spoilt(invalid):
-        try:
-            check(name)
-        except SafepointError as error:
-            if error.reason in SPOILT:
-                found[name] = error.problem.message
-            elif error.reason is not Reason.SNAPSHOT_NOT_FOUND:  # what a failed save left is no snapshot
-                raise
-    if found and not some:
-        raise no_snapshot(found)
-    return found
 
 
 def _beside(whole: str, spoilt: Mapping[str, str]) -> Refused:
@@ -264,6 +250,7 @@ class _Verified:
     state_bytes: int
     unlisted: list[str]
     weights: dict[str, Weights]
+    engine_requests: dict[str, int]
 
 
 def open_store(root: str, as_json: bool) -> SnapshotStore:
@@ -287,20 +274,6 @@ def open_store(root: str, as_json: bool) -> SnapshotStore:
     from coordinator.snapshots import SnapshotStore
 
     return SnapshotStore(path, str(job_id))
-
-
-def newest(store: SnapshotStore) -> SnapshotId:
-    listing = store.list()
-    if not listing.snapshots:
-        raise refuse(Reason.SNAPSHOT_NOT_FOUND, f"No snapshot is published below {store.root}.")
-    return SnapshotId(listing.snapshots[0].snapshot_id)
-
-
-def named(published: tuple[SnapshotSummary, ...], name: str) -> SnapshotSummary:
-    for one in published:
-        if name in ("latest", one.snapshot_id):
-            return one
-    raise refuse(Reason.SNAPSHOT_NOT_FOUND, "No snapshot is published." if name == "latest" else f"No snapshot {name}.")
 
 
 def _summary(manifest: manifest_pb2.SnapshotManifest, pin_reason: str) -> SnapshotSummary:

@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from enum import IntEnum
 from typing import Any, Final, TypeVar, cast
 
 from google.protobuf.duration_pb2 import Duration
 from safepoint.v1 import coordinator_service_pb2 as pb
 
-from coordinator.wire.errors import Problem, Reason, Refused, Unanswered, refuse
+from coordinator.wire.errors import Problem, Reason, Refused, SafepointError, Unanswered, refuse
 from coordinator.wire.ids import is_rollout_id, is_wire_id, new_operation_id
 from coordinator.wire.terms import QuiesceMode, StragglerPolicy
 
@@ -184,9 +184,24 @@ def may_be_spoilt(invalid: Mapping[str, str]) -> list[str]:
     return [name for name in invalid if is_wire_id(name) and name != LATEST]
 
 
-def no_snapshot(skipped: Mapping[str, str]) -> Refused:
+def passed_over(invalid: Mapping[str, str], look: Callable[[str], object]) -> dict[str, str]:
+    """Which of the directories in which a list has seen no snapshot hold a damaged one, and what is wrong with it. What a save
+    has left that did not finish, or that runs, is none. `look` reads the manifest of one; raises what else that raises."""
+    found: dict[str, str] = {}
+    for name in may_be_spoilt(invalid):
+        try:
+            look(name)
+        except SafepointError as error:
+            if error.reason is Reason.SNAPSHOT_NOT_FOUND:
+                continue
+            if error.reason not in SPOILT:
+                raise
+        found[name] = invalid[name]
+    return found
+
+
+def no_snapshot(skipped: Mapping[str, str], text: str = "No snapshot is published.") -> Refused:
     """There is nothing that "latest" could mean. Only a root that never had a snapshot is a reason to start anew."""
-    text = "No snapshot is published."
     if skipped:
         name, why = next(iter(skipped.items()))
         return refuse(

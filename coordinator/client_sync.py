@@ -346,8 +346,8 @@ class Client:
     ) -> pb.FetchSnapshotResponse:
         """Bring a snapshot from the object store that the coordinator uploads to into its root, to be restored.
 
-        "latest": the newest that is there. `url`: where you expect it; another one is refused. Returns when every byte was
-        compared, also when it was here already; raises Refused naming what is wrong.
+        "latest": the newest that is there; `skipped` of the answer names damaged ones that may be newer, with why. `url`: where
+        you expect it; another one is refused. Returns when every byte was compared, also when it was here already; raises Refused naming what is wrong.
         """
         name = "" if snapshot_id == "latest" else requests.checked_snapshot_id(snapshot_id)
         request = pb.FetchSnapshotRequest(snapshot_id=name, url=url)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 
 from safepoint.v1 import manifest_pb2
 
@@ -23,12 +23,14 @@ from coordinator.wire.objects import Objects
 
 @dataclass(frozen=True, slots=True)
 class Fetched:
-    """A snapshot that is in the root. `found`: it was there already, and nothing was copied."""
+    """A snapshot that is in the root. `found`: it was there already, and nothing was copied. `skipped`: damaged copies that may
+    be newer, and why, when the newest was asked for."""
 
     manifest: manifest_pb2.SnapshotManifest
     files: int = 0
     size_bytes: int = 0
     found: bool = False
+    skipped: dict[str, str] = field(default_factory=dict[str, str])
 
 
 class Fetching:
@@ -53,14 +55,16 @@ class Fetching:
         what is saved from now on, SNAPSHOT_EXISTS when the root has another one of that name, and what `archive.pull` raises.
         """
         objects = self._objects_at(url)
+        skipped: dict[str, str] = {}
         if not snapshot_id:
-            snapshot_id = await in_daemon(lambda: archive.newest(objects))
+            snapshot_id, skipped = await in_daemon(lambda: archive.newest(objects))
         task = self._running.get(snapshot_id)
         if task is None:
             task = asyncio.create_task(self._fetch(objects, snapshot_id), name=f"fetch {snapshot_id}")
             self._running[snapshot_id] = task
             task.add_done_callback(lambda _: self._running.pop(snapshot_id, None))
-        return await asyncio.shield(task)  # it goes on when this caller leaves: a repeat finds it
+        fetched = await asyncio.shield(task)  # it goes on when this caller leaves: a repeat finds it
+        return replace(fetched, skipped=skipped)
 
     def close(self) -> None:
         """Stop waiting; what is half there is swept at the next start."""

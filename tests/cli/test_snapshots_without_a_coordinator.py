@@ -134,3 +134,70 @@ async def test_a_coordinator_is_asked_of_what_no_list_shows(safepoint: Safepoint
     ran = await safepoint("snapshots", "verify")
     assert ran.code == 6
     assert "1 snapshot beside it cannot be restored. step-2" in ran.err
+    assert "no manifest" in ran.err
+    assert "half" not in ran.err
+
+
+@pytest.mark.parametrize("harmed", sorted(HARM))
+async def test_a_command_that_passes_over_a_damaged_snapshot_says_which_and_why(
+    safepoint: Safepoint, root: Path, tmp_path: Path, harmed: str
+) -> None:
+    store = SnapshotStore(root, "job-1")
+    store.begin(SnapshotId("in-the-making"))
+    make(store, "step-2", Publisher(store, 1))
+    here = ("--root", str(root))
+    commands = {
+        "show": ("show", *here),
+        "its rollouts": ("show", "--rollouts", *here),
+        "as JSON": ("show", "--json", *here),
+        "push": ("push", "latest", str(tmp_path / "objects"), *here),
+        "pin": ("pin", "latest", "-m", "mine", *here),
+    }
+    (tmp_path / "objects").mkdir()
+    assert "passed over" not in (await safepoint("snapshots", *commands["show"])).err
+    HARM[harmed](root / "snapshots" / "step-2")
+    name = "step-3" if harmed == "its name" else "step-2"
+    for what, command in commands.items():
+        ran = await safepoint("snapshots", *command)
+        assert ran.code == 0, ran.err
+        assert f"passed over {name}: " in ran.err, what
+        assert "in-the-making" not in ran.err
+        assert "passed over" not in ran.out
+    assert "passed over" not in (await safepoint("snapshots", "show", "step-1", *here)).err
+    HARM["the manifest"](root / "snapshots" / "step-1")
+    ran = await safepoint("snapshots", "show", *here)
+    assert ran.code == 6, "there was a snapshot, and nobody starts from scratch"
+    assert "none of them verifies" in ran.err
+
+
+async def test_what_the_coordinator_passes_over_is_said(safepoint: Safepoint, fake: FakeCoordinator) -> None:
+    fake.published, fake.stored = ["step-1"], ["step-1"]
+    fake.invalid = {"step-2": "no manifest", "half": "never published"}
+    fake.damaged = {"step-2": Reason.SNAPSHOT_CORRUPT}
+    for command in (("show",), ("show", "--rollouts"), ("pin", "latest", "-m", "mine")):
+        ran = await safepoint("snapshots", *command)
+        assert ran.code == 0, ran.err
+        assert "passed over step-2: no manifest" in ran.err
+        assert "half" not in ran.err
+    fake.skipped = {"step-2": "no copy of it can be read"}
+    ran = await safepoint("restore", "--root", "s3://bucket/run")
+    assert "passed over step-2: no copy of it can be read" in ran.err
+
+
+async def test_a_damaged_copy_in_a_store_is_passed_over_with_a_word(safepoint: Safepoint, tmp_path: Path) -> None:
+    store, objects = SnapshotStore(tmp_path / "root", "job-1"), tmp_path / "objects"
+    objects.mkdir()
+    publisher = Publisher(store, 1)
+    for name in ("step-1", "step-2"):
+        make(store, name, publisher)
+        await safepoint("snapshots", "push", name, str(objects), "--root", str(store.root))
+    HARM["the manifest"](objects / "step-2")
+    (objects / "half").mkdir()
+    (objects / "half" / "ledger.jsonl").write_bytes(b"")
+    ran = await safepoint("snapshots", "pull", "latest", str(objects), "--root", str(tmp_path / "other"))
+    assert ran.code == 0, ran.err
+    assert "passed over step-2: " in ran.err
+    assert "half" not in ran.err
+    HARM["the manifest"](objects / "step-1")
+    ran = await safepoint("snapshots", "pull", "latest", str(objects), "--root", str(tmp_path / "third"))
+    assert ran.code == 6

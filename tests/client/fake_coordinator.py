@@ -65,6 +65,7 @@ class FakeCoordinator(CoordinatorServicer):
     damaged: dict[str, Reason] = field(default_factory=dict)
     pins: dict[str, str] = field(default_factory=dict)
     stored: list[str] = field(default_factory=list)  # in the object store s3://bucket/run, newest first
+    skipped: dict[str, str] = field(default_factory=dict)
     uploads: dict[str, pb.SnapshotUpload] = field(default_factory=dict)
     invalid: dict[str, str] = field(default_factory=dict)
     metadata: dict[str, str] = field(default_factory=dict)  # of the snapshot that is restored
@@ -289,6 +290,8 @@ class FakeCoordinator(CoordinatorServicer):
         return response
 
     async def ReadLedger(self, request, context):
+        if request.snapshot_id in self.invalid:
+            self._must_be_whole(request.snapshot_id)
         async for event in self._play("ReadLedger", request, context, self._ledger_events()):
             yield event
 
@@ -298,11 +301,14 @@ class FakeCoordinator(CoordinatorServicer):
 
     async def VerifySnapshot(self, request, context):
         await self._unary("VerifySnapshot", request, context)
-        if request.snapshot_id in self.damaged:
-            raise refuse(self.damaged[request.snapshot_id], f"{request.snapshot_id}/agent/calls.jsonl is damaged.")
-        if request.snapshot_id not in self.published:
-            raise refuse(Reason.SNAPSHOT_NOT_FOUND, f"No snapshot {request.snapshot_id}.")
+        self._must_be_whole(request.snapshot_id)
         return pb.VerifySnapshotResponse(files=4, size_bytes=41_200_000)
+
+    def _must_be_whole(self, name):
+        if name in self.damaged:
+            raise refuse(self.damaged[name], f"{name}/agent/calls.jsonl is damaged.")
+        if name not in self.published:
+            raise refuse(Reason.SNAPSHOT_NOT_FOUND, f"No snapshot {name}.")
 
     def _listed(self, name):
         info = snapshot_info(name)
@@ -321,8 +327,9 @@ class FakeCoordinator(CoordinatorServicer):
         if not found:
             self.published.insert(0, name)
         return pb.FetchSnapshotResponse(
-            snapshot=snapshot_info(name), files=0 if found else 5, size_bytes=0 if found else 41_200_000, found=found
-        )
+            snapshot=snapshot_info(name), files=0 if found else 5, size_bytes=0 if found else 41_200_000, found=found,
+            skipped=self.skipped,
+        )  # fmt: skip
 
     async def PruneSnapshots(self, request, context):
         await self._unary("PruneSnapshots", request, context)

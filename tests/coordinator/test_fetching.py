@@ -193,3 +193,17 @@ async def test_a_fetch_that_a_kill_has_cut_short_is_swept_and_can_be_repeated(
     await other.restart()
     await until(lambda: not half.root.joinpath("snapshots", "step-1").exists())
     assert not (await fetch(other, "step-1")).found
+
+
+async def test_the_newest_is_fetched_with_a_word_of_those_too_damaged_to_be_taken(
+    other: Bench, tmp_path: Path, url: str, objects: Objects
+) -> None:
+    pushed(tmp_path, objects, "step-1")
+    (Path(url) / "step-2").mkdir()
+    (Path(url) / "step-2" / "manifest.json").write_bytes(b"no manifest")
+    await other.start()
+    brought = await fetch(other)
+    assert brought.snapshot.snapshot_id == "step-1"
+    assert list(brought.skipped) == ["step-2"]
+    assert "manifest.json" in brought.skipped["step-2"]
+    assert not (await fetch(other, "step-1")).skipped, "it was named"

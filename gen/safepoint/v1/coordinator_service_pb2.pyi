@@ -2441,10 +2441,31 @@ class FetchSnapshotResponse(_message.Message):
 
     DESCRIPTOR: _descriptor.Descriptor
 
+    @_typing.final
+    class SkippedEntry(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: _builtins.int
+        VALUE_FIELD_NUMBER: _builtins.int
+        key: _builtins.str
+        value: _builtins.str
+        def __init__(
+            self,
+            *,
+            key: _builtins.str = ...,
+            value: _builtins.str = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
     SNAPSHOT_FIELD_NUMBER: _builtins.int
     FILES_FIELD_NUMBER: _builtins.int
     SIZE_BYTES_FIELD_NUMBER: _builtins.int
     FOUND_FIELD_NUMBER: _builtins.int
+    SKIPPED_FIELD_NUMBER: _builtins.int
     files: _builtins.int
     """REQUIRED. Files that were copied; zero when it was here already."""
     size_bytes: _builtins.int
@@ -2455,6 +2476,10 @@ class FetchSnapshotResponse(_message.Message):
     def snapshot(self) -> Global___SnapshotInfo:
         """REQUIRED."""
 
+    @_builtins.property
+    def skipped(self) -> _containers.ScalarMap[_builtins.str, _builtins.str]:
+        """OPTIONAL. When no snapshot was named: copies that may be newer and are too damaged to be taken, and why."""
+
     def __init__(
         self,
         *,
@@ -2462,10 +2487,11 @@ class FetchSnapshotResponse(_message.Message):
         files: _builtins.int = ...,
         size_bytes: _builtins.int = ...,
         found: _builtins.bool = ...,
+        skipped: _abc.Mapping[_builtins.str, _builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["snapshot", b"snapshot"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["files", b"files", "found", b"found", "size_bytes", b"size_bytes", "snapshot", b"snapshot"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["files", b"files", "found", b"found", "size_bytes", b"size_bytes", "skipped", b"skipped", "snapshot", b"snapshot"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
