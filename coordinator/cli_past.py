@@ -203,6 +203,8 @@ def history_table(found: Iterable[pb.OperationSummary]) -> Table:
     found = list(found)
     sent = any(one.snapshot.HasField("upload") for one in found)
     columns = ["in the store"] if sent else []
+    engines = any(one.snapshot.engine_requests for one in found)
+    more = ["in engines"] if engines else []
     rows = table(
         "began (UTC)",
         "operation",
@@ -211,6 +213,7 @@ def history_table(found: Iterable[pb.OperationSummary]) -> Table:
         "took",
         "paused",
         "in flight kept",
+        *more,
         "to restart",
         "size",
         *columns,
@@ -228,6 +231,7 @@ def history_table(found: Iterable[pb.OperationSummary]) -> Table:
             f"{seconds(status.elapsed):.1f} s",
             f"{seconds(one.pause):.2f} s" if one.HasField("pause") else "",
             str(totals.kept_in_flight) if saved else "",  # as the line of a save says it
+            *([str(sum(one.snapshot.engine_requests.values())) if saved else ""] if engines else []),
             str(totals.excluded) if saved else "",
             size_text(one.snapshot.size_bytes) if saved else "",
             *([upload_from(one.snapshot.upload).state if one.snapshot.HasField("upload") else ""] if sent else []),

@@ -186,17 +186,17 @@ def snapshot_text(one: SnapshotSummary) -> str:
         ),
         f"fingerprint   {one.topology_fingerprint}",
     ]
-    lines += [f"requests      {name}: {requests} in flight" for name, requests in one.engine_requests.items()]
-    lines += weights_lines(one.weights)
+    lines += engine_lines(one.engine_requests, one.weights)
     lines += [f"metadata      {key} = {value}" for key, value in sorted(one.metadata.items())]
     lines += [f"pinned        {one.pin_reason}"] if one.pin_reason else []
     lines += [f"in the store  {one.upload.line}"] if one.upload is not None else []
     return "\n".join(lines)
 
 
-def weights_lines(weights: Mapping[str, Weights]) -> list[str]:
-    """A line for each engine."""
-    return [f"weights       {name}: {its}" for name, its in weights.items()]
+def engine_lines(requests: Mapping[str, int], weights: Mapping[str, Weights]) -> list[str]:
+    """A line for each engine that had requests, and one for the weights of each."""
+    lines = [f"requests      {name}: {count} in flight" for name, count in requests.items()]
+    return lines + [f"weights       {name}: {its}" for name, its in weights.items()]
 
 
 def report_text(report: Report) -> str:

@@ -14,7 +14,7 @@ from safepoint.v1 import manifest_pb2
 
 from coordinator.wire.places import Locator, Placement
 from coordinator.wire.rpc import problem_from_detail
-from coordinator.wire.terms import RolloutState, UploadState, Weights, counted
+from coordinator.wire.terms import RolloutState, UploadState, Weights, counted, in_engines
 
 # Called with every event of an operation, in order, each one once. What it raises is logged and the operation goes on.
 ProgressCallback = Callable[[pb.OperationEvent], None]
@@ -131,11 +131,6 @@ class SnapshotSummary:
         return sum(self.engine_requests.values())
 
 
-def _in_engines(snapshot: SnapshotSummary, what: str) -> str:
-    """A part of a line, empty where there are none."""
-    return f"{counted(snapshot.in_engines, 'request')} in engines {what}, " if snapshot.in_engines else ""
-
-
 @dataclass(frozen=True, slots=True)
 class SnapshotList:
     """`published` newest first; `invalid` maps directories that hold no valid snapshot to why. Those never restore."""
@@ -183,7 +178,7 @@ class SaveResult:
         """
         text = (
             f"snapshot {self.snapshot_id}: paused {self.pause_s:.2f} s, {self.totals.kept_in_flight} in flight kept, "
-            f"{_in_engines(self.snapshot, 'kept')}{self.totals.excluded} to restart, {size_text(self.size_bytes)}"
+            f"{in_engines(self.snapshot.in_engines)}{self.totals.excluded} to restart, {size_text(self.size_bytes)}"
         )
         if self.unconfirmed:
             text += f"; not heard from since: {', '.join(self.unconfirmed)}"
@@ -265,7 +260,7 @@ class RestoreSummary:
         sessions = max(0, self.sessions - self.snapshot.in_engines)
         text = (
             f"restored {self.snapshot_id}: {self.totals.kept_in_flight} in flight continue, "
-            f"{_in_engines(self.snapshot, 'continue when they are asked again')}"
+            f"{in_engines(self.snapshot.in_engines, 'continue when they are asked again')}"
             f"{self.totals.completed} answered from record, {self.totals.excluded} restart, {counted(sessions, 'session')}"
         )
         moved = sum(p.from_actor != p.to_actor for p in self.placements)

@@ -87,6 +87,11 @@ class Record:
         return self.snapshot.size_bytes if self.snapshot is not None else 0
 
     @property
+    def in_engines(self) -> int:
+        """Requests that were in flight at engines at its cut."""
+        return sum(self.snapshot.engine_requests.values()) if self.snapshot is not None else 0
+
+    @property
     def pause_s(self) -> float | None:
         """First admission closed to last open; None when it was not told."""
         for kind in ("resumed", "saved"):

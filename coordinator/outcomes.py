@@ -21,7 +21,7 @@ from coordinator.reporting import failure
 from coordinator.wire.ids import OperationId, SnapshotId
 from coordinator.wire.rpc import problem_from_detail
 from coordinator.wire.slow_stores import ASKED
-from coordinator.wire.terms import OperationKind, Phase, counted
+from coordinator.wire.terms import OperationKind, Phase, in_engines
 
 LEASES: Final = 1.5  # after so many leases even a server that was stopped has found out that it is over
 RESULTS: Final = ("saved", "restored", "resumed", "failed")
@@ -186,10 +186,6 @@ def fields(found: Ended) -> dict[str, Any]:
     return out
 
 
-def _in_engines(requests: int) -> str:
-    return f"{counted(requests, 'request')} in engines kept, " if requests else ""
-
-
 def line(found: Ended) -> str:
     """One line for a log: what an operation came to, and why not further."""
     said = fields(found)
@@ -199,7 +195,7 @@ def line(found: Ended) -> str:
         return f"{text} {said['reason']}{who}"
     if "size_bytes" in said:
         text += (
-            f": snapshot {found.snapshot_id}, {said['in_flight']} in flight kept, {_in_engines(said['engine_requests'])}{said['completed']} completed, "
-            f"{said['to_restart']} to restart, {said['size_bytes']} bytes"
+            f": snapshot {found.snapshot_id}, {said['in_flight']} in flight kept, "
+            f"{in_engines(said['engine_requests'])}{said['completed']} completed, {said['to_restart']} to restart, {said['size_bytes']} bytes"
         )
     return text + (f", paused {said['pause_s']:.2f} s" if "pause_s" in said else "")

@@ -81,7 +81,8 @@ def snapshot(manifest: manifest_pb2.SnapshotManifest, pin_reason: str = "") -> D
         "snapshot_id": manifest.snapshot_id, "operation_id": manifest.operation_id,
         "created_s": manifest.create_time.ToMicroseconds() / 1e6,
         "size_bytes": sum(reference.size_bytes for reference in manifest.participants) + manifest.ledger_size_bytes,
-        "totals": totals(manifest.totals), "metadata": dict(manifest.metadata), "pin_reason": pin_reason,
+        "totals": totals(manifest.totals), "in_engines": sum(r.engine_requests for r in manifest.participants),
+        "metadata": dict(manifest.metadata), "pin_reason": pin_reason,
         "fingerprint": manifest.topology_fingerprint,
         "participants": [
             {"participant_id": reference.participant_id, "size_bytes": reference.size_bytes,

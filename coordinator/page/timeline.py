@@ -37,6 +37,7 @@ def summary(record: Record) -> Document:
         "began_s": record.began_s, "elapsed_s": record.elapsed_s, "outcome": record.outcome, "phase": record.phase,
         "pause_s": record.pause_s, "size_bytes": record.size_bytes, "coverage": record.coverage,
         "totals": totals(record.snapshot.totals) if record.snapshot is not None else None,
+        "in_engines": record.in_engines,
         "cause": f"{problem.reason.name}{f' at {problem.participant_id}' if problem.participant_id else ''}" if problem else "",
     }  # fmt: skip
 

@@ -20,6 +20,11 @@ def counted(number: int, what: str, one: str = "", more: str = "") -> str:
     return f"{number} {what}" + "s" * (number != 1) + (f" {verb}" if verb else "")
 
 
+def in_engines(requests: int, what: str = "kept") -> str:
+    """A part of a line about a snapshot, "6 requests in engines kept, "; empty where there are none."""
+    return f"{counted(requests, 'request')} in engines {what}, " if requests else ""
+
+
 class Named(IntEnum):
     """A number on the wire, a name for people: `print(rollout.state)` says `COMPLETED`, and it equals its number."""
 

@@ -134,6 +134,7 @@ async def test_history_of_a_coordinator(safepoint: Safepoint, fake: FakeCoordina
     assert " 62 " in ran.out
     assert "65" not in ran.out
     assert "41 MB" in ran.out
+    assert "in engines" not in ran.out, "there are none"
 
 
 async def test_stacks_are_asked_of_the_one_who_blocks(safepoint: Safepoint, fake: FakeCoordinator) -> None:

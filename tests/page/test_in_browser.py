@@ -109,6 +109,23 @@ async def test_an_operation_is_told_with_its_numbers_and_its_cause(world: World)
     assert "sandbox" in await page.js("document.querySelector('svg.topology').textContent")
 
 
+async def test_requests_in_engines_are_told_wherever_there_are_some(world: World, tmp_path: Path) -> None:
+    page = await opened(world, "#/")
+    cells = "[...document.querySelectorAll('td[data-head=\"in engines\"]')].map((cell) => cell.innerText)"
+    await page.until(f"{cells}.includes('2')")
+    await page.js("location.hash = '#/snapshots'")
+    await page.until(f"document.querySelector('td[data-head=published]') !== null && {cells}.includes('2')")
+    await page.js("location.hash = '#/difference/step-1/step-2'")
+    await page.until("document.body.innerText.includes('2 → 2')")
+    await page.js("location.hash = '#/operation/save-2'")
+    await page.until("document.querySelector('.facts').innerText.includes('requests in engines kept')")
+    file = tmp_path / "none.html"
+    await asyncio.to_thread(file.write_text, report(a_save(), {}), encoding="utf-8")
+    await page.open(file.as_uri())
+    await page.until("document.querySelector('.facts') !== null")
+    assert "in engines" not in await page.text()
+
+
 async def test_it_follows_a_save_while_it_runs(world: World) -> None:
     """The save is let go only when the page has shown that it runs: no clock decides."""
     page = await opened(world, "#/")

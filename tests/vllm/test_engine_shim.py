@@ -33,6 +33,7 @@ from participant_shims.cli import EXIT_USAGE, main
 from participant_shims.engine.pause_note import NAME as MARKER
 from participant_shims.identity import CallIdentity
 from participant_shims.shim import Shim, ShimOptions
+from tests.cli.conftest import Safepoint
 from tests.vllm.real_engine import REPOSITORY, Caller
 from tests.vllm.scripted_engine import Scripted, scripted
 from tests.vllm.test_control import ASK, until
@@ -148,6 +149,12 @@ async def test_requests_of_no_rollout_are_counted_wherever_a_snapshot_is_told_of
         assert "requests      engine: 6 in flight" in snapshot_text(listed)
         (part,) = (await client.verify("snap-1")).manifest.participants
         assert part.engine_requests == 6
+        cli = Safepoint(core.address)
+        assert "requests      engine: 6 in flight" in (await cli("snapshots", "verify", "snap-1")).out
+        assert (await cli("snapshots", "verify", "snap-1", "--json")).json()["engine_requests"] == {"engine": 6}
+        head, _, row = (await cli("history")).out.strip().splitlines()
+        assert "in engines" in head
+        assert " 6 " in row
         engine.step(8)
         await asyncio.gather(*asked)
         restored = await client.restore("snap-1")

@@ -45,6 +45,7 @@ const views = (() => {
 
   function history(data) {
     const done = data.operations.filter((op) => op.pause_s !== null);
+    const engines = data.operations.some((op) => op.in_engines);
     const median = done.map((op) => op.pause_s).sort((a, b) => a - b)[Math.floor(done.length / 2)];
     const failed = data.operations.filter((op) => op.outcome && op.outcome !== "succeeded").length;
     return [
@@ -55,11 +56,11 @@ const views = (() => {
       data.operations.length ? el("section", {class: "card"}, el("h2", {}, "Pauses"),
         figure("Pause of each operation", (width) => draw.pauses(width, data.operations))) : null,
       el("section", {class: "card"}, el("h2", {}, "Saves and restores"),
-        data.operations.length ? table(["began", "operation", "outcome", "took", "paused", "size", "coverage", "cause"],
+        data.operations.length ? table(["began", "operation", "outcome", "took", "paused", "size", ...(engines ? ["in engines"] : []), "coverage", "cause"],
           data.operations.map((op) => [when(op.began_s),
             el("a", {href: `#/operation/${encodeURIComponent(op.operation_id)}`, "data-key": `op ${op.operation_id}`}, `${op.operation} ${op.snapshot_id}`),
             badge({...op, live: op.operation_id === data.running}), seconds(op.elapsed_s), seconds(op.pause_s),
-            op.totals ? bytes(op.size_bytes) : "", coverage(op.coverage, op.totals), op.cause]), "Saves and restores")
+            op.totals ? bytes(op.size_bytes) : "", ...(engines ? [op.totals ? op.in_engines : ""] : []), coverage(op.coverage, op.totals), op.cause]), "Saves and restores")
           : el("p", {class: "quiet"}, "None yet. `safepoint save` takes one."),
         data.operations.length >= data.operation_limit ? el("p", {class: "quiet"},
           `The newest ${data.operation_limit}, also counted above; \`safepoint history -n 1000\` lists older ones.`) : null),
@@ -95,6 +96,7 @@ const views = (() => {
       facts([["began", when(op.began_s)], ["took", seconds(op.elapsed_s)], ["paused", seconds(op.pause_s)],
         ["size", op.totals ? bytes(op.size_bytes) : ""], ["coverage", op.coverage === null ? "" : percent(op.coverage)],
         ["completed", op.totals ? op.totals.completed : ""], ["in flight kept", op.totals ? op.totals.parked + op.totals.pending : ""],
+        ["requests in engines kept", op.in_engines || ""],
         ["restart", op.totals ? op.totals.excluded : ""], ["mode", op.mode === "unspecified" ? "" : words(op.mode)], ["stragglers", op.operation === "save" ? op.stragglers : ""],
         ["lease", seconds(op.lease_s)], ["epoch", op.epoch || ""], ["driven by the trainer", op.trainer_driven ? "yes" : ""],
         ["not confirmed", op.unconfirmed.join(", ")], ["taken over", op.takeovers ? `${op.takeovers} times` : ""],
@@ -150,12 +152,12 @@ const views = (() => {
   // ---- snapshots ------------------------------------------------------------------------------------------------
 
   function snapshots(data, verdicts, verify) {
-    const names = data.snapshots.map((s) => s.snapshot_id);
+    const names = data.snapshots.map((s) => s.snapshot_id), engines = data.snapshots.some((s) => s.in_engines);
     return [
       el("section", {class: "card"}, el("h2", {}, "Snapshots"),
-        data.snapshots.length ? table(["snapshot", "published", "size", "completed", "in flight", "restart", "pinned", "verified", "changes"],
+        data.snapshots.length ? table(["snapshot", "published", "size", "completed", "in flight", ...(engines ? ["in engines"] : []), "restart", "pinned", "verified", "changes"],
           data.snapshots.map((s, i) => [el("strong", {}, s.snapshot_id), when(s.created_s), bytes(s.size_bytes), s.totals.completed,
-            s.totals.parked + s.totals.pending, s.totals.excluded, s.pin_reason, verdict(s.snapshot_id, verdicts, verify),
+            s.totals.parked + s.totals.pending, ...(engines ? [s.in_engines] : []), s.totals.excluded, s.pin_reason, verdict(s.snapshot_id, verdicts, verify),
             names[i + 1] ? el("a", {href: `#/difference/${encodeURIComponent(names[i + 1])}/${encodeURIComponent(s.snapshot_id)}`, "data-key": `diff ${s.snapshot_id}`},
               `since ${names[i + 1]}`) : ""]), "Snapshots") : el("p", {class: "quiet"}, "None yet."),
         data.snapshot_count > data.snapshots.length ? el("p", {class: "quiet"}, `and ${data.snapshot_count - data.snapshots.length} older ones`) : null),
@@ -182,6 +184,7 @@ const views = (() => {
       el("div", {class: "title"}, el("a", {href: "#/snapshots", "data-key": "back"}, "← Snapshots"),
         el("h2", {}, `From ${before.snapshot_id} to ${after.snapshot_id}`)),
       facts([["published", `${when(before.created_s)} → ${when(after.created_s)}`], ["size", `${bytes(before.size_bytes)} → ${bytes(after.size_bytes)}`],
+        ["requests in engines", before.in_engines || after.in_engines ? `${before.in_engines} → ${after.in_engines}` : ""],
         ["servers", diff.same_topology ? "the same" : "not the same: a restore of one refuses the other's servers"],
         ...Object.entries(diff.rollouts.counts).map(([change, count]) => [`rollouts: ${change}`, count])]),
       el("section", {class: "card"}, el("h3", {}, "Rollouts by state"),
