@@ -374,6 +374,18 @@ def _fields() -> Iterator[tuple[str, Any]]:
 _KNOWN: Final = tuple(name for name, _ in _fields())
 
 
+def variable_of(name: str) -> str:
+    """The variable of a setting, by its dotted name."""
+    shared = {setting: variable for variable, setting in _SHARED.items()}
+    section, dot, key = name.partition(".")
+    return f"{_AUTOSAVE_PREFIX}{key.upper()}" if dot else shared.get(name, _PREFIX + section.upper())
+
+
+def variables() -> tuple[str, ...]:
+    """Those of all settings."""
+    return tuple(map(variable_of, _KNOWN))
+
+
 def _nested(values: Mapping[str, Any]) -> dict[str, Any]:
     out: dict[str, Any] = {}
     for name, value in values.items():

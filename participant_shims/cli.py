@@ -52,7 +52,8 @@ examples:
   a vLLM, with control turned on and a shim before it
     safepoint serve --name engine-0 --listen 127.0.0.1:9003 -- vllm serve MODEL --port 8000
 
-What is not given stands as the environment says: SAFEPOINT_ROOT, SAFEPOINT_COORDINATOR and the others of ARCHITECTURE.md.
+What is not given stands as the environment says: SAFEPOINT_ROOT, SAFEPOINT_COORDINATOR and the others of
+docs/reference/environment.md.
 The exit code is that of the command, whose whole process group ends with it."""
 
 

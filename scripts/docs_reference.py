@@ -16,12 +16,13 @@ from typing import Final
 for _name in [name for name in os.environ if name.startswith("SAFEPOINT_")]:
     del os.environ[_name]  # defaults that come from the environment are nobody's defaults
 
-from scripts import docs_cli, docs_errors, docs_metrics, docs_proto, docs_settings  # noqa: E402
+from scripts import docs_cli, docs_environment, docs_errors, docs_metrics, docs_proto, docs_settings  # noqa: E402
 
 DIRECTORY: Final = Path(__file__).resolve().parents[1] / "docs" / "reference"
 PAGES: Final[dict[str, Callable[[], str]]] = {
     "cli.md": docs_cli.render,
     "settings.md": docs_settings.render,
+    "environment.md": docs_environment.render,
     "metrics.md": docs_metrics.render,
     "errors.md": docs_errors.render,
     "protocol.md": docs_proto.render,

@@ -11,8 +11,7 @@ from typing import Any, Final
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
-from coordinator import settings as module
-from coordinator.settings import Settings
+from coordinator.settings import Settings, variable_of
 from scripts.docs_markdown import cell, generated, table
 
 _BOUNDS: Final = (("gt", "above"), ("ge", "at least"), ("lt", "below"), ("le", "at most"))
@@ -47,7 +46,15 @@ def _table(model: type[BaseModel], prefix: str) -> str:
     rows = []
     for name, field in model.model_fields.items():
         meaning = field.description or said.get(name, "")
-        rows.append((f"`{name}`", _type(field), _default(field), _variable(name, prefix), cell(meaning)))
+        rows.append(
+            (
+                f"`{name}`",
+                _type(field),
+                _default(field),
+                f"`{variable_of(f'{prefix}.{name}' if prefix else name)}`",
+                cell(meaning),
+            )
+        )
     return table(("setting", "type", "default", "variable", "meaning"), *rows)
 
 
@@ -82,10 +89,3 @@ def _default(field: FieldInfo) -> str:
     if isinstance(value, BaseModel) or value in ("", (), None):
         return ""
     return f"`{str(value).lower() if isinstance(value, bool) else value}`"
-
-
-def _variable(name: str, prefix: str) -> str:
-    if prefix:
-        return f"`SAFEPOINT_{prefix.upper()}_{name.upper()}`"
-    shared = {setting: variable for variable, setting in module._SHARED.items()}
-    return f"`{shared.get(name, module._PREFIX + name.upper())}`"

@@ -53,6 +53,10 @@ def _proxies(here: Circumstances) -> Iterator[Finding]:
     yield from machine.proxies(here.environ)
 
 
+def _variables(here: Circumstances) -> Iterator[Finding]:
+    yield from machine.variables(here.environ)
+
+
 def _settings(here: Circumstances) -> Iterator[Finding]:
     if not here.config:
         return
@@ -150,6 +154,7 @@ Check = Callable[[Circumstances], Iterator[Finding]]
 CHECKS: Final[Mapping[str, Check]] = {
     "versions": _versions,
     "proxies": _proxies,
+    "variables": _variables,
     "settings": _settings,
     "credentials": _credentials,
     "root": _root,

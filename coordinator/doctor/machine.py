@@ -11,6 +11,8 @@ from collections.abc import Iterator, Mapping
 from typing import Any, Final
 
 from coordinator.doctor.finding import Finding, Severity
+from coordinator.environment import unknown
+from coordinator.settings import variables as settings_variables
 from coordinator.wire.errors import Reason
 
 OLDEST: Final = (3, 11)
@@ -81,6 +83,19 @@ def proxies(environ: Mapping[str, str]) -> Iterator[Finding]:
         )  # fmt: skip
     else:
         yield Finding("proxies", Severity.OK, "environment", "Proxies are set, and loopback is excepted")
+
+
+def variables(environ: Mapping[str, str]) -> Iterator[Finding]:
+    """Variables of ours that nobody reads: what was meant to be set by one is not."""
+    stray = unknown(environ, settings_variables())
+    for name, meant in stray.items():
+        yield Finding(
+            "variables", Severity.WARNING, name, "Nobody reads this variable of the environment.",
+            f"Did you mean {meant}?" if meant else "Unset it; docs/reference/environment.md lists those that are read.",
+            Reason.INVALID_ARGUMENT,
+        )  # fmt: skip
+    if not stray:
+        yield Finding("variables", Severity.OK, "environment", "Every SAFEPOINT_ variable is one that is read")
 
 
 def _in_a_network(host: str, exceptions: str) -> bool:

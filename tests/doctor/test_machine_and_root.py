@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 import os
+import re
 from itertools import count
 from pathlib import Path
 from types import SimpleNamespace
@@ -11,10 +12,11 @@ from unittest.mock import MagicMock
 
 import pytest
 
-from coordinator import certs
+from coordinator import certs, settings
 from coordinator.doctor import Severity, credentials, machine
 from coordinator.doctor import root as snapshot_root
 from coordinator.doctor.finding import Finding, worst
+from coordinator.environment import INTERNAL, VARIABLES
 from coordinator.wire.errors import Reason
 
 HUGE = 10**18
@@ -24,6 +26,39 @@ def only(findings: list[Finding], severity: Severity) -> Finding:
     found = [finding for finding in findings if finding.severity is severity]
     assert len(found) == 1, findings
     return found[0]
+
+
+@pytest.mark.parametrize(
+    ("name", "meant"),
+    [
+        ("SAFEPOINT_ROOTT", "SAFEPOINT_ROOT"),
+        ("SAFEPOINT_ROLE", "SAFEPOINT_ROLES"),
+        ("SAFEPOINT_COORDINATOR_LEASE_TTL", "SAFEPOINT_COORDINATOR_LEASE_TTL_S"),
+        ("SAFEPOINT_AUTOSAVE_EVERY_STEP", "SAFEPOINT_AUTOSAVE_EVERY_STEPS"),
+    ],
+)
+def test_a_misspelt_variable_is_a_warning_with_the_one_that_was_meant(name: str, meant: str) -> None:
+    found = only(list(machine.variables({name: "1", "SAFEPOINT_JOB": "one", "PATH": "/bin"})), Severity.WARNING)
+    assert found.subject == name
+    assert f"Did you mean {meant}?" == found.fix
+
+
+def test_a_variable_like_no_other_is_a_warning_without_a_guess() -> None:
+    found = only(list(machine.variables({"SAFEPOINT_COLOUR": "1"})), Severity.WARNING)
+    assert "Did you mean" not in found.fix
+
+
+def test_variables_that_are_read_are_well() -> None:
+    environ = dict.fromkeys((*VARIABLES, *INTERNAL, *settings.variables()), "1")
+    assert only(list(machine.variables(environ)), Severity.OK)
+
+
+def test_every_variable_that_is_read_is_in_the_table() -> None:
+    top = Path(settings.__file__).parents[1]
+    sources = [path.read_text() for part in ("coordinator", "participant_shims") for path in (top / part).rglob("*.py")]
+    read = {name for text in sources for name in re.findall(r"[\"'](SAFEPOINT_[A-Z_]*[A-Z])[\"']", text)}
+    assert len(read) > 20
+    assert read <= {*VARIABLES, *INTERNAL, *settings.variables()}
 
 
 @pytest.mark.parametrize(
