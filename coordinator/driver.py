@@ -14,7 +14,7 @@ import asyncio
 import logging
 from collections import deque
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Final, Protocol
 
@@ -32,6 +32,7 @@ from coordinator.protocol.topology import Participant
 from coordinator.protocol.transaction import Transaction
 from coordinator.reporting import Reporter
 from coordinator.wire import failpoints, logs
+from coordinator.wire.beneath import storage_error
 from coordinator.wire.errors import Misanswered, Problem, Reason, Refused, SafepointError
 from coordinator.wire.ids import ParticipantId
 from coordinator.wire.terms import Phase
@@ -224,8 +225,10 @@ class Drive:
                 await self._step(event)
         except Exception as error:  # a bug: nobody may wait for ever, and leases free whoever is paused
             log.exception("driving %s failed", self.operation.operation_id)
-            problem = Problem(Reason.INTERNAL, f"The coordinator failed: {type(error).__name__}.",
-                              operation_id=self.operation.operation_id)  # fmt: skip
+            problem = Problem(Reason.INTERNAL, f"The coordinator failed: {type(error).__name__}.")
+            if isinstance(error, MemoryError):
+                problem = storage_error(error, "driving the operation").problem
+            problem = replace(problem, operation_id=self.operation.operation_id)
             self._finish(core.Finish(Outcome.ABORTED, problem, (), self.transaction.unconfirmed))
         finally:
             renewing.cancel()

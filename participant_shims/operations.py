@@ -239,7 +239,7 @@ class Operations:
             return  # overtaken: `apply` has told the followers
         except SafepointError as error:
             problem = error.problem
-        except OSError as error:
+        except (OSError, MemoryError) as error:
             problem = storage_error(error, rpc.value).problem
         except Exception:
             log.exception("%s of %s failed unexpectedly", rpc.value, operation_id)

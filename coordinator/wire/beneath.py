@@ -49,6 +49,8 @@ STORAGE_HELP: Final = {
     errno.ESTALE: "The file server has dropped it: mount it again.",
     errno.EMFILE: "Nothing is wrong with the storage. Start that process with a higher limit (`ulimit -n`), or have it hold fewer.",
     errno.ENFILE: "Nothing is wrong with the storage. Raise the limit of that machine (`sysctl fs.file-max`).",
+    errno.ENOMEM: "Nothing is wrong with the storage. Give that process more memory (the limit of its container or of `ulimit -v`, or "
+    "the machine's), or have it hold less.",
 }
 
 
@@ -69,11 +71,15 @@ def digest_of(parts: Iterable[bytes]) -> FileDigest:
     return FileDigest(size, hasher.hexdigest())
 
 
-def storage_error(error: OSError, doing: str) -> SafepointError:
+def storage_error(error: OSError | MemoryError, doing: str) -> SafepointError:
     """STORAGE_FULL for a full disk or quota, else STORAGE_FAILED; `doing` says what was tried and where: "writing /x".
 
-    Which disk it was must be in the text: the root, a run directory and a temporary one are often three.
+    Which disk it was must be in the text: the root, a run directory and a temporary one are often three. Where it was no disk
+    the text says so: a process that may open no more files, or that gets no more memory, also as a MemoryError.
     """
+    if isinstance(error, MemoryError) or error.errno == errno.ENOMEM:
+        text = f"Process {os.getpid()} gets no more memory; it was {doing}."
+        return refuse(Reason.STORAGE_FAILED, text, next_step=STORAGE_HELP[errno.ENOMEM])
     reason = Reason.STORAGE_FULL if error.errno in _FULL else Reason.STORAGE_FAILED
     where = error.filename if isinstance(error.filename, str) and os.path.isabs(error.filename) else ""
     if where and where not in doing:

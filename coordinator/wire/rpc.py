@@ -20,6 +20,7 @@ from safepoint.v1 import errors_pb2
 
 from coordinator.wire.access import MAX_REQUEST_BYTES, Caller
 from coordinator.wire.auth import Tokens
+from coordinator.wire.beneath import storage_error
 from coordinator.wire.deadline import MIN_BUDGET_S, budget
 from coordinator.wire.errors import (
     CATALOG,
@@ -344,6 +345,8 @@ async def _abort_with(context: aio.ServicerContext[Any, Any], error: Exception) 
         raise error
     if isinstance(error, SafepointError):
         await _abort(context, error.problem)
+    if isinstance(error, MemoryError):
+        await _abort(context, storage_error(error, "answering a call").problem)
     error_id = secrets.token_hex(4)
     log.exception("unexpected error %s in a handler", error_id)
     await _abort(

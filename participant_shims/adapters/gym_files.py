@@ -9,7 +9,6 @@ the same `calls.db` as the gates, from the shim's process. Everything blocks: th
 
 from __future__ import annotations
 
-import sqlite3
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -22,7 +21,7 @@ from participant_shims.adapters.ledger_file import LEDGER, snapshot_ledger, writ
 from participant_shims.gate import calllog_files
 from participant_shims.gate.calllog import CallLog
 from participant_shims.gate.calllog_export import Gathered
-from participant_shims.gate.logfile import log_failure
+from participant_shims.gate.logfile import LOG_ERRORS, log_failure
 
 
 class GymFiles:
@@ -131,7 +130,7 @@ class GymFiles:
         try:
             log = CallLog(self._database)
             yield log
-        except sqlite3.Error as error:
+        except LOG_ERRORS as error:
             raise log_failure(self._database, error) from error
         finally:
             if log is not None:

@@ -9,11 +9,10 @@ until the rollout begins above the attempt that the log before has left.
 from __future__ import annotations
 
 import secrets
-import sqlite3
 from typing import cast
 from urllib.parse import quote
 
-from participant_shims.gate.logfile import LogFile, tolerated
+from participant_shims.gate.logfile import LOG_ERRORS, LogFile, tolerated
 from participant_shims.identity import CallIdentity
 
 _NAME = "log"  # the key under which the workers of a server find the name of their log
@@ -28,7 +27,7 @@ class CallerLog(LogFile):
             with self.together():
                 self.db.execute("INSERT OR IGNORE INTO meta VALUES(?,?)", (_NAME, f'"{secrets.token_hex(8)}"'))
             return f"{quote(participant_id, safe='%')}/{cast('str', self.noted(_NAME))}"
-        except sqlite3.Error:
+        except LOG_ERRORS:
             return ""
 
     def note_caller(self, call: CallIdentity, caller: str) -> None:

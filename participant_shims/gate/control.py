@@ -315,7 +315,7 @@ def _mode(text: str) -> QuiesceMode:
 def _error(error: BaseException, call_log: Path, doing: str) -> dict[str, str]:
     if isinstance(error, sqlite3.Error):
         error = log_failure(call_log, error)
-    elif isinstance(error, OSError):
+    elif isinstance(error, OSError | MemoryError):
         error = storage_error(error, doing)
     if isinstance(error, SafepointError):
         return {"reason": error.reason.name, "message": error.problem.message, "next_step": error.problem.next_step}

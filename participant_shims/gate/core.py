@@ -10,7 +10,6 @@ import asyncio
 import contextlib
 import logging
 import os
-import sqlite3
 import time
 from collections.abc import Callable, Generator, Mapping, Sequence
 from pathlib import Path
@@ -26,6 +25,7 @@ from participant_shims.gate.describe import Server
 from participant_shims.gate.dispatch import Dispatches
 from participant_shims.gate.elsewhere import Elsewhere
 from participant_shims.gate.execution import Execution
+from participant_shims.gate.logfile import LOG_ERRORS
 from participant_shims.gate.neighbours import Neighbours
 from participant_shims.gate.outbound import Outbound
 from participant_shims.gate.remarks import Remarks
@@ -120,7 +120,7 @@ class Gate:
         """What a call says of other rollouts: that they have ended at its caller."""
         if ended:
             gone: list[str] = []
-            with contextlib.suppress(sqlite3.Error):
+            with contextlib.suppress(*LOG_ERRORS):
                 gone = self.log.done(ended)
             if self.sessions is not None:
                 for session_id in gone:
@@ -252,7 +252,7 @@ class Gate:
         """Open admission in every state, also when the disk fails."""
         failpoints.reach("gate.before_open")
         released: Released = self.doors.open(cause)
-        with contextlib.suppress(sqlite3.Error):
+        with contextlib.suppress(*LOG_ERRORS):
             self.log.note(_DOORS, None)
             self.log.clear_excluded()
         failpoints.reach("gate.before_open_ack")
@@ -483,7 +483,7 @@ class Gate:
     def _lapsed(self, operation_id: str) -> None:
         failpoints.reach("gate.after_lapse")
         log.warning("admission of %s opened by itself: the lease of %s ran out", self.name, operation_id)
-        with contextlib.suppress(sqlite3.Error):
+        with contextlib.suppress(*LOG_ERRORS):
             known = self.log.noted(_DOORS)
             if known and known.get("operation_id") == operation_id:
                 self.log.note(_DOORS, None)

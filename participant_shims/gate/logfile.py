@@ -6,6 +6,7 @@ outlives the host), and in a server a failing disk costs a rollout its place in 
 
 from __future__ import annotations
 
+import errno
 import functools
 import json
 import sqlite3
@@ -15,7 +16,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Concatenate, Final, ParamSpec, TypeVar
 
-from coordinator.wire.errors import Reason, Refused, refuse
+from coordinator.wire.beneath import STORAGE_HELP, storage_error
+from coordinator.wire.errors import Reason, SafepointError, refuse
 from participant_shims.gate.tail import FULL_BYTES, Tail, records, tails_of
 from participant_shims.identity import CallIdentity
 
@@ -125,14 +127,29 @@ def is_finished(method: str, answer: Answer) -> bool:
     return "event-stream" not in text and "x-ndjson" not in text
 
 
-def log_failure(path: Path, error: sqlite3.Error) -> Refused:
+# What a call log raises. Python has a MemoryError for most of what sqlite3 cannot do without memory.
+LOG_ERRORS: Final = (sqlite3.Error, MemoryError)
+# SQLITE_NOMEM, SQLITE_IOERR_NOMEM, SQLITE_IOERR_SHMMAP: the text of the last two is "disk I/O error".
+_NO_MEMORY: Final = frozenset({7, 3082, 5386})
+
+
+def no_memory(error: BaseException) -> bool:
+    """Whether it was no disk that failed a call log."""
+    return isinstance(error, MemoryError) or getattr(error, "sqlite_errorcode", 0) in _NO_MEMORY
+
+
+def log_failure(path: Path, error: sqlite3.Error | MemoryError) -> SafepointError:
     """STORAGE_FULL or STORAGE_FAILED for a call log that cannot be used: its disk is not that of the snapshots."""
+    if no_memory(error):
+        return storage_error(MemoryError(), f"using the call log {path}")
     reason = Reason.STORAGE_FULL if "full" in str(error) else Reason.STORAGE_FAILED
     return refuse(reason, f"The call log {path} failed: {error}.", next_step=remedy(path, error))
 
 
-def remedy(path: Path, error: sqlite3.Error) -> str:
+def remedy(path: Path, error: sqlite3.Error | MemoryError) -> str:
     """What to do: sqlite3 tells damage from what the disk did by the class of the error."""
+    if no_memory(error):
+        return STORAGE_HELP[errno.ENOMEM]
     if isinstance(error, sqlite3.OperationalError):
         return (
             f"Free space on the disk of {path.parent}, or set SAFEPOINT_RUN_DIR to another one and restart the server."
@@ -159,15 +176,16 @@ def tolerated(
         def method_or_default(self: _Log, /, *args: _P.args, **kwargs: _P.kwargs) -> _R:
             try:
                 return method(self, *args, **kwargs)
-            except sqlite3.Error as error:
+            except LOG_ERRORS as error:
                 if not self.tolerant:
                     raise
                 self.failures += 1
-                self.last_failure, self.remedy = str(error)[:100], remedy(self.path, error)
+                said = "out of memory" if no_memory(error) else str(error)
+                self.last_failure, self.remedy = said[:100], remedy(self.path, error)
                 first = args[0] if args else None
                 rollout_id = first.rollout_id if isinstance(first, CallIdentity) else first
                 if isinstance(rollout_id, str) and (lost or rollout_id not in self.damaged):
-                    self.damaged[rollout_id] = f"{lost or _CALLS_LOST}: {error}"[:300]
+                    self.damaged[rollout_id] = f"{lost or _CALLS_LOST}: {said}"[:300]
                 return default
 
         return method_or_default
@@ -235,7 +253,7 @@ class LogFile:
                 before.unlink(missing_ok=True)
             at = self.tail.size
             self.tail.append(head, body)
-        except sqlite3.Error:
+        except LOG_ERRORS:
             del self.live[rollout_id]
             raise
         self.unread.setdefault(rollout_id, at)

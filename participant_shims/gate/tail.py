@@ -29,7 +29,8 @@ _NO_SPACE: Final = frozenset({errno.ENOSPC, errno.EDQUOT})
 
 
 class Tail:
-    """The tail that this process appends to. Raises sqlite3.OperationalError, as the database does: nothing was appended then."""
+    """The tail that this process appends to. Raises sqlite3.OperationalError, MemoryError, as the database does: nothing was
+    appended then."""
 
     def __init__(self, database: Path) -> None:
         self._database = database
@@ -110,5 +111,7 @@ def dump(value: Any) -> bytes:
     return json.dumps(value, separators=(",", ":")).encode()
 
 
-def _as_of_the_database(error: OSError) -> sqlite3.OperationalError:
+def _as_of_the_database(error: OSError) -> sqlite3.OperationalError | MemoryError:
+    if error.errno == errno.ENOMEM:
+        return MemoryError()
     return sqlite3.OperationalError("disk is full" if error.errno in _NO_SPACE else f"disk I/O error: {error.strerror}")

@@ -7,6 +7,8 @@ import errno
 import os
 import random
 import sqlite3
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -300,4 +302,43 @@ def test_what_is_finished_is_the_same_in_memory_and_in_the_database(tmp_path: Pa
                 log.respond(here.child(n), answer, False)
                 expected += is_finished(method, answer)
     assert 0 < expected == log.finished_at("r-1", "s") < n
+    log.close()
+
+
+def test_a_process_without_memory_is_told_from_a_disk_that_fails(log: CallLog) -> None:
+    """A call log maps its index into memory, and sqlite3 says `disk I/O error` when it gets none for that."""
+    program = (
+        "import resource, sqlite3, sys; from pathlib import Path;"
+        " from participant_shims.gate.calllog import CallLog; from participant_shims.gate.logfile import log_failure;"
+        " used = int(Path('/proc/self/statm').read_text().split()[0]) * resource.getpagesize();"
+        " resource.setrlimit(resource.RLIMIT_AS, (used, -1));"
+        "\ntry: CallLog(Path(sys.argv[1]))"
+        "\nexcept (sqlite3.Error, MemoryError) as error: failed = error"
+        "\nresource.setrlimit(resource.RLIMIT_AS, (-1, -1))"
+        "\nproblem = log_failure(Path(sys.argv[1]), failed).problem; print(problem.message, problem.next_step)"
+    )
+    told = subprocess.run([sys.executable, "-c", program, str(log.path)], capture_output=True, text=True, check=True)
+    assert "gets no more memory" in told.stdout
+    assert str(log.path) in told.stdout
+    assert "Free space" not in told.stdout
+    assert "disk" not in told.stdout
+
+
+@pytest.mark.parametrize("failure", [MemoryError(), OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))])
+def test_a_call_for_which_there_is_no_memory_costs_its_rollout_a_place_in_the_cut_and_no_request(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, failure: Exception
+) -> None:
+    log = CallLog(tmp_path / "calls.db", tolerant=True, alone=True)
+    here = dispatch(log, "r-1")
+    issue(log, here, 3)
+
+    def failing(file: int, data: bytes) -> int:
+        raise failure
+
+    with monkeypatch.context() as patch:
+        patch.setattr(tail.os, "write", failing)
+        assert log.respond(here.child(3), OK, False)  # its agent goes on
+    assert log.damaged == {"r-1": "its calls could not be logged: out of memory"}
+    assert "more memory" in log.remedy
+    assert "Free space" not in log.remedy
     log.close()

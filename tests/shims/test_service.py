@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import os
 import stat
 import time
 from dataclasses import replace
@@ -403,6 +404,19 @@ async def test_a_failed_export_leaves_no_files_and_may_be_repeated(shim: Shim, n
     assert (await shim.state()).state == ParticipantState.PREPARED
     del shim.adapter.fail["exported"]
     assert (await collect(shim.commit()))[-1].committed.manifest.sessions == 1
+
+
+@pytest.mark.parametrize("failure", [MemoryError(), OSError(errno.ENOMEM, "Cannot allocate memory")])
+async def test_a_shim_without_memory_says_so_and_not_that_the_disk_is_full(shim: Shim, failure: Exception) -> None:
+    snapshot = shim.reserve()
+    await shim.prepared()
+    shim.adapter.fail["exported"] = failure
+    problem = (await refused(collect(shim.commit()))).problem
+    assert problem.message.startswith(f"Process {os.getpid()} gets no more memory")
+    assert problem.participant_id == "counter"
+    assert "more memory" in problem.advice
+    assert "Free space" not in problem.advice
+    assert list(snapshot.iterdir()) == []
 
 
 async def test_a_file_that_is_not_what_the_adapter_said_is_refused(shim: Shim) -> None:

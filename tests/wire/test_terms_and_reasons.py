@@ -145,6 +145,7 @@ def test_a_server_always_ends_its_wait_before_its_caller(remaining: float) -> No
         (errno.ENOSPC, Reason.STORAGE_FULL, "Free space"),
         (errno.EMFILE, Reason.STORAGE_FAILED, "ulimit -n"),
         (errno.ENFILE, Reason.STORAGE_FAILED, "fs.file-max"),
+        (errno.ENOMEM, Reason.STORAGE_FAILED, "more memory"),
         (errno.ELOOP, Reason.STORAGE_FAILED, "is mounted and can be written"),
     ],
 )
@@ -153,8 +154,10 @@ def test_a_failure_of_the_storage_says_what_helps_against_it(number: int, reason
     assert problem.reason is reason
     assert helps in problem.advice
     assert "save again" not in problem.advice, "it may be a start, a pull or a restore"
-    ours = number in (errno.EMFILE, errno.ENFILE)
-    assert problem.message.startswith(f"Process {os.getpid()} may open" if ours else "The storage failed")
+    of_the_process = {errno.EMFILE: "may open", errno.ENFILE: "may open", errno.ENOMEM: "gets no more memory"}
+    ours = of_the_process.get(number)
+    assert problem.message.startswith(f"Process {os.getpid()} {ours}" if ours else "The storage failed")
+    assert ("Nothing is wrong with the storage" in problem.advice) == bool(ours)
 
 
 def test_a_failure_of_the_storage_says_where_when_the_system_knows_and_the_work_does_not() -> None:
