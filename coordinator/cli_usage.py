@@ -1,4 +1,4 @@
-"""Wrong usage with --json: an error object like that of every other failure.
+"""Wrong usage, where a drawn box would be out of place: with --json an error object, in a pipe plain lines.
 
 The rule: whoever asked for JSON reads stdout, and finds there why nothing was done.
 """
@@ -24,10 +24,12 @@ class Commands(TyperGroup):
     """The command line as a whole."""
 
     def main(self, args: Any = None, *rest: Any, **extra: Any) -> Any:
-        """As it is, but for wrong usage, which would be told on stderr alone."""
+        """As it is, but for wrong usage."""
         given = list(sys.argv[1:] if args is None else args)
         ours = given[: given.index("--")] if "--" in given else given
         if "--json" not in ours:
+            if ours and not {"--help", "-h"} & set(ours) and not sys.stderr.isatty():
+                self.rich_markup_mode = None  # by which errors are shown, and the help of this level
             return super().main(args, *rest, **extra)
         try:
             code = super().main(args, *rest, **(extra | {"standalone_mode": False}))

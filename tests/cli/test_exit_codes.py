@@ -108,6 +108,13 @@ async def test_wrong_usage_is_2_and_nothing_leaves(safepoint: Safepoint, fake: F
     assert fake.asked == []
 
 
+async def test_wrong_usage_draws_no_box_in_a_pipe(safepoint: Safepoint) -> None:
+    for arguments in (("nope",), ("save", "--nope"), ("save", "s", "--lease", "x"), ("snapshots", "prune", "--nope")):
+        ran = await safepoint(*arguments)
+        assert "\nError: " in ran.err, arguments
+        assert ran.err.isascii(), arguments
+
+
 async def test_a_wrong_choice_is_told_by_the_name_of_its_option(safepoint: Safepoint) -> None:
     ran = await safepoint("save", "s", "--mode", "hodl")
     assert "--mode 'hodl' does not exist. Choose one of: hold, drain, abort." in ran.err
