@@ -54,7 +54,8 @@ MOVED: Final = (
 
 @dataclass(frozen=True, slots=True)
 class Verification:
-    """What was read to verify a snapshot: files and bytes, and the files that nobody vouches for (at most 100)."""
+    """What was read to verify a snapshot: files and bytes, and the files that nobody vouches for (at most 100), those beside
+    it (`../NAME`) as well."""
 
     manifest: manifest_pb2.SnapshotManifest
     files: int
@@ -146,6 +147,7 @@ class SnapshotReader:
                 r.participant_id for r in manifest.participants if r.manifest_sha256
             }
             unlisted += [name for name in directory.names() if name not in known]
+            unlisted += [f"../{name}" for name in self.foreign()]
             return Verification(manifest, files, size, tuple(unlisted[:MAX_UNLISTED]))
 
     def part_totals(self, reference: manifest_pb2.ParticipantRef, snapshot_id: str) -> dict[str, int]:
@@ -215,6 +217,14 @@ class SnapshotReader:
                         if isinstance(error, SafepointError):
                             invalid[name] = error.problem.message
         return Listing(tuple(valid), invalid)
+
+    def foreign(self) -> tuple[str, ...]:
+        """What lies among the snapshots and is neither one nor what is left of one. A sweep deletes no chunk beside it. Raises
+        STORAGE_FAILED."""
+        with self.snapshots() as snapshots:
+            files = set(snapshots.files())
+            there = [name for name in snapshots.names() if not name.startswith(GONE)]
+            return tuple(name for name in there if name in files or not is_wire_id(name))
 
     def newest_epoch(self) -> int:
         """The highest epoch that a published snapshot is of; zero without any. Raises STORAGE_FAILED when the root is gone.

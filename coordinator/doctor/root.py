@@ -17,7 +17,7 @@ from typing import Final
 from coordinator.client_results import size_text
 from coordinator.doctor.finding import Finding, Severity
 from coordinator.journal import RESERVE_BYTES
-from coordinator.snapshot_reading import OWNER, SNAPSHOTS
+from coordinator.snapshot_reading import OWNER, SNAPSHOTS, SnapshotReader
 from coordinator.wire.beneath import STORAGE_HELP, storage_error
 from coordinator.wire.errors import Reason, SafepointError
 from coordinator.wire.folder import names_below
@@ -29,6 +29,7 @@ SLOW_SYNC_S: Final = 0.1
 SLOW_ANSWER_S: Final = 0.3
 _PROBE_BYTES: Final = 4096
 _TRIES: Final = 5
+_NAMED: Final = 5
 # Room for this many snapshots of the newest one's size is enough not to speak of.
 ROOM_FOR: Final = 3
 # File systems whose content is gone after a restart of the machine.
@@ -60,6 +61,7 @@ def root(path: str, newest_bytes: int, clock: Callable[[], float] = time.monoton
         yield _bad(path, "The root cannot be read and written by this user.", f"chown or chmod {path}.")
         return
     yield _place(folder)
+    yield from _foreign(folder)
     yield _room(folder, newest_bytes)
     yield _sync(folder, clock)
 
@@ -92,6 +94,20 @@ def _place(folder: Path) -> Finding:
             "Put the root on a disk or a shared directory.",
         )  # fmt: skip
     return Finding("root", Severity.OK, str(folder), f"The root is writable (file system {kind or 'unknown'})")
+
+
+def _foreign(folder: Path) -> Iterator[Finding]:
+    if not (folder / SNAPSHOTS).is_dir():
+        return  # no coordinator has used it yet
+    found = SnapshotReader(folder, "").foreign()
+    if found:
+        more = f" and {len(found) - _NAMED} more" if len(found) > _NAMED else ""
+        yield Finding(
+            "root", Severity.WARNING, str(folder / SNAPSHOTS),
+            f"What lies there is no snapshot: {', '.join(map(repr, found[:_NAMED]))}{more}. As long as it does, what pruned "
+            "snapshots alone have needed stays on the disk.",
+            "Move it elsewhere: Safepoint has not written it.",
+        )  # fmt: skip
 
 
 def _room(folder: Path, newest_bytes: int) -> Finding:

@@ -254,6 +254,10 @@ class Directory:
         except OSError as error:
             raise storage_error(error, f"listing {self.path}") from error
 
+    def files(self) -> list[str]:
+        """Those of its names that are no directories: files, links, devices."""
+        return [name for name in self.names() if not self.is_directory(name)]
+
     def has(self, name: str) -> bool:
         """Whether anything has this name, a dangling link included."""
         try:

@@ -132,6 +132,11 @@ class StoredFolder:
             found += [folder for folder in folders if "!" not in folder]
         return sorted(found)
 
+    def files(self) -> list[str]:
+        """Those of its names that are no folders."""
+        below = len(self._key)
+        return sorted(key[below:] for key in self._near(self._key)[0] if "!" not in key[below:])
+
     def has(self, name: str) -> bool:
         """Whether a file or a folder has this name."""
         return self._info(name) is not None or self.is_directory(name)

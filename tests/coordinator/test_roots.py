@@ -21,7 +21,7 @@ from coordinator.wire.stored_folder import StoredFolder
 from tests.coordinator.test_snapshots import make, refused
 from tests.object_store import Door, S3Server, a_server, environment, prefix
 from tests.object_store import Lost as Unheard
-from tests.stored import Interleaved, Lost, MemoryRequests, MemoryStore
+from tests.stored import Interleaved, Lost, MemoryRequests, MemoryStore, Object
 
 STEP = SnapshotId("step-1")
 
@@ -243,6 +243,15 @@ def test_a_save_whose_every_request_is_lost_once_is_published_whole(when: str) -
     make(store, "step-1")
     assert len(seen) > 5
     assert store.verify("step-1").unlisted == ()
+
+
+def test_an_object_among_the_snapshots_that_is_none_is_reported() -> None:
+    memory = MemoryStore()
+    store = SnapshotStore(memory.root(), "job-1")
+    make(store, "step-1")
+    for name in ("notes.txt", ".hidden"):
+        memory.objects[f"snapshots/{name}"] = Object(b"?", memory.now_s)
+    assert store.verify("step-1").unlisted == ("../.hidden", "../notes.txt")
 
 
 def test_every_object_of_a_snapshot_is_missed_and_every_bit_is_seen() -> None:

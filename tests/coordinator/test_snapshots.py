@@ -219,6 +219,20 @@ def test_unlisted_files_are_reported_and_ignored(store: SnapshotStore, tmp_path:
     assert store.verify("step-1").unlisted == ("agent/extra", "extra")
 
 
+@pytest.mark.parametrize("name", ["step-9", ".hidden", "a b", "notes.txt"])
+@pytest.mark.parametrize("kind", ["file", "link"])
+def test_what_lies_among_the_snapshots_and_is_none_is_reported_by_each_verification(
+    store: SnapshotStore, name: str, kind: str
+) -> None:
+    make(store, "step-1")
+    store.begin(SnapshotId("in-the-making"))
+    added = store.disk / "snapshots" / name
+    added.write_text("?") if kind == "file" else added.symlink_to("step-1")
+    (store.disk / "snapshots" / ".gone-step-0-12").mkdir()
+    assert store.foreign() == (name,)
+    assert store.verify("step-1").unlisted == (f"../{name}",)
+
+
 def test_a_published_snapshot_is_never_discarded(store: SnapshotStore, tmp_path: Path) -> None:
     make(store, "step-1")
     assert refused(store.discard, SnapshotId("step-1")).reason is Reason.SNAPSHOT_IN_USE

@@ -161,6 +161,18 @@ def test_a_slow_fsync_is_a_warning_with_its_cost(tmp_path: Path) -> None:
     assert "250 ms" in only(findings, Severity.WARNING).message
 
 
+def test_what_lies_among_the_snapshots_and_is_none_is_a_warning(tmp_path: Path) -> None:
+    snapshots = tmp_path / "snapshots"
+    (snapshots / "step-1").mkdir(parents=True)
+    assert worst(snapshot_root.root(str(tmp_path), 0)).severity < Severity.WARNING  # type: ignore[union-attr]
+    (snapshots / "notes.txt").write_text("?")
+    (snapshots / "~old").mkdir()
+    found = only(list(snapshot_root.root(str(tmp_path), 0)), Severity.WARNING)
+    assert found.subject == str(snapshots)
+    assert "'notes.txt', '~old'" in found.message
+    assert "Move it" in found.fix
+
+
 def test_a_root_on_memory_is_a_warning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(snapshot_root, "file_system", MagicMock(return_value="tmpfs"))
     assert "tmpfs" in only(list(snapshot_root.root(str(tmp_path), 0)), Severity.WARNING).message

@@ -2391,7 +2391,9 @@ class VerifySnapshotResponse(_message.Message):
 
     @_builtins.property
     def unlisted(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
-        """OPTIONAL. Files that are there and not listed: they are ignored. At most 100."""
+        """OPTIONAL. Files that are there and not listed, and what lies beside the snapshot and is none (`../NAME`): they are
+        ignored. At most 100.
+        """
 
     def __init__(
         self,
