@@ -17,7 +17,8 @@ participants    the coordinator's end of the Participant service
 driver          one operation: performs the core's effects in order and feeds back what happens
 publication, ledger_lines, ledger_merge, pause, reporting, feed, answers, outcomes, following
                 what a driver needs: the commit point, the measured pause, events and who follows them
-operations      all operations: one at a time, bound to their ids; recovery settles them after a crash
+operations, past
+                all operations: one at a time, bound to their ids; how they ended; recovery settles them after a crash
 history, history_record, history_writing, history_files, explaining
                 what operations did: written beside them on a disk or in a store, read back, told
 settling        who has something of an operation that is over hears how it ended

@@ -40,11 +40,11 @@ async def explain(operations: Operations, operation_id: str) -> pb.ExplainRespon
         status = running_status(active, operations.clock(), operations.store.root)
         return pb.ExplainResponse(operation=status, events=active.reporter.history)
     history = History(operations.settings.root)
-    found: Ended | Record | None = operations.remembered(operation_id)
+    found: Ended | Record | None = operations.past.remembered(operation_id)
     if found is None:
         found = await _read(lambda: _looked_up(history, operations, operation_id), None)
     if found is None:
-        found = operations.last_ended(operation_id, failed_only=not operation_id)
+        found = operations.past.last(operation_id, failed_only=not operation_id)
     if found is None:
         if operation_id:
             raise refuse(Reason.UNKNOWN_OPERATION, f"No operation {operation_id} is known here.")
@@ -64,13 +64,13 @@ async def list_operations(operations: Operations, size: int) -> pb.ListOperation
     history = History(operations.settings.root)
     found = [record.summary() for record in await _read(lambda: history.list(size), list[Record]())]
     known = {one.operation.operation_id for one in found}
-    unwritten = [ended.summary() for ended in operations.in_memory() if ended.operation_id not in known]
+    unwritten = [ended.summary() for ended in operations.past.in_memory() if ended.operation_id not in known]
     if operations.active is not None and operations.active.operation.operation_id not in known:
         unwritten.insert(
             0,
             pb.OperationSummary(operation=running_status(operations.active, operations.clock(), operations.store.root)),
         )
-    remembered = {ended.operation_id: ended for ended in operations.in_memory()}
+    remembered = {ended.operation_id: ended for ended in operations.past.in_memory()}
     for one in found:
         ended = remembered.get(OperationId(one.operation.operation_id))
         if ended is not None and not one.HasField("snapshot"):  # its last lines are not written yet, or never were
@@ -100,7 +100,7 @@ def _as_it_is(operations: Operations, status: pb.OperationStatus) -> pb.Operatio
     active = operations.active
     if active is not None and active.operation.operation_id == status.operation_id:
         return running_status(active, operations.clock(), operations.store.root)
-    ended = operations.remembered(status.operation_id) or operations.ended_operation(status.operation_id)
+    ended = operations.past.remembered(status.operation_id) or operations.past.of(status.operation_id)
     if ended is None:
         return status
     known = ended.status()
@@ -117,11 +117,11 @@ def _looked_up(history: History, operations: Operations, operation_id: str) -> R
 
     def passed_over(name: str) -> bool:
         """What the journal knows to have succeeded is not read: of a root in a store each is a request."""
-        ended = operations.ended_operation(name)
+        ended = operations.past.of(name)
         return name == running or (ended is not None and ended.outcome is Outcome.SUCCEEDED)
 
     for found in history.newest(known=passed_over):
-        if operations.ended_operation(found.operation_id) is not None or found.outcome != "succeeded":
+        if operations.past.of(found.operation_id) is not None or found.outcome != "succeeded":
             return history.find(found.operation_id)
     return None
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -31,6 +30,7 @@ from coordinator.kept_out import blaming, left_out
 from coordinator.membership import Membership
 from coordinator.outcomes import Ended
 from coordinator.participants import Participants
+from coordinator.past import Past
 from coordinator.precopying import Ahead
 from coordinator.preflight import Discovery, check_restorable
 from coordinator.protocol import events as core
@@ -48,13 +48,12 @@ from coordinator.snapshots import SnapshotStore
 from coordinator.uploading import Uploader
 from coordinator.wire import failpoints, logs
 from coordinator.wire.errors import Problem, Reason, Refused, SafepointError, refuse
-from coordinator.wire.ids import OperationId, ParticipantId
+from coordinator.wire.ids import ParticipantId
 from coordinator.wire.refusals import KeptOut
 from coordinator.wire.terms import OperationKind, Phase, Role, counted
 
 log = logging.getLogger(__name__)
 
-KEPT_IN_MEMORY: Final = 20  # ended operations with their events, for Explain
 WORTH_SAYING_S: Final = 1.0  # that an operation waits before its first phase, and for whom
 TOLD_OF_EACH: Final = 5
 _LATE: Final = (
@@ -105,8 +104,7 @@ class Operations:
         self._publisher = Publisher(store, journal.epoch, max_bytes=settings.max_snapshot_bytes)
         self._writer = ThreadPoolExecutor(1, "journal")  # one thread: records keep their order
         self._lingering: dict[Drive, None] = {}  # in the order in which they ended
-        self._memory: OrderedDict[OperationId, Ended] = OrderedDict()
-        self._recorded: set[OperationId] = set()  # those of `_memory` whose id is used up
+        self.past = Past(journal)
         self._work: set[asyncio.Task[None]] = set()
         self._closing = False
         self.chronicles: list[Chronicle] = []  # who writes down what each operation did
@@ -114,7 +112,7 @@ class Operations:
         self._loop = asyncio.get_running_loop()
         self.membership = Membership(journal, discovery.registry, self._append)
         discovery.registry.follow(self._lost, self._joined, self._explained)
-        self.settling = Settling(discovery, lambda: self.active, self.ended_operation, self._lingering.keys())
+        self.settling = Settling(discovery, lambda: self.active, self.past.of, self._lingering.keys())
 
     # ---- beginning --------------------------------------------------------------------------------------------------
 
@@ -122,7 +120,7 @@ class Operations:
         """The operation of that id. Raises REQUEST_CONFLICT when it was begun with another request."""
         found: Drive | Ended | None = self.active
         if not isinstance(found, Drive) or found.operation.operation_id != operation_id:
-            found = self.ended_operation(operation_id)
+            found = self.past.of(operation_id)
         if found is not None:
             check_digest(call, found.identity.digest if isinstance(found, Drive) else found.digest, digest)
         return found
@@ -212,7 +210,7 @@ class Operations:
             if drive.operation.kind is OperationKind.SAVE:
                 still = {m.participant.participant_id for m in topology.missing}
                 missing = self.discovery.registry.missing()
-                drive.restored_from = self._last_restore()
+                drive.restored_from = self.past.last_restore()
                 for text in left_out(self.kept_out()):
                     drive.reporter.warn(text)
                 drive.left_out = tuple(
@@ -306,54 +304,7 @@ class Operations:
         if answer.done() and (error := answer.exception()) is not None:
             raise error
 
-    # ---- what has ended ---------------------------------------------------------------------------------------------
-
-    def ended_operation(self, operation_id: str) -> Ended | None:
-        """How the operation of that id ended, if its id is used up."""
-        name = OperationId(operation_id)
-        if name in self._recorded:
-            return self._memory[name]
-        data = self.journal.contents.outcomes.get(name)
-        return outcomes.from_json(name, data) if data is not None else None
-
-    def remembered(self, operation_id: str = "") -> Ended | None:
-        """The operation of that id, or the last one that failed, as far as it is in memory."""
-        if operation_id:
-            return self._memory.get(OperationId(operation_id))
-        return next((ended for ended in reversed(self._memory.values()) if ended.failed is not None), None)
-
-    def in_memory(self) -> list[Ended]:
-        """The last operations that ended, the newest first."""
-        return list(reversed(self._memory.values()))
-
-    def last_ended(self, operation_id: str = "", failed_only: bool = False) -> Ended | None:
-        """The last operation that ended, or the one of that id; also one that was refused before anything was paused."""
-        if operation_id:
-            return self._memory.get(OperationId(operation_id)) or self.ended_operation(operation_id)
-        for ended in reversed(self._memory.values()):
-            if not failed_only or ended.failed is not None:
-                return ended
-        for name in reversed(list(self.journal.contents.outcomes)):
-            ended_before = self.ended_operation(name)
-            if ended_before is not None and (not failed_only or ended_before.failed is not None):
-                return ended_before
-        return None
-
-    def _last_restore(self) -> manifest_pb2.RestoredFrom | None:
-        """What runs now was restored from, when that was of actors; as far back as outcomes are remembered."""
-        written = self.journal.contents.outcomes
-        kinds = {name: data.get("kind") for name, data in written.items()}
-        kinds |= {name: ended.kind.name for name, ended in self._memory.items()}
-        for name in reversed([name for name, kind in kinds.items() if kind == OperationKind.RESTORE.name]):
-            found = self._memory.get(name) or self.ended_operation(name)
-            event = found.results.get("restored") if found is not None else None
-            if found is not None and found.outcome is Outcome.SUCCEEDED and event is not None:
-                placements = event.restored.placements
-                told = manifest_pb2.RestoredFrom(
-                    snapshot_id=found.snapshot_id, operation_id=name, placements=placements
-                )
-                return told if placements else None
-        return None
+    # ---- now ----------------------------------------------------------------------------------------------------------
 
     def _unsent(self, newest_first: Sequence[str]) -> dict[str, str]:
         return self.uploader.kept(newest_first, self.settings.keep_unsent) if self.uploader is not None else {}
@@ -444,10 +395,7 @@ class Operations:
     def ended(self, drive: Drive) -> None:
         ended = outcomes.ended(drive)
         self._told(lambda each: each.ended(drive, ended))
-        self._memory[ended.operation_id] = ended
-        self._memory.move_to_end(ended.operation_id)
-        while len(self._memory) > KEPT_IN_MEMORY:
-            self._recorded.discard(self._memory.popitem(last=False)[0])
+        self.past.keep(ended)
         log.info("%s", outcomes.line(ended), extra={logs.FIELDS: outcomes.fields(ended)})
         if drive.operation.kind is OperationKind.RESTORE and drive.outcome is Outcome.SUCCEEDED:
             # What runs now is the snapshot, and who is in that was checked: nobody else can be missing.
@@ -460,7 +408,7 @@ class Operations:
             self._lingering[drive] = None  # it goes on telling whoever has not said that it is open
             drive.task.add_done_callback(lambda _: self._over(drive))
         if drive.recorded:
-            self._recorded.add(ended.operation_id)
+            self.past.use_up(ended.operation_id)
             self.spawn(self._record_outcome(ended))
         published = drive.finish is not None and drive.finish.published
         if published:

@@ -191,7 +191,7 @@ class CoordinatorService(coordinator_service_pb2_grpc.CoordinatorServicer):
         operation_id = _operation_id(request.operation_id)
         active = self._operations.active
         if active is None:
-            ended = self._operations.ended_operation(operation_id)
+            ended = self._operations.past.of(operation_id)
             if ended is not None and "resumed" in ended.results:
                 yield ended.results["resumed"]
             else:
@@ -431,7 +431,7 @@ class CoordinatorService(coordinator_service_pb2_grpc.CoordinatorServicer):
             if not active.started:
                 raise refuse(Reason.WRONG_PHASE, f"{name} has not begun yet.", operation_id=name)
             return active
-        ended = self._operations.ended_operation(name)
+        ended = self._operations.past.of(name)
         if ended is not None:
             return ended
         if active is not None:

@@ -74,7 +74,7 @@ def operation_status(operations: Operations) -> coordinator_service_pb2.Operatio
     """The operation that runs, or else the last one, without whom its lease has freed since."""
     if operations.active is not None:
         return outcomes.running_status(operations.active, operations.clock(), operations.store.root)
-    ended = operations.last_ended()
+    ended = operations.past.last()
     if ended is None:
         return None
     status = ended.status()

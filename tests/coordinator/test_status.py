@@ -23,7 +23,7 @@ def unconfirmed(now: float, outcome: Outcome = Outcome.ABORTED, open_by: float |
         OperationId("save-1"), SnapshotId("step-1"), OperationKind.SAVE, outcome, "", Phase.ABORT, 1.0, ("counter",),
         open_by=open_by,
     )  # fmt: skip
-    operations: Any = SimpleNamespace(active=None, last_ended=lambda: ended, clock=lambda: now)
+    operations: Any = SimpleNamespace(active=None, past=SimpleNamespace(last=lambda: ended), clock=lambda: now)
     status = operation_status(cast(Operations, operations))
     assert status is not None
     return list(status.unconfirmed)

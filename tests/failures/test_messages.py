@@ -31,7 +31,7 @@ async def test_bytes_that_are_no_request_change_nothing_and_the_connection_stays
     await bench.start()
     shim = bench.shims["agent-0"]
     target = bench.running.address if service == "Coordinator" else shim.address
-    before = (list(shim.calls), shim.state, bench.running.operations.last_ended())
+    before = (list(shim.calls), shim.state, bench.running.operations.past.last())
     async with channel(target) as link:
         for method, garbage in itertools.product(
             METHODS[service], (b"\xff" * 40, b"\x0a\xff\xff\xff\xff\x0f", b"\x07")
@@ -42,7 +42,7 @@ async def test_bytes_that_are_no_request_change_nothing_and_the_connection_stays
                 await call.read()
             assert caught.value.code() in (grpc.StatusCode.INTERNAL, grpc.StatusCode.INVALID_ARGUMENT)
         assert link.get_state() is grpc.ChannelConnectivity.READY
-    assert (list(shim.calls), shim.state, bench.running.operations.last_ended()) == before
+    assert (list(shim.calls), shim.state, bench.running.operations.past.last()) == before
     assert bench.running.operations.active is None
     assert (await bench.save())[-1].saved.snapshot.snapshot_id == "step-1"
 

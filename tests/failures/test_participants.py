@@ -218,6 +218,6 @@ async def test_a_start_is_usable_within_a_second_however_many_participants_hang(
     await until(lambda: bench.shims["model-0"].open and bench.shims["resources-0"].open)
     operations = bench.running.operations
     await until(lambda: operations.active is None, within_s=8)  # the opening is given up within its reserve
-    ended = operations.ended_operation("save-1")
+    ended = operations.past.of("save-1")
     assert ended is not None
     assert len(ended.unconfirmed) == hung

@@ -217,7 +217,7 @@ class Behaviour:
         kept = KEPT_OUTCOMES[self.world.plan.little_memory]
         for running in self.world.checks.coordinators.values():
             operations = running.operations
-            if len(operations._memory) > KEPT_IN_MEMORY or len(operations.journal.contents.outcomes) > kept:
+            if len(operations.past) > KEPT_IN_MEMORY or len(operations.journal.contents.outcomes) > kept:
                 self.world.violation(f"I19: the coordinator of epoch {running.epoch} remembers too much")
 
     def _remembers(self, incarnation: str, name: str, shim: Shim) -> None:

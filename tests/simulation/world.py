@@ -27,7 +27,7 @@ from random import Random
 from types import SimpleNamespace
 from typing import Any
 
-from coordinator import journal, journal_file, operations, sweeping
+from coordinator import journal, journal_file, past, sweeping
 from coordinator.journal import ADDRESS_NAME
 from coordinator.relay import host as relay_host
 from coordinator.relay.host import RelayOptions, address_record
@@ -405,7 +405,7 @@ def made(plan: Plan) -> Generator[World]:
     logging.disable(logging.CRITICAL)
     manifest_file._parse = MEMORY.parse
     constants = (
-        (operations, "KEPT_IN_MEMORY", KEPT_IN_MEMORY), (journal_file, "KEPT_OUTCOMES", KEPT_OUTCOMES[plan.little_memory]),
+        (past, "KEPT_IN_MEMORY", KEPT_IN_MEMORY), (journal_file, "KEPT_OUTCOMES", KEPT_OUTCOMES[plan.little_memory]),
         (journal, "ROTATE_BYTES", 6_000), (time, "time_ns", world.wall_ns), (time, "time", world.wall_s), (time, "monotonic", world.loop.time),
         (time, "sleep", world.sleep),
         (logfile, "sqlite3", logs.sqlite3),

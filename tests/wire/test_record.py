@@ -50,7 +50,7 @@ async def test_a_call_that_was_found_by_the_record_of_another_coordinator_is_ref
                 await client.save("step-1", timeout=5)
             assert caught.value.reason is Reason.UNAVAILABLE
             assert "address record" in caught.value.problem.message
-            assert other.operations.last_ended() is None
+            assert other.operations.past.last() is None
             stale.write_text(other.announcement())
             assert (await client.status()).coordinator_epoch == 1
     finally:
