@@ -38,7 +38,7 @@ from coordinator.wire.terms import Phase, Role, StragglerPolicy
 SEEN_WITHIN_S: Final = 3.0
 LOOK_EVERY_S: Final = 0.1
 _AT_ONCE: Final = 16
-_SAVE_AGAIN: Final = "Save again: it is written anew, a chunk within 5 minutes. If it happens again, look at the disk."
+_SAVE_AGAIN: Final = "Save again: it is written anew then. If it happens again, look at the disk."
 
 
 @dataclass(frozen=True, slots=True)

@@ -332,6 +332,15 @@ class Precopies(Protocol):
 
 
 @runtime_checkable
+class Doubts(Protocol):
+    """An adapter that relies on chunks below the root without a look at each of them at every save."""
+
+    def doubt(self) -> None:
+        """A save has failed: the next export looks whether each chunk is there, and writes again what is not. Only noted now."""
+        ...
+
+
+@runtime_checkable
 class LoadsByManifest(Protocol):
     """An adapter to which the manifest of what it loads says something, not its files alone."""
 

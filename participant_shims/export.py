@@ -135,7 +135,7 @@ class Exports:
             if shared is None or not shared.touch(chunk):
                 raise refuse(
                     Reason.STORAGE_FAILED, f"The chunk {chunk.sha256} is damaged, or was deleted while it was in use.",
-                    next_step="Save again: it is written anew within 5 minutes. If it happens again, look at the disk.",
+                    next_step="Save again: it is written anew then. If it happens again, look at the disk.",
                 )  # fmt: skip
         return listed
 

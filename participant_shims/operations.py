@@ -23,6 +23,7 @@ from participant_shims.adapter import (
     Adapter,
     Closed,
     Description,
+    Doubts,
     Opened,
     ShowsStacks,
     Snapshot,
@@ -174,6 +175,8 @@ class Operations:
             # A lapse keeps it: everybody may have loaded, and a Resume that comes late shall not find it gone.
             self._given_up = ended.cause in (Cause.ABORTED, Cause.SUPERSEDED)
             self.loaded_by = "" if ended.cause is Cause.RESUMED else self.loaded_by
+        if ended.cause is not Cause.RESUMED:
+            self._doubt()
         if ended.cause is Cause.ABORTED:
             self.on_abandoned(ended.operation_id)
         self.begin_opening(ended.operation_id)
@@ -261,6 +264,7 @@ class Operations:
             phase=problem.phase or _PHASE[rpc],
         )
         self.last_failure = problem.message
+        self._doubt()
         running.task = None  # `apply` must not cancel the task we are in
         ended = self.fence.failed(rpc, operation_id, problem, closed=self.closed is not None)
         if ended is not None:
@@ -273,6 +277,11 @@ class Operations:
             self._alarm = None
         running.fail(problem)
         self.changed.beat()
+
+    def _doubt(self) -> None:
+        # A chunk may be gone on which a server relies: the next save must not fail for the same one.
+        if isinstance(self.adapter, Doubts):
+            self.adapter.doubt()
 
     def hold_is_lost(self, operation_id: str, why: str) -> None:
         """A gate is open, or will be by itself: end the operation as its lease would, if it still has the pause."""

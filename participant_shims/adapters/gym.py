@@ -218,6 +218,9 @@ class GymAdapter:
             async for step in steps:
                 yield step
 
+    def doubt(self) -> None:
+        self._state.doubt()
+
     def load(self, directory: Path, files: Sequence[WrittenFile]) -> AsyncIterator[Progress | Loaded]:
         return self.load_parts([Part(directory, tuple(files))])
 

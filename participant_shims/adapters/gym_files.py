@@ -46,8 +46,11 @@ class GymFiles:
         what: Description,
         progress: Callable[[int, int], None] | None = None,
         root: Path | None = None,
+        *,
+        doubt: bool = False,
     ) -> Exported:
-        """Write the call log and the ledger, fsynced; what has not changed stays in the chunks of `root`.
+        """Write the call log and the ledger, fsynced; what has not changed stays in the chunks of `root`. `doubt`: which are
+        looked at, each of them.
 
         `progress(bytes, rollouts)` is called now and then. Raises OSError, and STORAGE_* for the log; partial files are left
         for the caller.
@@ -56,6 +59,8 @@ class GymFiles:
             if what.checkpoint_mode is not CheckpointMode.STATELESS:
                 log.exclude_orphans()
             log.hold_elsewhere(())  # the trainer has had until now to dispatch what was restored; ids may come again
+            if doubt:
+                self._gathered.doubt()
             done = self._gathered.export(
                 log,
                 directory,

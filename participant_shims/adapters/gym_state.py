@@ -30,6 +30,11 @@ class GymState:
         self._loading: asyncio.Future[LogLoad] | None = None  # the load of this life's call log, done or not
         self._held: dict[str, _Held] = {}  # what each worker has in its memory from a restore, until that is resumed
         self._kept = False
+        self._doubted = False
+
+    def doubt(self) -> None:
+        """The next export looks whether each chunk is there that the gates and we rely on."""
+        self._doubted = True
 
     async def precopy(self, links: Sequence[GateLink], root: Path, within_s: float) -> None:
         """Write ahead of a save what has changed since the last one. `links`: workers, open. Raises STORAGE_*, WORKERS_MISSING."""
@@ -46,7 +51,7 @@ class GymState:
     ) -> AsyncGenerator[Progress | Exported]:
         """Sessions by the gates and the call log by us. `links`: every worker, closed. `root`: for what snapshots share."""
         tally = Tally()
-        where = {"directory": str(directory), "root": str(root or "")}
+        where = {"directory": str(directory), "root": str(root or ""), "doubt": self._doubted}
         asking = _ask(tally, links, "export", lambda link: {**where, "prefix": f"{link.worker_id}."})
         async for step in tally.until(asking):
             yield step
@@ -57,12 +62,14 @@ class GymState:
         written = [read_file(f) for a in answers for f in a.get("files") or ()]
         writing = asyncio.ensure_future(
             asyncio.to_thread(
-                self._files.export, directory, description, lambda size, _: tally.tell_from_thread("calls", size), root
+                self._files.export, directory, description, lambda size, _: tally.tell_from_thread("calls", size), root,
+                doubt=self._doubted,
             )
-        )
+        )  # fmt: skip
         async for step in tally.until(writing):
             yield step
         done = writing.result()
+        self._doubted = False
         yield Exported(
             files=(*written, *done.files),
             ledger_file=done.ledger_file,

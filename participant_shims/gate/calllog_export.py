@@ -75,6 +75,10 @@ class Gathered:
         self._busy = threading.Lock()
         self._stopped = False
 
+    def doubt(self) -> None:
+        """A save has failed: each chunk must be found before it is used again."""
+        self._settled_at = float("-inf")
+
     def ahead(self, log: CallLog, chunks: Chunks, within_s: float) -> None:
         """Write what has changed since the last time, while the server works. Raises sqlite3.Error, STORAGE_*.
 

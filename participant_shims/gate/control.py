@@ -18,7 +18,7 @@ Messages (one JSON object a line; `id` is numbered by its sender):
                    {"id": n, "op": "stacks", "params": {"max_stacks"}}
                        ok: {"stacks": [{"rollout_id", "task", "frames": [[file, line, function], ...]}]}
                    {"id": n, "op": "exclude"}                    ok: {"excluded": [{"rollout_id", "attempt", ...}]}
-                   {"id": n, "op": "export", "params": {"directory", "prefix", "root"}}
+                   {"id": n, "op": "export", "params": {"directory", "prefix", "root", "doubt"}}
                        ok: {"files": [{"path","size_bytes","sha256"}], "sessions", "bytes", "excluded": [...],
                             "shared_state_sha256"}
                    {"id": n, "op": "precopy", "params": {"root", "within_s"}}         ok: {"sessions"}
@@ -290,7 +290,7 @@ class Control:
             "renew": lambda p: gate.renew(float(p["lease_s"])),
             "exclude": lambda p: gate.exclude(),
             "export": lambda p: gate.export(
-                p["directory"], p.get("prefix", ""), self._teller(number), p.get("root", "")
+                p["directory"], p.get("prefix", ""), self._teller(number), p.get("root", ""), bool(p.get("doubt"))
             ),
             "precopy": lambda p: gate.precopy(p["root"], float(p["within_s"])),
             "load": lambda p: gate.load(p["parts"], self._teller(number)),

@@ -284,10 +284,12 @@ class Gate:
             return {"sessions": 0}
         return {"sessions": await self.sessions.precopy(self.log.sessions(), Path(root), within_s)}
 
-    async def export(self, directory: str, prefix: str, told: Told | None = None, root: str = "") -> dict[str, Any]:
+    async def export(
+        self, directory: str, prefix: str, told: Told | None = None, root: str = "", doubt: bool = False
+    ) -> dict[str, Any]:
         """Write this worker's session state below `directory`; the call log itself is exported by the shim.
 
-        `root`: of the snapshot, for what is shared with others. `told` is called now and then, with how far it is.
+        `root`: of the snapshot, for what is shared with others. `doubt`: each chunk there is looked at. `told` is called now and then, with how far it is.
 
         Raises ACTIVITY_AFTER_PREPARED when admission is open; OSError and what the session state raises.
         """
@@ -304,6 +306,8 @@ class Gate:
             self.log.exclude(rollout_id, max(0, self.log.attempt_of(rollout_id)), _TWICE)
         if self.sessions is None:
             return {"files": [], "sessions": 0, "bytes": 0, "excluded": []}
+        if doubt:
+            self.sessions.doubt()
         generation = self.doors.generation
         owners = self.log.sessions()
         skip = self._running_sessions()

@@ -434,6 +434,9 @@ class OneSession:
 
     def touch(self, session_id: str) -> None: ...
 
+    def doubt(self) -> None:
+        pass
+
     async def precopy(self, sessions: object, root: Path, within_s: float) -> int:
         return 0
 

@@ -336,7 +336,9 @@ async def serve(adapter: FakeAdapter, tmp_path: Path, incarnation: str = INCARNA
     server.add_insecure_port(target)
     await server.start()
     await service.start()
-    async with channel(target) as link:
-        yield Shim(participant_service_pb2_grpc.ParticipantStub(link), adapter, clock, service, root)
-    await service.stop()
-    await server.stop(0)
+    try:
+        async with channel(target) as link:
+            yield Shim(participant_service_pb2_grpc.ParticipantStub(link), adapter, clock, service, root)
+    finally:
+        await service.stop()
+        await server.stop(0)

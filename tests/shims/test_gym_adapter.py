@@ -9,9 +9,11 @@ import os
 import sqlite3
 import stat
 import time
+import uuid
 from collections.abc import AsyncIterator
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,6 +21,7 @@ from safepoint.v1 import manifest_pb2
 
 from coordinator.protocol.operation import Limits
 from coordinator.wire.beneath import Directory
+from coordinator.wire.chunks import Chunks
 from coordinator.wire.deadline import budget
 from coordinator.wire.errors import Reason, SafepointError
 from coordinator.wire.manifest_file import write_snapshot_manifest
@@ -34,9 +37,11 @@ from participant_shims.gate import calllog_export, calllog_files
 from participant_shims.gate.calllog import Answer, CallLog, Verdict
 from participant_shims.gate.control import Control
 from participant_shims.gate.remarks import Remarks
+from participant_shims.gate.state.sessions import SessionState
 from tests.in_time import Stopwatch
 from tests.shims.benches import GymBench, gym_bench
-from tests.shims.shim_fakes import until
+from tests.shims.shim_fakes import collect, serve, until
+from tests.state.isolated_server import Isolated
 
 
 @pytest.fixture
@@ -297,6 +302,56 @@ async def test_a_full_disk_of_the_call_log_is_told_with_its_path_and_not_as_that
     await told(anext(aiter_exported(bench)))
 
 
+@pytest.mark.parametrize("which", ["of the calls", "of the sessions", "all"])
+async def test_after_a_save_that_failed_for_a_chunk_that_is_gone_the_next_one_writes_it_again(
+    short_path: Path, which: str
+) -> None:
+    life = short_path / "life"
+    life.mkdir()
+    bench, server = GymBench(life, workers=1), Isolated()
+    async with serve(bench.adapter, short_path) as shim:
+        try:
+            await bench.add_worker()
+            (gate,) = bench.gates
+            gate.sessions = state = SessionState(server)
+            session_id = str(uuid.UUID(int=1, version=4))
+            server.fill(SimpleNamespace(session={"session_id": session_id}), "a text")
+            gate.log.bind(session_id, "r-1", gate.log.claim("r-1", "sha", b"{}", "c=1").attempt)
+            state.touch(session_id)
+            await until(lambda: bool(bench.adapter._links))
+
+            async def save(number: int) -> None:
+                shim.reserve(f"snap-{number}")
+                await shim.prepared(f"op-{number}")
+                await collect(shim.commit(f"op-{number}", f"snap-{number}"))
+                shim.publish(f"snap-{number}")
+
+            await save(1)
+            await shim.resume("op-1")
+            chunks = Chunks(shim.root)
+            ropes = {
+                name: shim.root / "snapshots/snap-1/counter" / name for name in ("calls.rope", "worker-0.sessions.rope")
+            }
+            named = {
+                name: next(found.sha256 for found in chunks.all() if found.sha256.encode() in path.read_bytes())
+                for name, path in ropes.items()
+            }
+            gone = {"of the calls": {"calls.rope"}, "of the sessions": {"worker-0.sessions.rope"}}.get(
+                which, set(ropes)
+            )
+            for name in gone:
+                chunks.remove(named[name])
+            with pytest.raises(SafepointError, match="Save again") as caught:
+                await save(2)
+            assert caught.value.reason is Reason.STORAGE_FAILED
+            await shim.abort("op-2")
+            await save(3)
+            assert {found.sha256 for found in chunks.all()} >= set(named.values()), "the first snapshot is whole again"
+            await shim.resume("op-3")
+        finally:
+            await bench.stop()
+
+
 async def aiter_exported(bench: GymBench) -> AsyncIterator[Any]:
     async for step in bench.adapter.export(bench.life / "out"):
         if not isinstance(step, Progress):
@@ -444,6 +499,9 @@ class SlowSessions:
     def record(self, session_id: str, exchange: Any) -> None: ...
 
     def touch(self, session_id: str) -> None: ...
+
+    def doubt(self) -> None:
+        pass
 
     async def precopy(self, sessions: object, root: Path, within_s: float) -> int:
         return 0

@@ -222,6 +222,11 @@ class SessionState:
             saving.stop()
             await asyncio.wait({task})
 
+    def doubt(self) -> None:
+        """A save has failed: the next export looks whether each chunk is there."""
+        if self._shelf is not None:
+            self._shelf.doubt()
+
     def touch(self, session_id: str) -> None:
         """A request of the session has run; an empty id: of a session that is not known."""
         if self._shelf is not None:

@@ -105,7 +105,7 @@ class Shelf:
                 del self.owned[at]
 
     def doubt(self) -> None:
-        """A write has failed: what lies in no chunk must be found before anything is used."""
+        """A write or a save has failed: what lies in no chunk must be found before anything is used."""
         self._settled_at = float("-inf")
 
     def settle(self, *, tidy: bool) -> None:
