@@ -208,12 +208,18 @@ class AsyncClient:
         return outcome.prepared_result()
 
     async def commit(
-        self, operation_id: str, *, timeout: float | None = None, on_progress: ProgressCallback | None = None
+        self,
+        operation_id: str,
+        *,
+        timeout: float | None = None,
+        unreachable: float | None = None,
+        on_progress: ProgressCallback | None = None,
     ) -> None:
-        """Everybody exports; nothing is published yet."""
+        """Everybody exports; nothing is published yet. `unreachable`: seconds for which a coordinator that cannot be reached
+        is looked for, where that is less than the budget for it."""
         request = pb.CommitOperationRequest(operation_id=operation_id)
         await self._calls.operate(
-            "Commit", lambda stub: stub.Commit, request, Outcome(operation_id), timeout, on_progress
+            "Commit", lambda stub: stub.Commit, request, Outcome(operation_id), timeout, on_progress, unreachable
         )
 
     async def publish(

@@ -11,6 +11,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Protocol, TypeVar
 
 import grpc
@@ -84,9 +85,14 @@ class Calls:
             self._former.clear()
             self._channel = None
 
-    def patience(self, method: str, about: str, timeout_s: float | None) -> Patience:
-        """The time of one call."""
-        return Patience(method, about, timeout_s, self.budgets, self._clock, self._target)
+    def patience(
+        self, method: str, about: str, timeout_s: float | None, unreachable_s: float | None = None
+    ) -> Patience:
+        """The time of one call. `unreachable_s`: at most so much of the budget for a coordinator that cannot be reached."""
+        budgets = self.budgets
+        if unreachable_s is not None:
+            budgets = replace(budgets, unreachable_s=min(budgets.unreachable_s, unreachable_s))
+        return Patience(method, about, timeout_s, budgets, self._clock, self._target)
 
     def ask(
         self,
@@ -114,15 +120,16 @@ class Calls:
         outcome: Outcome,
         timeout_s: float | None,
         on_progress: ProgressCallback | None,
+        unreachable_s: float | None = None,
     ) -> None:
         about = f"{method} {outcome.snapshot_id or outcome.operation_id}"
-        patience = self.patience(method, about, timeout_s)
+        patience = self.patience(method, about, timeout_s, unreachable_s)
         try:
             for event in self.stream(method, patience, pick, request, outcome.operation_id):
                 if outcome.take(event) and on_progress is not None:
                     tell(on_progress, event)
         except SafepointError as error:
-            raise outcome.also_failed(error) from error.__cause__
+            raise outcome.also_failed(error, method) from error.__cause__
 
     def stream(
         self,

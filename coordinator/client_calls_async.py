@@ -11,6 +11,7 @@ import os
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import aclosing
+from dataclasses import replace
 from typing import TYPE_CHECKING, TypeVar
 
 from grpc import aio
@@ -79,9 +80,14 @@ class AsyncCalls:
         for closing in channels:
             await closing.close()
 
-    def patience(self, method: str, about: str, timeout_s: float | None) -> Patience:
-        """The time of one call."""
-        return Patience(method, about, timeout_s, self.budgets, self._clock, self._target)
+    def patience(
+        self, method: str, about: str, timeout_s: float | None, unreachable_s: float | None = None
+    ) -> Patience:
+        """The time of one call. `unreachable_s`: at most so much of the budget for a coordinator that cannot be reached."""
+        budgets = self.budgets
+        if unreachable_s is not None:
+            budgets = replace(budgets, unreachable_s=min(budgets.unreachable_s, unreachable_s))
+        return Patience(method, about, timeout_s, budgets, self._clock, self._target)
 
     async def ask(
         self,
@@ -111,16 +117,17 @@ class AsyncCalls:
         outcome: Outcome,
         timeout_s: float | None,
         on_progress: ProgressCallback | None,
+        unreachable_s: float | None = None,
     ) -> None:
         about = f"{method} {outcome.snapshot_id or outcome.operation_id}"
-        patience = self.patience(method, about, timeout_s)
+        patience = self.patience(method, about, timeout_s, unreachable_s)
         try:
             async with aclosing(self.stream(method, patience, pick, request, outcome.operation_id)) as events:
                 async for event in events:
                     if outcome.take(event) and on_progress is not None:
                         tell(on_progress, event)
         except SafepointError as error:
-            raise outcome.also_failed(error) from error.__cause__
+            raise outcome.also_failed(error, method) from error.__cause__
 
     async def stream(
         self,

@@ -8,7 +8,8 @@ repeated, since a coordinator that hears nothing for a lease takes the trainer f
         cut.metadata["weights"] = path          # goes into the snapshot's manifest
     print(cut.result)                           # committed, published, resumed
 
-An exception in the body aborts: no snapshot is made, and the exception goes on.
+An exception in the body aborts: no snapshot is made, and the exception goes on. A coordinator that cannot be reached for a
+lease is not looked for any longer: everybody has opened by then, and whoever answers later has aborted.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import asyncio
 import contextlib
 import logging
 import threading
+import time
 from collections.abc import Generator
 from dataclasses import replace
 from types import TracebackType
@@ -26,7 +28,7 @@ from safepoint.v1 import coordinator_service_pb2 as pb
 
 from coordinator.client_patience import checked_timeout
 from coordinator.client_results import PreparedResult, ProgressCallback, ResumeResult, SaveResult, seconds
-from coordinator.wire.errors import Reason, Refused, SafepointError
+from coordinator.wire.errors import Reason, Refused, SafepointError, Unanswered
 
 if TYPE_CHECKING:
     from coordinator.client_async import AsyncClient
@@ -36,6 +38,7 @@ log = logging.getLogger("safepoint.client")
 
 _UNTOLD_LEASE_S: Final = 9.0  # of a coordinator that is too old to say its lease: shorter than any sensible one
 _RENEW_TIMEOUT_S: Final = 5.0
+_SETTLE_TIMEOUT_S: Final = 15.0  # of a resume after a publish that was not answered: leases free everybody without it
 
 
 class CutState:
@@ -52,15 +55,35 @@ class CutState:
         self._timeout_s = checked_timeout(timeout_s)  # here: a cut that is entered aborts when it fails
         self._on_progress = on_progress
         self._committed = False
+        self._heard_at = 0.0  # monotonic seconds: when the coordinator last answered
+
+    def _heard(self) -> None:
+        self._heard_at = time.monotonic()
+
+    @property
+    def _lease_s(self) -> float | None:
+        told_s = self.prepared.lease_s if self.prepared is not None else None
+        return told_s or seconds(self._options.lease_ttl) or None
 
     @property
     def _renew_every_s(self) -> float:
-        told_s = self.prepared.lease_s if self.prepared is not None else None
-        return (told_s or seconds(self._options.lease_ttl) or _UNTOLD_LEASE_S) / 3
+        return (self._lease_s or _UNTOLD_LEASE_S) / 3
+
+    @property
+    def _look_for_s(self) -> float | None:
+        """How long a commit looks for a coordinator that cannot be reached: until the lease is over, and not only once."""
+        if self._lease_s is None:
+            return None
+        return round(max(_RENEW_TIMEOUT_S, self._lease_s - (time.monotonic() - self._heard_at)), 1)
 
     def _finished(self, published: SaveResult, resumed: ResumeResult) -> SaveResult:
         pause = resumed.pause_s if resumed.pause_s is not None else published.pause_s
         return replace(published, pause_s=pause, unconfirmed=resumed.unconfirmed)
+
+
+def _abort_timeout_s(error: BaseException | None) -> float | None:
+    """Who was not answered has waited already."""
+    return _RENEW_TIMEOUT_S if isinstance(error, Unanswered) else None
 
 
 def _cause(error: BaseException | None) -> str:
@@ -93,6 +116,7 @@ class Cut(CutState):
         except BaseException as error:
             self._give_up(error)
             raise
+        self._heard()
         threading.Thread(target=self._renew, name=f"renew {self.operation_id}", daemon=True).start()
         return self
 
@@ -103,6 +127,7 @@ class Cut(CutState):
                     self._client.commit(self.operation_id, timeout=_RENEW_TIMEOUT_S)
                 else:
                     self._client.prepare(self.snapshot_id, self.operation_id, self._options, timeout=_RENEW_TIMEOUT_S)
+                self._heard()
             except Refused as error:
                 if not self._left.is_set():
                     log.warning("the cut of %s is void: %s", self.snapshot_id, error)
@@ -113,7 +138,13 @@ class Cut(CutState):
     def commit(self) -> None:
         """Let everybody export now instead of at the end of the body, e.g. while your own state is written."""
         if not self._committed:
-            self._client.commit(self.operation_id, timeout=self._timeout_s, on_progress=self._on_progress)
+            self._client.commit(
+                self.operation_id,
+                timeout=self._timeout_s,
+                unreachable=self._look_for_s,
+                on_progress=self._on_progress,
+            )
+            self._heard()
             self._committed = True
 
     def __exit__(
@@ -125,6 +156,10 @@ class Cut(CutState):
             return
         try:
             self.commit()
+        except BaseException as error:
+            self._give_up(error)
+            raise
+        try:
             published = self._client.publish(
                 self.operation_id, self.metadata, timeout=self._timeout_s, on_progress=self._on_progress
             )
@@ -137,10 +172,10 @@ class Cut(CutState):
         self.result = self._client.saved(self._finished(published, resumed))
 
     def _settle(self, error: BaseException) -> None:
-        """Commit or publish failed, perhaps after the manifest was written: resume if so, else abort."""
+        """Publish failed, perhaps after the manifest was written: resume if so, else abort."""
         if not isinstance(error, Refused):
             try:
-                self._client.resume(self.operation_id)
+                self._client.resume(self.operation_id, timeout=_SETTLE_TIMEOUT_S)
             except SafepointError as refusal:
                 if not _not_published_yet(refusal):
                     error.add_note(f"Resume failed too: {refusal}")
@@ -154,7 +189,7 @@ class Cut(CutState):
 
     def _give_up(self, error: BaseException | None) -> None:
         try:
-            self._client.abort(_cause(error), operation_id=self.operation_id)
+            self._client.abort(_cause(error), operation_id=self.operation_id, timeout=_abort_timeout_s(error))
         except SafepointError as failure:
             if error is not None:
                 error.add_note(f"The abort was not confirmed, leases free the participants: {failure}")
@@ -186,6 +221,7 @@ class AsyncCut(CutState):
         except BaseException as error:
             await self._give_up(error)
             raise
+        self._heard()
         self._renewing = asyncio.create_task(self._renew(), name=f"renew {self.operation_id}")
         return self
 
@@ -199,6 +235,7 @@ class AsyncCut(CutState):
                     await self._client.prepare(
                         self.snapshot_id, self.operation_id, self._options, timeout=_RENEW_TIMEOUT_S
                     )
+                self._heard()
             except Refused as error:
                 log.warning("the cut of %s is void: %s", self.snapshot_id, error)
                 return
@@ -208,7 +245,13 @@ class AsyncCut(CutState):
     async def commit(self) -> None:
         """Let everybody export now instead of at the end of the body, e.g. while your own state is written."""
         if not self._committed:
-            await self._client.commit(self.operation_id, timeout=self._timeout_s, on_progress=self._on_progress)
+            await self._client.commit(
+                self.operation_id,
+                timeout=self._timeout_s,
+                unreachable=self._look_for_s,
+                on_progress=self._on_progress,
+            )
+            self._heard()
             self._committed = True
 
     async def __aexit__(
@@ -221,6 +264,10 @@ class AsyncCut(CutState):
             return
         try:
             await self.commit()
+        except BaseException as error:
+            await self._give_up(error)
+            raise
+        try:
             published = await self._client.publish(
                 self.operation_id, self.metadata, timeout=self._timeout_s, on_progress=self._on_progress
             )
@@ -235,7 +282,7 @@ class AsyncCut(CutState):
     async def _settle(self, error: BaseException) -> None:
         if not isinstance(error, Refused):
             try:
-                await self._client.resume(self.operation_id)
+                await self._client.resume(self.operation_id, timeout=_SETTLE_TIMEOUT_S)
             except SafepointError as refusal:
                 if not _not_published_yet(refusal):
                     error.add_note(f"Resume failed too: {refusal}")
@@ -250,7 +297,7 @@ class AsyncCut(CutState):
     async def _give_up(self, error: BaseException | None) -> None:
         # A cancellation is delivered once: in a task that is being cancelled this call still goes out.
         try:
-            await self._client.abort(_cause(error), operation_id=self.operation_id)
+            await self._client.abort(_cause(error), operation_id=self.operation_id, timeout=_abort_timeout_s(error))
         except SafepointError as failure:
             if error is not None:
                 error.add_note(f"The abort was not confirmed, leases free the participants: {failure}")

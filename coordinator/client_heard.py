@@ -7,6 +7,7 @@ stream has told is in the error. An answer of the coordinator is left as it is, 
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Final
 
 from safepoint.v1 import coordinator_service_pb2 as pb
 
@@ -14,6 +15,9 @@ from coordinator.wire.errors import SafepointError, Unanswered
 from coordinator.wire.terms import Phase
 
 _NAMED = 5
+_ASKED: Final = {
+    "Prepare": Phase.PREPARE, "Commit": Phase.COMMIT, "Publish": Phase.PUBLISH, "Resume": Phase.RESUME,
+}  # fmt: skip
 
 
 class Heard:
@@ -37,10 +41,14 @@ class Heard:
         elif kind == "phase_finished":
             self._pending = {}
 
-    def added_to(self, error: SafepointError, elapsed_s: float) -> SafepointError:
-        """`error`; where no answer came, with phase, time and participants. `elapsed_s`: of the operation, as last told."""
-        if not isinstance(error, Unanswered) or not self._phase:
+    def added_to(self, error: SafepointError, elapsed_s: float, method: str) -> SafepointError:
+        """`error`; where no answer came, with phase, time and participants. `elapsed_s`: of the operation, as last told;
+        `method`: what was called, which names the phase where nothing was told."""
+        if not isinstance(error, Unanswered):
             return error
+        if not self._phase:
+            asked = _ASKED.get(method, Phase.UNSPECIFIED)
+            return Unanswered(replace(error.problem, phase=error.problem.phase or asked))
         who = ", ".join(list(self._pending)[:_NAMED])
         more = len(self._pending) - _NAMED
         waited = f", and waited for {who}" + (f" and {more} more" if more > 0 else "") if who else ""

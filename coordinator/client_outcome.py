@@ -74,12 +74,12 @@ class Outcome:
                 self._waiting[step.participant_id] = (step.parked, step.held)
         return True
 
-    def also_failed(self, error: SafepointError) -> SafepointError:
+    def also_failed(self, error: SafepointError, method: str) -> SafepointError:
         """`error` with the secondary causes of the operation as notes, so that a traceback shows all of them.
 
-        Where no answer came, with how far the operation had come.
+        Where no answer came to `method`, with how far the operation had come.
         """
-        error = self._heard.added_to(error, self.elapsed_s)
+        error = self._heard.added_to(error, self.elapsed_s, method)
         for detail in self.failed.secondary if self.failed else ():
             error.add_note(f"Also: {problem_from_detail(detail)}")
         return error

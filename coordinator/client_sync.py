@@ -217,11 +217,19 @@ class Client:
         return outcome.prepared_result()
 
     def commit(
-        self, operation_id: str, *, timeout: float | None = None, on_progress: ProgressCallback | None = None
+        self,
+        operation_id: str,
+        *,
+        timeout: float | None = None,
+        unreachable: float | None = None,
+        on_progress: ProgressCallback | None = None,
     ) -> None:
-        """Everybody exports; nothing is published yet."""
+        """Everybody exports; nothing is published yet. `unreachable`: seconds for which a coordinator that cannot be reached
+        is looked for, where that is less than the budget for it."""
         request = pb.CommitOperationRequest(operation_id=operation_id)
-        self._calls.operate("Commit", lambda stub: stub.Commit, request, Outcome(operation_id), timeout, on_progress)
+        self._calls.operate(
+            "Commit", lambda stub: stub.Commit, request, Outcome(operation_id), timeout, on_progress, unreachable
+        )
 
     def publish(
         self,

@@ -47,6 +47,14 @@ def temporary_files_of_engines() -> Iterator[None]:
             os.environ["TMPDIR"] = before
 
 
+@pytest.fixture
+def short_path() -> Iterator[Path]:
+    """With a root below it; short enough for the paths of sockets."""
+    with tempfile.TemporaryDirectory(prefix="sp-") as name:
+        (Path(name) / "root").mkdir()
+        yield Path(name)
+
+
 @pytest.fixture(scope="session")
 def workshop() -> Iterator[Path]:
     with tempfile.TemporaryDirectory(prefix="sp-vllm-") as name:

@@ -23,9 +23,8 @@ from participant_shims.identity import CallIdentity
 from participant_shims.shim import Shim
 from tests.vllm.real_engine import REPOSITORY, Caller
 from tests.vllm.test_control import ASK, until
-from tests.vllm.test_engine_shim import beside, collect, coordinating, registered, short_path
+from tests.vllm.test_engine_shim import beside, collect, coordinating, registered
 
-__all__ = ["short_path"]
 LONG = {**ASK, "max_tokens": 100_000}
 DEADLINE_S = 40.0
 

@@ -24,9 +24,7 @@ from tests.stored import MemoryStore
 from tests.vllm.real_engine import Caller
 from tests.vllm.scripted_engine import Scripted, scripted
 from tests.vllm.test_control import ASK, until
-from tests.vllm.test_engine_shim import collect, registered, short_path
-
-__all__ = ["short_path"]
+from tests.vllm.test_engine_shim import collect, registered
 
 Engine = tuple[Scripted, VllmAdapter, Caller]
 

@@ -7,8 +7,7 @@ import json
 import os
 import signal
 import sys
-import tempfile
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any, Protocol
@@ -37,13 +36,6 @@ from tests.cli.conftest import Safepoint
 from tests.vllm.real_engine import REPOSITORY, Caller
 from tests.vllm.scripted_engine import Scripted, scripted
 from tests.vllm.test_control import ASK, until
-
-
-@pytest.fixture
-def short_path() -> Iterator[Path]:
-    with tempfile.TemporaryDirectory(prefix="sp-") as name:
-        (Path(name) / "root").mkdir()
-        yield Path(name)
 
 
 @pytest.fixture(autouse=True)

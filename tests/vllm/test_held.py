@@ -19,9 +19,6 @@ from tests.vllm.forms import PROMPT, WHOLE, ended, engine_of
 from tests.vllm.held_fake import KIT, FakeLLM, Kind, Output, Params, held
 from tests.vllm.parts import export, load, part_of
 from tests.vllm.test_control import freeze, until
-from tests.vllm.test_engine_shim import short_path
-
-__all__ = ["short_path"]
 
 GREEDY = {"temperature": 0.0, "max_tokens": 8, "logprobs": 0}
 
