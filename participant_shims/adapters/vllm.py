@@ -330,13 +330,15 @@ class VllmAdapter:
 
     async def _watch(self) -> None:
         """Now and then, whether it is there: a save is not the first to notice that it is stopped, or that another server has
-        its port."""
+        its port. One that could not be resumed when its lease lapsed is resumed when it can be."""
         while True:
             await asyncio.sleep(WATCH_EVERY_S)
             if self._engine is None:
                 continue  # `_settle` waits for it
             before = self._silent, self._wedged
             try:
+                if self.freeze.ours and not self.doors.closed:  # it could not be resumed when it should have been
+                    await self.freeze.resume()
                 await self.front.is_paused(PATIENT_S)
                 self._silent = ""
             except SafepointError as error:

@@ -50,6 +50,7 @@ class Freeze:
         self._note = PauseNote(life)
         self._paused_at = 0.0  # loop time
         self.ours = False  # whether a pause of ours may be in force
+        self._pauses = 0  # asked for so far
         self._frozen_at: float | None = None  # loop time from which on nothing may come any more
 
     def over(self) -> None:
@@ -110,10 +111,12 @@ class Freeze:
     async def resume(self) -> None:
         """Undo a pause of ours. Raises UNAVAILABLE; it may be repeated."""
         failpoints.reach("engine.before_resume")
+        pauses = self._pauses
         await self._front.resume()
         failpoints.reach("engine.after_resume")
-        self.ours = False
-        self._note.remove()
+        if pauses == self._pauses:  # else the next operation has asked for one meanwhile, which comes after this
+            self.ours = False
+            self._note.remove()
 
     async def settle(self) -> None:
         """Undo what a shim before us has left paused: its noted pause, never somebody else's."""
@@ -167,6 +170,7 @@ class Freeze:
                 self._leave_it_paused()
                 return
             self.ours = True
+            self._pauses += 1
             self._note.write(self._doors.operation_id)
             failpoints.reach("engine.before_pause")
             self._paused_at = await self._front.pause(mode)

@@ -239,6 +239,19 @@ async def test_a_pause_that_was_not_served_is_sent_again() -> None:
         assert len(engine.calls) == 3
 
 
+async def test_a_lapsed_pause_that_could_not_be_undone_is_undone_when_the_engine_can(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nobody else would: its operation is over, and the next pause would be taken for somebody else's."""
+    monkeypatch.setattr("participant_shims.adapters.vllm.WATCH_EVERY_S", 0.02)
+    async with scripted(resume_fault=[500, 500]) as engine, covered(engine, tmp_path) as (adapter, _):
+        await freeze(adapter)
+        await adapter.renew(0.01)
+        await until(lambda: not adapter.doors.closed)
+        await until(lambda: not engine.paused)
+        assert len([call for call in engine.calls if call == "/resume"]) == 3
+
+
 async def test_a_resume_whose_answer_is_lost_is_settled_too() -> None:
     async with scripted(resume_fault=["lost", "unserved"], paused=True) as engine:
         control = EngineControl(engine.target)

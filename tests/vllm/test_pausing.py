@@ -12,6 +12,7 @@ import pytest
 
 from coordinator.wire.errors import Reason, SafepointError
 from coordinator.wire.terms import QuiesceMode
+from participant_shims.engine.pause_note import NAME as MARKER
 from tests.vllm.forms import WHOLE, Form, both_forms, ended, engine_of, made
 from tests.vllm.parts import export, load, part_of
 from tests.vllm.real_engine import Said
@@ -177,6 +178,22 @@ async def test_an_opening_overtakes_a_pause_that_hangs(tmp_path: Path, form: str
         assert not it.engine.paused
         assert not it.adapter.doors.closed
         await ended(freezing)
+
+
+@both_forms
+async def test_a_pause_that_waits_for_the_resume_of_a_lapsed_one_is_undone_like_any_other(
+    tmp_path: Path, form: str
+) -> None:
+    """The engine stayed frozen for ever: what the lapse had resumed was taken for the new pause."""
+    async with made(form, tmp_path, {"slow_s": 0.2}) as it:
+        await freeze(it.adapter)
+        await it.adapter.renew(0.01)
+        await until(lambda: not it.adapter.doors.closed)
+        await freeze(it.adapter, "op-2")
+        assert it.engine.paused
+        assert (tmp_path / MARKER).exists(), "the next shim would have to know of it"
+        await it.adapter.open()
+        assert not it.engine.paused
 
 
 @both_forms
