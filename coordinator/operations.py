@@ -41,7 +41,7 @@ from coordinator.protocol.sentences import in_the_way
 from coordinator.protocol.topology import Participant, Topology, fingerprint, refusal, validate
 from coordinator.protocol.transaction import Transaction
 from coordinator.publication import Cut, Publisher
-from coordinator.registry import ENDED
+from coordinator.registry import ENDED, SLEPT
 from coordinator.settings import Settings
 from coordinator.settling import Settling
 from coordinator.snapshots import SnapshotStore
@@ -459,7 +459,8 @@ class Operations:
 
     def _lost(self, who: Participant, problem: Problem) -> None:
         if self.active is not None and self.active.started:
-            told = who.process is not None and who.process.watched and ENDED not in problem.metadata
+            known = problem.metadata.keys() & {ENDED, SLEPT}  # nobody says how one has ended that has not
+            told = who.process is not None and who.process.watched and not known
             within_s = EXPLAIN_WITHIN_S if told else 0.0
             self.active.post(core.ParticipantLost(self.clock(), who.participant_id, problem, within_s))
 

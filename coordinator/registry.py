@@ -11,7 +11,7 @@ No IO: the clock (seconds, monotonic) is given, streams call `beat` and `leave`.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Final
 
@@ -30,7 +30,9 @@ _MAX_ENDS: Final = 1_000  # of shims whose end was told; the coordinator hears o
 _MAX_DISMISSED: Final = 1_000
 _SHOWN: Final = 20
 _WE_SLEPT: Final = "Repeat it. See what stopped that process: SIGSTOP, a suspended machine, or one without processor time or memory to spare."
-ENDED: Final = "ended"  # the key of a loss's metadata that says how the process ended
+# Keys of a loss's metadata: how the process ended; and that nobody has ended, and it was we who did not run.
+ENDED: Final = "ended"
+SLEPT: Final = "slept"
 
 
 @dataclass(slots=True, eq=False)
@@ -163,7 +165,7 @@ class Registry:
             self._end(session.participant.incarnation_id, goodbye)
         elif we_slept:
             why = f"{why} while {we_slept}"
-            self._lose(session, why, f"{name} has left: {why}.", Reason.UNREACHABLE, _WE_SLEPT)
+            self._lose(session, why, f"{name} has left: {why}.", Reason.UNREACHABLE, _WE_SLEPT, {SLEPT: we_slept})
             return
         through = f" behind {session.relay}" if session.relay is not None else ""
         self._lose(session, why, f"{name} is gone{through}: {why}.", Reason.UNREACHABLE)
@@ -311,12 +313,20 @@ class Registry:
         """The incarnations of those of `names` that are here."""
         return {name: found.incarnation_id for name in names if (found := self.get(name)) is not None}
 
-    def _lose(self, session: Session, why: str, message: str, reason: Reason, next_step: str = "") -> None:
+    def _lose(
+        self,
+        session: Session,
+        why: str,
+        message: str,
+        reason: Reason,
+        next_step: str = "",
+        metadata: Mapping[str, str] | None = None,
+    ) -> None:
         session.alive, session.why = False, why
         name = session.participant.participant_id
         if self._sessions.get(name) is session:
             del self._sessions[name]
-        problem = Problem(reason, message, next_step, participant_id=name)
+        problem = Problem(reason, message, next_step, participant_id=name, metadata=metadata or {})
         problem = self._with_process(session.participant, problem)
         if name not in self._static:
             self._remember(session.participant, problem)
@@ -325,10 +335,10 @@ class Registry:
 
     def _with_process(self, who: Participant, problem: Problem) -> Problem:
         """The loss with where the process ran, where its log is, and how it ended as far as that is known."""
-        metadata: dict[str, str] = {}
+        metadata = dict(problem.metadata)
         message = problem.message.rstrip(".")
         if who.process is not None:
-            metadata = {"host": who.process.host, "pid": str(who.process.pid)}
+            metadata |= {"host": who.process.host, "pid": str(who.process.pid)}
             metadata |= {"log_path": who.process.log_path} if who.process.log_path else {}
             message = f"{message} (its shim was {who.process})"
         how = self._ends.get(who.incarnation_id, "")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import re
 from collections.abc import Awaitable, Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -14,7 +15,8 @@ from safepoint.v1 import coordinator_service_pb2 as pb
 
 from coordinator.preflight import RUNS, workers_problem
 from coordinator.protocol import phases
-from coordinator.protocol.topology import Participant
+from coordinator.protocol.events import ParticipantLost
+from coordinator.protocol.topology import Participant, ShimProcess
 from coordinator.snapshot_reading import SnapshotReader
 from coordinator.wire.errors import Problem, Reason, SafepointError
 from coordinator.wire.ids import IncarnationId, ParticipantId
@@ -601,3 +603,38 @@ async def test_a_shim_that_registers_paused_by_a_forgotten_operation_is_opened(b
     await shim.register(bench.running.address)
     await until(lambda: shim.open)
     assert shim.aborted == ["save-of-long-ago"]
+
+
+@pytest.mark.parametrize("slept", [True, False])
+async def test_a_coordinator_that_did_not_run_answers_at_once_and_waits_for_nobodys_last_word(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch, slept: bool
+) -> None:
+    """What a shim's successor would say of its end is waited for; those that have left a coordinator that slept all live."""
+    waited: list[float] = []
+    monkeypatch.setattr("coordinator.operations.EXPLAIN_WITHIN_S", 0.6)
+    await bench.start(resources_0=Knobs(hang_on={"Commit"}))
+    operations = bench.running.operations
+    registry = operations.discovery.registry
+    saving = asyncio.create_task(bench.save())
+    await until(
+        lambda: operations.active is not None and "Commit" in [name for name, _ in bench.shims["resources-0"].calls]
+    )
+    assert operations.active is not None
+    post = operations.active.post
+
+    def posted(event: Any) -> None:
+        if isinstance(event, ParticipantLost):
+            waited.append(event.explained_within_s)
+        post(event)
+
+    monkeypatch.setattr(operations.active, "post", posted)
+    for session in list(registry._sessions.values()):
+        process = ShimProcess("host-a", 4711, "", watched=True)
+        session.participant = replace(session.participant, process=process)
+        registry.leave(
+            session, "its registration ended", we_slept="the coordinator did not run, for 7.0 s" if slept else ""
+        )
+    with pytest.raises(SafepointError, match="has left" if slept else "is gone") as caught:
+        await saving
+    assert caught.value.reason is Reason.UNREACHABLE
+    assert set(waited) == {0.0 if slept else 0.6}
