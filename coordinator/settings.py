@@ -166,8 +166,10 @@ class Settings(_Section):
     history_keep: Annotated[int, Field(ge=0, le=10_000)] = 200
     """Operations of which the history stays; 0 writes none."""
     max_snapshot_bytes: Annotated[int, Field(ge=0)] = 0
-    """A save that comes to more is aborted, and nothing of it is kept; chunks that it shares count in full. 0: no limit.
-    For the root as a whole, use a quota of its file system: that is met as a full disk."""
+    """A save that comes to more is aborted, and there is no snapshot of it; chunks that it shares count in full. 0: no limit.
+    Chunks that it wrote stay, as after any save that failed: the next one uses them. What nobody has asked for in an hour (a
+    day, in a store) the next prune deletes. For the root as a whole, use a quota of its file system: that is met as a full
+    disk."""
     keep_last: Annotated[int, Field(ge=0)] = 0
     """Prune to so many snapshots after each save; 0 keeps all."""
     keep_every: Annotated[int, Field(ge=0)] = 0
