@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 
 import pytest
@@ -48,12 +47,16 @@ async def test_a_store_that_is_away_for_a_while_ends_nobody() -> None:
     client = memory.client()
     running = await started(memory.root(client))
 
+    looks = 0
+
     def away(_method: str, _key: str) -> None:
+        nonlocal looks
+        looks += 1
         raise Lost("no route")
 
     try:
         client.before = away
-        await asyncio.sleep(0.2)  # several looks
+        await until(lambda: looks > 5)
         assert running.unfit is None
         client.before = quiet
         del memory.objects["coordinator/address.json"]

@@ -76,7 +76,7 @@ class Lane:
                 Trainer(self.f.url("agent"), f"lane{self.number}x{self._serial}")
             )
             self.trainer.go()
-            await asyncio.sleep(0.5)
+            await self.trainer.under_way()
             self.last = (await self.client.save(self.name("first"), timeout=SAVE_S)).snapshot_id
             yield
 

@@ -20,6 +20,7 @@ from aiohttp import web
 
 AGAIN_S = 0.1
 GENERATION_S = 0.05
+FIRST_WITHIN_S = 30.0
 
 
 def number_of(rollout_id: str, turn: int) -> int:
@@ -105,6 +106,12 @@ class Trainer:
         """Begin to dispatch, or go on."""
         if self._pump is None:
             self._pump = asyncio.create_task(self._keep())
+
+    async def under_way(self) -> None:
+        """Until a rollout has ended, and others are on their way. Raises TimeoutError."""
+        async with asyncio.timeout(FIRST_WITHIN_S):
+            while not self.done or not self.in_flight():
+                await asyncio.sleep(0.02)
 
     async def stop(self) -> list[Live]:
         """As a trainer that dies: nothing is dispatched any more, what is in flight is given up. Those, to be dispatched again."""

@@ -93,7 +93,7 @@ async def lane(url: str) -> AsyncIterator[Lane]:
 async def test_killed_anywhere_in_a_save_it_recovers_and_the_last_snapshot_restores(lane: Lane, url: str) -> None:
     fleet, client, trainer = lane.fleet, lane.client, lane.trainer
     trainer.go()
-    await asyncio.sleep(0.5)
+    await trainer.under_way()
     assert (await client.save("first", timeout=30)).snapshot_id == "first"
     store = SnapshotStore(url, "default")
     ended: dict[str, bool] = {}
@@ -147,7 +147,7 @@ async def test_a_store_that_stops_during_a_save_is_what_status_names_and_an_abor
     lane: Lane, url: str, server: S3Server
 ) -> None:
     lane.trainer.go()
-    await asyncio.sleep(0.5)
+    await lane.trainer.under_way()
     assert (await lane.client.save("first", timeout=30)).snapshot_id == "first"
     server.process.send_signal(signal.SIGSTOP)
     saving = asyncio.create_task(lane.client.save("second", timeout=15))

@@ -63,6 +63,11 @@ class ScriptedEndpoint:
         """Answers in all."""
         return sum(self.asked.values())
 
+    @property
+    def running(self) -> int:
+        """Generations that have begun and not ended."""
+        return self.begun - self.total - self.aborted
+
     def _serve(self) -> None:
         asyncio.set_event_loop(self._loop)
         self._loop.run_until_complete(self._begin())

@@ -210,6 +210,7 @@ async def test_servers_that_were_killed_continue_every_rollout_where_it_stood(
         async with lines_of(fleet) as lines, Trainer(fleet) as trainer:
             finished = await trainer.run(rows[0])
             repeated, total, begun = endpoint.repeated, endpoint.total, endpoint.begun
+            idle = endpoint.running
             endpoint.hold(after_turn=3)
             runs = [asyncio.create_task(trainer.run(r)) for r in rows[1:]]
             await until(lambda: endpoint.begun == begun + 36)
@@ -220,7 +221,7 @@ async def test_servers_that_were_killed_continue_every_rollout_where_it_stood(
             fleet.kill()
             await asyncio.gather(*runs, return_exceptions=True)
         endpoint.release()
-        await asyncio.sleep(0.2)  # generations whose server is gone end, and count
+        await until(lambda: endpoint.running <= idle)  # generations whose server is gone end, and count
         interrupted = endpoint.total - total - 27
         fleet.start()
         async with lines_of(fleet) as lines, Trainer(fleet) as trainer:

@@ -274,7 +274,7 @@ async def test_control_calls_are_never_concurrent_and_the_newest_command_wins() 
     async with scripted(slow_s=0.05) as engine:
         control = EngineControl(engine.target)
         pauses = [asyncio.create_task(control.pause("keep")) for _ in range(3)]
-        await asyncio.sleep(0.02)
+        await until(lambda: bool(engine.calls))
         results = await asyncio.gather(*pauses, control.resume(), return_exceptions=True)
         assert engine.most_at_once == 1
         assert engine.calls[-1] == "/resume"
