@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import asynccontextmanager
 from typing import Any, Final
 
 from benchmarks import live
@@ -28,19 +29,26 @@ def run(scale: Scale, results: Results) -> None:
 
 
 async def _run(scale: Scale, results: Results) -> None:
-    with live.on_disk() as directory, ScriptedEndpoint() as endpoint:
-        async with live.deployment(directory, live.config(endpoint.url)) as job:
-            pausing = _Pausing(job, endpoint, scale.pauses)
-            await pausing.save()
-            by_rollouts = {n: await pausing.with_rollouts(n) for n in scale.rollouts}
-            by_seconds = {s: await pausing.while_generating(s) for s in scale.generations_s}
-            by_sessions = {n: await pausing.with_sessions(n) for n in scale.sessions}  # the last: they stay
+    async with _pausing(scale.pauses) as pausing:
+        by_rollouts = {n: await pausing.with_rollouts(n) for n in scale.rollouts}
+        by_seconds = {s: await pausing.while_generating(s) for s in scale.generations_s}
+    async with _pausing(scale.pauses) as pausing:  # others: what was generated for still runs in those
+        by_sessions = {n: await pausing.with_sessions(n) for n in scale.sessions}
     results.ratios["pause_by_generation"] = _ends(list(by_seconds.values()))
     results.ratios["pause_by_sessions"] = _ends(list(by_sessions.values()))
     _tell("generation", f"Pause by length of generations, {LIVE} in flight", "generation, s", by_seconds, results)
     _tell("rollouts", "Pause by live rollouts", "live rollouts", by_rollouts, results)
     title = f"Pause by live sessions of {SESSION_KB} kB, 1 % changed"
     _tell("sessions", title, "live sessions", by_sessions, results)
+
+
+@asynccontextmanager
+async def _pausing(pauses: int) -> AsyncIterator[_Pausing]:
+    with live.on_disk() as directory, ScriptedEndpoint() as endpoint:
+        async with live.deployment(directory, live.config(endpoint.url)) as job:
+            pausing = _Pausing(job, endpoint, pauses)
+            await pausing.save()
+            yield pausing
 
 
 class _Pausing:

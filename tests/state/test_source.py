@@ -89,6 +89,40 @@ def test_what_a_base_class_in_another_own_module_keeps_is_found(tmp_path: Path) 
     assert found.session_attributes == {"states": "dict[str, int]"}
 
 
+def test_what_a_base_class_of_another_folder_keeps_is_found_where_the_running_server_says_that_it_lies(
+    tmp_path: Path,
+) -> None:
+    elsewhere = tmp_path / "installed" / "resources_servers" / "counter"
+    elsewhere.mkdir(parents=True)
+    (elsewhere / "app.py").write_text(
+        dedent("""
+        from nemo_gym.base_resources_server import SimpleResourcesServer
+        from resources_servers.counter.count import Count
+        from .more import more
+        class Counter(SimpleResourcesServer):
+            counts: dict[str, Count]
+            async def step(self, request):
+                self.counts[request.session["session_id"]] = 1
+    """)
+    )
+    (elsewhere / "count.py").write_text("import subprocess\nclass Count:\n    process = subprocess.Popen(['x'])\n")
+    (elsewhere / "more.py").write_text("more = 1\n")
+    folder = tmp_path / "own" / "resources_servers" / "sample"
+    folder.mkdir(parents=True)
+    (folder / "app.py").write_text("from resources_servers.counter.app import Counter\nclass S(Counter):\n    pass\n")
+    bases = {"resources_servers.counter.app": elsewhere / "app.py"}
+    found = read_source(folder / "app.py", "S", bases)
+    assert found.session_attributes == {"counts": "dict[str, Count]"}
+    assert found.holds == {"counts": "subprocess.Popen (subprocess)"}
+    assert sorted(found.files) == [f"resources_servers/{name}.py" for name in (
+        "counter/app", "counter/count", "counter/more", "sample/app",
+    )]  # fmt: skip
+    assert not any("was not read" in doubt for doubt in found.shared)
+    unread = read_source(folder / "app.py", "S")
+    assert unread.session_attributes == {}
+    assert "its base resources_servers.counter.app.Counter was not read" in unread.shared
+
+
 def test_a_session_that_holds_a_process_restarts_and_the_reason_says_what(tmp_path: Path) -> None:
     found = facts(
         tmp_path,

@@ -31,7 +31,7 @@ from participant_shims.gate.state.saving import SLICE_S, Encoding, Saving, Sessi
 from participant_shims.gate.state.scope import Scope
 from participant_shims.gate.state.shapes import a_dict, a_set, exact_list, keyed
 from participant_shims.gate.state.shelf import Shelf
-from participant_shims.gate.state.source import SourceFacts, read_source
+from participant_shims.gate.state.source import SourceFacts, is_known, read_source
 
 RELOAD_TIP: Final = "Restart the server and restore before it gets work."
 
@@ -60,10 +60,15 @@ def scope_of(server: object) -> Scope:
 
 
 def facts_of(server: object) -> SourceFacts | None:
-    """What the source of the class of `server` says; None when it can't be read."""
+    """What the source of the class of `server` and of its bases says; None when it can't be read."""
     try:
         file = introspect.getsourcefile(type(server))
-        return read_source(Path(file), type(server).__name__) if file else None
+        bases = {
+            base.__module__: Path(introspect.getsourcefile(base) or "").resolve()
+            for base in type(server).__mro__[1:]
+            if base.__module__ != "__main__" and not is_known(base.__module__)
+        }
+        return read_source(Path(file), type(server).__name__, bases) if file else None
     except (OSError, TypeError, SyntaxError, ValueError, RecursionError):
         return None
 

@@ -7,8 +7,9 @@ trees, so it can be wrong; where it can't tell, it says "unknown" and never "not
 from __future__ import annotations
 
 import ast
+import builtins
 import sys
-from collections.abc import Container
+from collections.abc import Container, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
@@ -74,14 +75,21 @@ class SourceFacts:
     complete: bool = True  # every own module could be read
 
 
-def read_source(app: Path, class_name: str = "") -> SourceFacts:
+def read_source(app: Path, class_name: str = "", bases: Mapping[str, Path] | None = None) -> SourceFacts:
     """What `app` (a server's app.py, inside `resources_servers/<name>/` or alone) and its own modules say.
 
-    `class_name`: the server class; else the one that is run under `__main__`. Raises OSError and SyntaxError for
-    `app` itself; other modules that can't be read make the result incomplete.
+    `class_name`: the server class; else the one that is run under `__main__`. `bases`: where its base classes lie, by the
+    dotted names of their modules. Raises OSError and SyntaxError for `app` itself; other modules that can't be read make the
+    result incomplete.
     """
-    tree = SourceTree(app.resolve())
+    tree = SourceTree(app.resolve(), bases)
     return _Reader(tree).facts(class_name)
+
+
+def is_known(dotted: str) -> bool:
+    """Whether what a name belongs to is the standard library's, or a package's of which it is known what it does."""
+    root = dotted.partition(".")[0]
+    return root in sys.stdlib_module_names or root in _KNOWN_PACKAGES
 
 
 class _Reader:
@@ -95,7 +103,7 @@ class _Reader:
 
     def facts(self, class_name: str) -> SourceFacts:
         found = self.found
-        found.files = [str(p.relative_to(self.tree.root)) if self.tree.inside(p) else p.name for p in self.modules]
+        found.files = [str(self.tree.relative(p) or p.name) for p in self.modules]
         server = self.classes.get(class_name or self.tree.run_class())
         if server is None:
             found.complete = False
@@ -125,7 +133,18 @@ class _Reader:
         found.complete = self.tree.complete
         found.shared = isolation.doubts(methods, set(found.session_attributes), self.modules.values())
         found.shared += [f"{name}: {why}" for name, why in found.unsure.items()]
+        found.shared += [f"its base {name} was not read" for name in self._unread(line)]
         return found
+
+    def _unread(self, line: list[SourceClass]) -> list[str]:
+        """Bases of which nothing is known: what they do to a session can't be told."""
+        bases = (dotted_name(base, cls.module) for cls in line for base in cls.node.bases)
+        own = self.classes
+        return [
+            name
+            for name in bases
+            if name.rpartition(".")[2] not in own and not is_known(name) and not hasattr(builtins, name)
+        ]
 
     def _annotations(self, line: list[SourceClass]) -> dict[str, tuple[SourceClass, ast.expr]]:
         out: dict[str, tuple[SourceClass, ast.expr]] = {}
@@ -334,7 +353,7 @@ class _Reader:
     def _is_foreign(self, dotted: str) -> bool:
         """Whether a name belongs to a package of which it can't be told what its objects hold."""
         root = dotted.partition(".")[0]
-        if root in sys.stdlib_module_names or root in _KNOWN_PACKAGES or root == self.tree.app.parent.parent.name:
+        if is_known(dotted) or root == self.tree.app.parent.parent.name:
             return False
         if dotted in PLAIN_BASES or dotted.startswith(tuple(f"{m}." for m in PLAIN_MODULES)):
             return False

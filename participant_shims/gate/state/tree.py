@@ -6,7 +6,7 @@ The one rule: only files are read; a module that is not the server's own is a do
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
@@ -63,6 +63,8 @@ MUTATORS: Final = frozenset(
     ]
 )
 
+_MOST_MODULES: Final = 200
+
 
 @dataclass(slots=True)
 class SourceModule:
@@ -82,25 +84,42 @@ class SourceClass:
 
 
 class SourceTree:
-    """The server's `app.py` and every module of its own that it imports. Raises OSError and SyntaxError for `app` itself."""
+    """The server's `app.py`, the modules of its bases, and every module of their own that they import.
 
-    def __init__(self, app: Path) -> None:
+    `bases`: by dotted name, where a class lies that the server inherits from; an own one of the same folder need not be
+    named. Raises OSError and SyntaxError for `app` itself.
+    """
+
+    def __init__(self, app: Path, bases: Mapping[str, Path] | None = None) -> None:
         self.app = app
-        self.root = app.parent.parent.parent  # what holds the folder resources_servers
+        self.roots = [app.parent.parent.parent]  # what holds the folder resources_servers
+        self._packages = {app.parent.parent.name}
         self.modules: dict[Path, SourceModule] = {}
         self.classes: dict[str, SourceClass] = {}
         self.complete = True  # every own module could be read
+        for name, path in (bases or {}).items():
+            levels = name.count(".") + (path.name == "__init__.py")
+            if levels < len(path.parents) and path.parents[levels] not in self.roots:
+                self.roots.append(path.parents[levels])
+            self._packages.add(name.partition(".")[0])
         self._load(app, self.module_name(app))
+        for name, path in (bases or {}).items():
+            self._load(path, name)
+
+    def relative(self, path: Path) -> Path | None:
+        """The path of a file from the folder that has the packages; None when it lies below none."""
+        return next((path.relative_to(root) for root in self.roots if path.is_relative_to(root)), None)
 
     def module_name(self, path: Path) -> str:
-        try:
-            parts = list(path.relative_to(self.root).with_suffix("").parts)
-        except ValueError:
-            parts = [path.parent.name, path.stem]
+        below = self.relative(path)
+        parts = list(below.with_suffix("").parts) if below is not None else [path.parent.name, path.stem]
         return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
     def _load(self, path: Path, name: str) -> None:
-        if path in self.modules or len(self.modules) > 200:
+        if path in self.modules:
+            return
+        if len(self.modules) >= _MOST_MODULES:
+            self.complete = False
             return
         try:
             tree = ast.parse(path.read_text(encoding="utf-8"), str(path))
@@ -134,17 +153,13 @@ class SourceTree:
     def _follow(self, dotted: str, importer: Path) -> None:
         """Read `dotted` too when it is one of the server's own modules."""
         parts = dotted.split(".")
-        for base in (self.root, importer.parent, self.app.parent):
-            if base == self.root and parts[0] != self.app.parent.parent.name:
+        for base in (*self.roots, importer.parent, self.app.parent):
+            if base in self.roots and parts[0] not in self._packages:
                 continue
             for candidate in (base.joinpath(*parts).with_suffix(".py"), base.joinpath(*parts, "__init__.py")):
                 if candidate.is_file():
                     self._load(candidate, self.module_name(candidate))
                     return
-
-    def inside(self, path: Path) -> bool:
-        """Whether a file is below the folder that has the servers."""
-        return path.is_relative_to(self.root)
 
     def run_class(self) -> str:
         """The class whose `run_webserver` the file calls, else the last one that looks like a server."""
