@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import fcntl
 import json
 import logging
 import os
@@ -27,6 +26,7 @@ from coordinator.wire.health import Health
 from coordinator.wire.ids import is_wire_id, new_incarnation_id
 from coordinator.wire.links import read_security
 from coordinator.wire.listening import Listening, listen
+from coordinator.wire.lock_file import hold
 from coordinator.wire.marks import Use
 from coordinator.wire.names import names_at
 from coordinator.wire.rpc import SERVER_OPTIONS, ErrorInterceptor
@@ -78,19 +78,18 @@ class ShimOptions:
 
 @contextlib.contextmanager
 def only_shim_of(life: Path) -> Generator[None]:
-    """Hold the life's lock. Raises DUPLICATE_PARTICIPANT when another shim holds it: two would steal each other's gates."""
+    """Hold the life's lock. Raises DUPLICATE_PARTICIPANT when another shim holds it: two would steal each other's gates; STORAGE_*."""
     life.mkdir(mode=0o700, parents=True, exist_ok=True)
-    fd = os.open(life / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    fd = hold(life / LOCK)
+    if fd is None:
+        with (life / LOCK).open("rb") as file:
+            holder = file.read(32).decode(errors="replace").strip()
+        raise refuse(
+            Reason.DUPLICATE_PARTICIPANT,
+            f"Another shim{f' (pid {holder})' if holder else ''} serves {life}.",
+            next_step="Leave it to that one, or end it first.",
+        )
     try:
-        try:
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            holder = os.pread(fd, 32, 0).decode(errors="replace").strip()
-            raise refuse(
-                Reason.DUPLICATE_PARTICIPANT,
-                f"Another shim{f' (pid {holder})' if holder else ''} serves {life}.",
-                next_step="Leave it to that one, or end it first.",
-            ) from None
         os.ftruncate(fd, 0)
         os.pwrite(fd, f"{os.getpid()}\n".encode(), 0)
         yield

@@ -72,6 +72,7 @@ RULES = (
     Rule("coordinator.wire.rope", STDLIB | WIRE_PURE | {"coordinator.wire.beneath", "coordinator.wire.chunks"}),
     Rule("coordinator.wire.failpoint_names", NO_IO),
     Rule("coordinator.wire.failpoints", STDLIB | WIRE_PURE | {"coordinator.wire.failpoint_names"}),
+    Rule("coordinator.wire.lock_file", STDLIB | WIRE_PURE | {"coordinator.wire.beneath"}),
     Rule("coordinator.wire.ids", NO_IO | {"secrets"}),
     Rule("coordinator.wire.marks", NO_IO | WIRE_PURE),
     Rule("coordinator.wire.lanes", NO_IO | WIRE_PURE | {"contextlib"}),
@@ -100,7 +101,7 @@ RULES = (
         STDLIB
         | WIRE_PURE
         | FAILPOINTS
-        | {"coordinator.wire.beneath", "coordinator.wire.chunks", "coordinator.wire.rope"}
+        | {f"coordinator.wire.{name}" for name in ("beneath", "chunks", "lock_file", "rope")}
         | {f"participant_shims.{name}" for name in ("gate", "identity", "admission", "adapter")},
         IN_THE_SERVER,
     ),

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import fcntl
 import json
 import logging
 import os
@@ -37,6 +36,7 @@ from coordinator.wire.ids import is_wire_id, new_incarnation_id
 from coordinator.wire.lanes import Lanes
 from coordinator.wire.links import read_security
 from coordinator.wire.listening import Listening, check_bind, listen
+from coordinator.wire.lock_file import hold
 from coordinator.wire.record import FILE, NonceInterceptor
 from coordinator.wire.rpc import SERVER_OPTIONS, ErrorInterceptor
 from coordinator.wire.staying import MISSED_BEATS
@@ -208,17 +208,14 @@ def _own(directory: Path) -> int:
     """Hold the directory's lock. Raises DUPLICATE_PARTICIPANT, STORAGE_FAILED."""
     try:
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)
-        lock = os.open(directory / LOCK_NAME, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
     except OSError as error:
         raise refuse(Reason.STORAGE_FAILED, f"{directory} cannot be used: {error.strerror}.") from error
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
-        os.close(lock)
+    lock = hold(directory / LOCK_NAME)
+    if lock is None:
         raise refuse(
             Reason.DUPLICATE_PARTICIPANT, f"Another relay has {directory}.", next_step="One is enough for a node: end it, or"
             " give this one another --dir.",
-        ) from None  # fmt: skip
+        )  # fmt: skip
     return lock
 
 

@@ -6,7 +6,6 @@ who said that it needs none; one address belongs to one server; a Unix socket li
 
 from __future__ import annotations
 
-import fcntl
 import ipaddress
 import logging
 import os
@@ -21,6 +20,7 @@ from grpc import aio
 from coordinator.wire.addresses import host_and_port, is_loopback
 from coordinator.wire.errors import Reason, refuse
 from coordinator.wire.links import INSECURE_VARIABLE, Security
+from coordinator.wire.lock_file import hold
 from coordinator.wire.sockets import UNIX
 
 log = logging.getLogger(__name__)
@@ -70,7 +70,7 @@ def listen(server: aio.Server, bind: str, security: Security, advertise: str = "
     """Bind a server to host:port (port 0: any) or unix:PATH. `advertise`: the host that others reach it by.
 
     Raises what `check_bind` raises, UNAVAILABLE when the address is taken, PERMISSION_DENIED when a socket's directory is
-    open to others.
+    open to others, STORAGE_* when its lock cannot be held.
     """
     check_bind(bind, security)
     if bind.startswith(UNIX):
@@ -115,12 +115,9 @@ def _check_directory(directory: Path) -> None:
 
 def _lock(path: Path) -> int:
     """Hold the lock beside a Unix socket: gRPC lets a second server steal the path silently."""
-    lock = os.open(f"{path}.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
-        os.close(lock)
-        raise refuse(Reason.UNAVAILABLE, f"Another server listens at {UNIX}{path}.") from None
+    lock = hold(Path(f"{path}.lock"))
+    if lock is None:
+        raise refuse(Reason.UNAVAILABLE, f"Another server listens at {UNIX}{path}.")
     return lock
 
 

@@ -7,7 +7,6 @@ leaves it for people to look at, until the server's next life sweeps it.
 
 from __future__ import annotations
 
-import fcntl
 import json
 import os
 import re
@@ -20,6 +19,7 @@ from pathlib import Path
 from typing import Final
 
 from coordinator.wire.errors import Reason, refuse
+from coordinator.wire.lock_file import hold
 from participant_shims.gate.process import lives, started
 
 LIFE_VARIABLE: Final = "SAFEPOINT_LIFE"
@@ -155,14 +155,10 @@ def bury(life: Path, within_s: float = 2.0) -> bool:
 def claim_worker(life: Path, configured: int) -> tuple[str, int]:
     """A name for this worker process, "worker-<n>", and the descriptor that keeps it until the process ends.
 
-    A worker that replaces a dead one takes its place. Raises WORKERS_MISSING when there are more than configured.
+    A worker that replaces a dead one takes its place. Raises WORKERS_MISSING when there are more than configured,
+    STORAGE_*.
     """
     for n in range(max(1, configured)):
-        fd = os.open(life / f"worker-{n}.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-        try:
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            os.close(fd)
-            continue
-        return f"worker-{n}", fd
+        if (held := hold(life / f"worker-{n}.lock")) is not None:
+            return f"worker-{n}", held
     raise refuse(Reason.WORKERS_MISSING, f"{life.name} has {configured} workers already.")
