@@ -167,7 +167,7 @@ def restore(
                 on_progress=on_progress,
             )
         if as_json:
-            emit(plain(result) | {"line": result.line})
+            emit(plain(result) | {"line": result.line, "weights_compared_by": result.weights_compared_by})
             return
         say(result.line)
         for moved in moves(result.placements):

@@ -255,6 +255,13 @@ class RestoreSummary:
         return self.snapshot.snapshot_id
 
     @property
+    def weights_compared_by(self) -> str:
+        """How engines have shown that they have the weights of the snapshot: "digest", or "version" where it holds no digest of
+        each; then other weights of that version were not noticed. Empty where no engine took part."""
+        weights = self.snapshot.weights.values()
+        return "" if not weights else "digest" if all(its.digest_sha256 for its in weights) else "version"
+
+    @property
     def line(self) -> str:
         """One line for the training log. The requests of engines, which the coordinator counts as sessions, are told apart."""
         sessions = max(0, self.sessions - self.snapshot.in_engines)
@@ -264,6 +271,7 @@ class RestoreSummary:
             f"{self.totals.completed} answered from record, {self.totals.excluded} restart, {counted(sessions, 'session')}"
         )
         moved = sum(p.from_actor != p.to_actor for p in self.placements)
+        text += f", weights compared by {self.weights_compared_by}" if self.snapshot.in_engines else ""
         text += f", spread over {len({p.to_actor for p in self.placements})} actors" if moved else ""
         return text + (", still paused" if self.paused else "")
 

@@ -108,6 +108,7 @@ def _fleet(here: Circumstances) -> Iterator[Finding]:
     yield from fleet.judged(everybody)
     yield from fleet.roots(everybody)
     yield from fleet.topology(known)
+    yield from fleet.weights(known)
     yield from fleet.versions(known, machine.version_of("safepoint"))
     yield from engines.engines(known)
     if status.snapshot_root != here.root:

@@ -19,7 +19,7 @@ from coordinator.protocol import sentences
 from coordinator.wire.errors import Reason
 from coordinator.wire.places import in_actor
 from coordinator.wire.refusals import is_of_kept_out
-from coordinator.wire.remarks import ENGINE_AWAY
+from coordinator.wire.remarks import ENGINE_AWAY, WEIGHT_DIGEST
 from coordinator.wire.rpc import problem_from_detail
 from coordinator.wire.terms import counted
 
@@ -103,6 +103,24 @@ def versions(answer: pb.GetTopologyResponse, ours: str) -> Iterator[Finding]:
         "participants", Severity.NOTE, "versions", f"Not everybody is of version {ours}, which is here: {each}.",
         "Works within one version of the contract; install one version everywhere when you can.",
     )  # fmt: skip
+
+
+def weights(answer: pb.GetTopologyResponse) -> Iterator[Finding]:
+    """Whose weights a restore compares by their version alone."""
+    people = [info.capabilities for info in answer.participants]
+    names = [
+        who.participant_id
+        for who in people
+        if who.role == capabilities_pb2.ROLE_ENGINE and WEIGHT_DIGEST not in who.features
+    ]
+    if names:
+        yield Finding(
+            "participants", Severity.NOTE, sentences.names(names),
+            "Weights are compared by their version alone: a restore onto other weights of the same version is not noticed, and "
+            "calls the tokens that it continues exact.",
+            "Give each change of weights a version of its own, or start the shim with --weight-digest, which reads all weights "
+            "in each save.",
+        )  # fmt: skip
 
 
 def upload(status: pb.GetCoordinatorStatusResponse) -> Iterator[Finding]:

@@ -16,4 +16,5 @@ STATE_LOST: Final = "has lost its state of this rollout"
 ENGINE_SILENT: Final = "The engine gives no sign of life"
 NO_SUCH_VLLM: Final = "it is no vLLM that can be paused"
 ENGINE_AWAY: Final = (ENGINE_SILENT, NO_SUCH_VLLM)  # with either of them a save is refused
+WEIGHT_DIGEST: Final = "weight-digest"  # a feature: an engine's saves hold a digest of its weights
 WORKER_AWAY: Final = "which holds the sessions of their rollouts and cannot be reached"

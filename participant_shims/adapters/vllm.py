@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from coordinator.wire.errors import Reason, SafepointError, refuse
-from coordinator.wire.remarks import ENGINE_SILENT, NO_SUCH_VLLM
+from coordinator.wire.remarks import ENGINE_SILENT, NO_SUCH_VLLM, WEIGHT_DIGEST
 from coordinator.wire.terms import CheckpointMode, QuiesceMode, Role, Weights
 from participant_shims.adapter import (
     Closed,
@@ -165,6 +165,7 @@ class VllmAdapter:
         features = [f"vllm-{engine.version}"]
         features += ["continues-tool-calls"] if engine.derenders else []
         features += ["rejects-when-paused"] if engine.rejects_when_paused else []
+        features += [WEIGHT_DIGEST] if self._options.weight_digest else []
         return Description(
             participant_id=self._options.participant_id,
             role=Role.ENGINE,
@@ -226,7 +227,7 @@ class VllmAdapter:
     async def export(self, directory: Path) -> AsyncIterator[Progress | Exported]:
         engine = self._engine
         assert engine is not None  # describe has come first
-        origin, weights = Origin(engine.model, engine.version), await self._weights()
+        origin, weights = Origin(engine.model, engine.version), await self._weights(digest=self._options.weight_digest)
         # Restored ones that nobody has asked for yet are as much in flight as before.
         await self.pool.settle()
         records = [*self.front.in_flight.values(), *self.pool.records()]
@@ -242,10 +243,11 @@ class VllmAdapter:
         origin, group = Origin("", ""), ""
         if any(f.path == REQUESTS for f in part.files):
             origin, records = await asyncio.to_thread(read_requests, part.directory)
-            now = await self._weights()
+            then = weights_at_cut(part, origin)
+            now = await self._weights(digest=bool(then.digest_sha256))
             self.front.weights_are(now.version)
             marks = self._options.weights == "mark"
-            check_weights(weights_at_cut(part, origin), now, self.target, marks=marks)
+            check_weights(then, now, self.target, marks=marks)
             model = self._engine.model if self._engine else ""
             weights = [] if marks else [now.version, now.digest_sha256]
             group = group_of(self._options.policy, model, weights)
@@ -392,10 +394,10 @@ class VllmAdapter:
         self._spawn(self._learn_weights)
         log.info("somebody's POST %s was passed on", path)
 
-    async def _weights(self) -> Weights:
-        """Those that the engine has. Raises UNAVAILABLE."""
-        digest = await self.front.weight_digest(DIGEST_S) if self._options.weight_digest else ""
-        return Weights(await self.front.weight_version(), digest)
+    async def _weights(self, *, digest: bool) -> Weights:
+        """Those that the engine has. `digest`: also their digest, empty where it tells none. Raises UNAVAILABLE."""
+        told = await self.front.weight_digest(DIGEST_S) if digest else ""
+        return Weights(await self.front.weight_version(), told)
 
     async def _learn_weights(self) -> None:
         self.front.weights_are(await self.front.weight_version())

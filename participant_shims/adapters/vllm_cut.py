@@ -59,13 +59,15 @@ def check_weights(then: Weights, now: Weights, target: str, *, marks: bool) -> N
     """Raises FINGERPRINT_MISMATCH when tokens of other weights would be continued, unless that is to be marked."""
     differs = ""
     if then.version != now.version:
-        differs = f"version {then.version!r}, not {now.version!r}"
-    elif then.digest_sha256 and now.digest_sha256 and then.digest_sha256 != now.digest_sha256:
-        differs = f"another digest, under the same version {now.version!r}"
+        differs = f"version {then.version!r}, not {now.version!r},"
+    elif then.digest_sha256 and not now.digest_sha256:
+        differs = f"version {then.version!r} with a digest; vLLM tells no digest of those"
+    elif then.digest_sha256 and then.digest_sha256 != now.digest_sha256:
+        differs = f"another digest, under the same version {now.version!r}, than those"
     if differs and not marks:
         raise refuse(
             Reason.FINGERPRINT_MISMATCH,
-            f"The tokens of the snapshot are of weights of {differs}, which vLLM at {target} has.",
+            f"The tokens of the snapshot are of weights of {differs} which vLLM at {target} has.",
             next_step="Load the weights of the snapshot first, or start the shim with --weights mark: answers then have "
             "segments of both.",
         )

@@ -11,7 +11,7 @@ from coordinator.doctor.finding import Finding
 from coordinator.fixes import FIXES, fix_of
 from coordinator.preflight import RUNS
 from coordinator.wire.errors import Problem, Reason
-from coordinator.wire.remarks import ENGINE_SILENT, NO_SUCH_VLLM, REGISTRATION_ENDS, SESSIONS_ELSEWHERE
+from coordinator.wire.remarks import ENGINE_SILENT, NO_SUCH_VLLM, REGISTRATION_ENDS, SESSIONS_ELSEWHERE, WEIGHT_DIGEST
 from coordinator.wire.rpc import detail_from_problem
 
 
@@ -206,6 +206,21 @@ def test_an_engine_that_does_not_answer_is_named_with_what_to_look_at(words: str
     )  # fmt: skip
     (finding,) = fleet.participants(status)
     assert (finding.severity, finding.subject, finding.fix) == (Severity.WARNING, "engine-0", FIXES[words])
+
+
+def test_an_engine_that_takes_no_digest_of_its_weights_is_told_what_a_restore_does_not_notice() -> None:
+    engine = capabilities_pb2.ROLE_ENGINE
+    answer = pb.GetTopologyResponse(
+        participants=[
+            who("agent", capabilities_pb2.ROLE_AGENT), who("engine-0", engine),
+            who("engine-1", engine, features=[WEIGHT_DIGEST]),
+        ]
+    )  # fmt: skip
+    (found,) = fleet.weights(answer)
+    assert (found.severity, found.subject) == (Severity.NOTE, "engine-0")
+    assert "compared by their version alone" in found.message
+    del answer.participants[1]
+    assert not [*fleet.weights(answer)]
 
 
 def test_a_shim_that_is_refused_is_the_error_and_that_somebody_is_missed_follows_from_it() -> None:

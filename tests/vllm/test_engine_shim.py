@@ -9,6 +9,7 @@ import signal
 import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -27,6 +28,7 @@ from coordinator.settings import Settings
 from coordinator.wire.errors import Refused
 from coordinator.wire.remarks import NO_SUCH_VLLM
 from coordinator.wire.rpc import channel
+from coordinator.wire.terms import Weights
 from participant_shims.adapters.vllm import VllmAdapter, VllmOptions
 from participant_shims.cli import EXIT_USAGE, main
 from participant_shims.engine.pause_note import NAME as MARKER
@@ -152,8 +154,10 @@ async def test_requests_of_no_rollout_are_counted_wherever_a_snapshot_is_told_of
         restored = await client.restore("snap-1")
         assert restored.line == (
             "restored snap-1: 0 in flight continue, 6 requests in engines continue when they are asked again, "
-            "0 answered from record, 0 restart, 0 sessions, still paused"
+            "0 answered from record, 0 restart, 0 sessions, weights compared by version, still paused"
         )
+        by_digest = replace(restored.snapshot, weights={"engine": Weights("default", "d" * 64)})
+        assert replace(restored, snapshot=by_digest).weights_compared_by == "digest"
         await client.resume()
         assert len(adapter.pool) == 6
 

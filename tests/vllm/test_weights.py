@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import logging
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -108,12 +107,25 @@ async def test_other_weights_are_taken_where_they_are_to_be_marked_and_the_answe
 
 
 @both_forms
-@pytest.mark.parametrize("options", [{}, {"weight_digest": True}])
-async def test_a_digest_that_one_of_the_two_does_not_have_is_not_compared(
-    tmp_path: Path, form: str, options: dict[str, Any]
-) -> None:
+async def test_a_digest_of_the_snapshot_is_compared_whatever_is_asked_of_later_saves(tmp_path: Path, form: str) -> None:
+    """Else a restore would call exact what nobody has compared."""
     part = await saved(form, tmp_path / "cut", WEIGHTS)
-    async with made(form, tmp_path / "new", {"weight_version": STEP}, **options) as it:
+    async with made(form, tmp_path / "new", {"checksums": WEIGHTS, "weight_version": STEP}) as it:
+        assert (await load(it.adapter, part)).sessions == 1
+    for checksums, says in ((OTHERS, "another digest"), ({}, "tells no digest")):
+        knobs = {"checksums": checksums, "weight_version": STEP}
+        async with made(form, tmp_path / "new", knobs) as it:
+            with pytest.raises(SafepointError, match=says) as refused:
+                await load(it.adapter, part)
+            assert refused.value.reason is Reason.FINGERPRINT_MISMATCH
+        async with made(form, tmp_path / "new", knobs, weights="mark") as it:
+            assert (await load(it.adapter, part)).sessions == 1
+
+
+@both_forms
+async def test_a_snapshot_without_a_digest_is_compared_by_version_alone(tmp_path: Path, form: str) -> None:
+    part = await saved(form, tmp_path / "cut", WEIGHTS, digest=False)
+    async with made(form, tmp_path / "new", {"checksums": OTHERS, "weight_version": STEP}, weight_digest=True) as it:
         assert (await load(it.adapter, part)).sessions == 1
 
 
