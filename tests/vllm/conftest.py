@@ -81,7 +81,7 @@ async def http() -> AsyncIterator[aiohttp.ClientSession]:
 @pytest.fixture
 async def direct(shared_engine: RealEngine, http: aiohttp.ClientSession) -> Caller:
     """Past the proxy."""
-    return Caller(http, shared_engine.target)
+    return Caller(http, shared_engine.target, past_proxy=True)
 
 
 @pytest.fixture

@@ -60,7 +60,7 @@ async def test_after_kill_nine_each_call_goes_on_from_its_prefix(
     first = await RealEngine(workshop / "first.log").ready()
     second: RealEngine | None = None
     try:
-        direct = Caller(http, first.target)
+        direct = Caller(http, first.target, past_proxy=True)
         wanted = {name: await ask(direct, question) for name, question in ALL.items() if name not in SAMPLED}
         async with shim_before(first.target, tmp_path) as adapter:
             caller = Caller(http, adapter.proxy.address)
@@ -123,7 +123,7 @@ async def test_after_kill_nine_each_call_goes_on_from_its_prefix(
 
             # The shim outlives its engine: what was under way goes on as well when its caller asks again.
             question = completion("the engine dies under it", tokens=TOKENS)
-            want = await Caller(http, second.target).whole(question)
+            want = await Caller(http, second.target, past_proxy=True).whole(question)
             said = Said()
             stream = asyncio.create_task(caller.stream(question, said))
             await until(lambda: len(said.ids) > 30)

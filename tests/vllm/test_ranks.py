@@ -21,7 +21,7 @@ async def test_one_pause_freezes_every_rank_and_all_go_on_exactly(
     engine = RealEngine(workshop / "ranks.log", "--data-parallel-size", "2", "--api-server-count", "2")
     try:
         await engine.ready()
-        direct = Caller(http, engine.target)
+        direct = Caller(http, engine.target, past_proxy=True)
         asked = [completion(f"rank {n}", tokens=40) for n in range(8)]
         wanted = [await direct.whole(a) for a in asked[:2]]
         adapter = VllmAdapter(VllmOptions("engine", "127.0.0.1:0", engine.target, tmp_path))
