@@ -7,7 +7,7 @@ import json
 import os
 import signal
 import sys
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -76,6 +76,19 @@ async def registered(shim: Shim, coordinator: Coordinator) -> None:
     await until(lambda: shim.registration and shim.registration.coordinator_epoch == coordinator.epoch, 15)
 
 
+@asynccontextmanager
+async def whole(path: Path) -> AsyncGenerator[tuple[Scripted, VllmAdapter, Caller, AsyncClient]]:
+    """An engine, the shim beside it, registered, and a client of its coordinator."""
+    async with (
+        scripted() as engine,
+        beside(engine, path) as (shim, adapter, caller),
+        coordinating(path) as (core, _),
+        AsyncClient(core.address) as client,
+    ):
+        await registered(shim, core)
+        yield engine, adapter, caller, client
+
+
 async def collect(stream: Any) -> list[Any]:
     return [event async for event in stream]
 
@@ -125,13 +138,7 @@ async def test_a_generation_in_flight_is_saved_and_goes_on_after_everything_died
 
 
 async def test_requests_of_no_rollout_are_counted_wherever_a_snapshot_is_told_of(short_path: Path) -> None:
-    async with (
-        scripted() as engine,
-        beside(engine, short_path) as (shim, adapter, caller),
-        coordinating(short_path) as (core, _),
-        AsyncClient(core.address) as client,
-    ):
-        await registered(shim, core)
+    async with whole(short_path) as (engine, adapter, caller, client):
         assert not (await client.topology()).findings
         asked = [asyncio.create_task(caller.whole({**ASK, "prompt": [n]})) for n in range(6)]
         await until(lambda: len(engine.running) == 6)
@@ -143,7 +150,7 @@ async def test_requests_of_no_rollout_are_counted_wherever_a_snapshot_is_told_of
         assert "requests      engine: 6 in flight" in snapshot_text(listed)
         (part,) = (await client.verify("snap-1")).manifest.participants
         assert part.engine_requests == 6
-        cli = Safepoint(core.address)
+        cli = Safepoint(f"file:{short_path}/root/coordinator/address.json")
         assert "requests      engine: 6 in flight" in (await cli("snapshots", "verify", "snap-1")).out
         assert (await cli("snapshots", "verify", "snap-1", "--json")).json()["engine_requests"] == {"engine": 6}
         head, _, row = (await cli("history")).out.strip().splitlines()
@@ -181,13 +188,7 @@ async def test_another_server_on_the_port_of_an_engine_is_told_before_and_by_a_s
     short_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("participant_shims.adapters.vllm.WATCH_EVERY_S", 0.02)
-    async with (
-        scripted() as engine,
-        beside(engine, short_path) as (shim, adapter, _),
-        coordinating(short_path) as (core, _),
-        AsyncClient(core.address) as client,
-    ):
-        await registered(shim, core)
+    async with whole(short_path) as (engine, adapter, _, client):
         engine.dev_mode = False
         with pytest.raises(Refused) as refused:
             await adapter.freeze._front.is_paused(1.0)

@@ -15,9 +15,9 @@ from coordinator.server import serve
 from coordinator.settings import Settings
 from participant_shims.adapters.vllm_held import HeldEngine
 from participant_shims.engine.held import HeldFront
-from tests.vllm.forms import PROMPT, WHOLE, ended, engine_of
+from tests.vllm.forms import PROMPT, WHOLE, engine_of
 from tests.vllm.held_fake import KIT, FakeLLM, Kind, Output, Params, held
-from tests.vllm.parts import export, load, part_of
+from tests.vllm.parts import cut_of, load
 from tests.vllm.test_control import freeze, until
 
 GREEDY = {"temperature": 0.0, "max_tokens": 8, "logprobs": 0}
@@ -55,16 +55,8 @@ async def test_each_caller_is_told_in_the_kind_it_asked_for(tmp_path: Path) -> N
 @pytest.mark.parametrize("kind", [Kind.CUMULATIVE, Kind.FINAL_ONLY])
 async def test_what_was_kept_is_told_in_the_kind_that_is_asked_for(tmp_path: Path, kind: Kind) -> None:
     async with engine_of("in process") as it:
-        directory = tmp_path / "cut"
-        directory.mkdir()
         async with it.covered(tmp_path / "a"):
-            asked = it.ask()
-            await it.running()
-            it.engine.step(3)
-            await it.recorded(3)
-            await freeze(it.adapter)
-            part = part_of(directory, await export(it.adapter, directory))
-            await ended(asked)
+            part = await cut_of(it, tmp_path / "cut", 3)
         async with it.covered(tmp_path / "b"):
             await load(it.adapter, part)
             await it.adapter.open()
@@ -85,16 +77,8 @@ async def test_who_is_told_no_text_loses_no_token(tmp_path: Path, has_tokenizer:
     async with engine_of("in process") as it:
         assert isinstance(it.engine, FakeLLM)
         it.engine.vllm_config.model_config.skip_tokenizer_init = not has_tokenizer
-        directory = tmp_path / "cut"
-        directory.mkdir()
         async with it.covered(tmp_path / "a"):
-            asked = it.ask(**quiet)
-            await it.running()
-            it.engine.step(3)
-            await it.recorded(3)
-            await freeze(it.adapter)
-            part = part_of(directory, await export(it.adapter, directory))
-            await ended(asked)
+            part = await cut_of(it, tmp_path / "cut", 3, **quiet)
         async with it.covered(tmp_path / "b"):
             await load(it.adapter, part)
             await it.adapter.open()

@@ -12,9 +12,8 @@ from coordinator.wire.errors import Reason, SafepointError
 from coordinator.wire.terms import Weights
 from participant_shims.adapter import Part
 from participant_shims.engine.requests_file import REQUESTS
-from tests.vllm.forms import WHOLE, both_forms, ended, engine_of, made
-from tests.vllm.parts import export, load, part_of
-from tests.vllm.test_control import freeze
+from tests.vllm.forms import WHOLE, both_forms, engine_of, made
+from tests.vllm.parts import cut_of, load
 
 WEIGHTS = {"rank0/layers.0": "a1", "rank0/layers.1": "b2"}
 OTHERS = {**WEIGHTS, "rank0/layers.1": "c3"}
@@ -23,17 +22,9 @@ STEP = "step-1"
 
 async def saved(form: str, folder: Path, checksums: dict[str, str], *, digest: bool = True) -> Part:
     """What an engine of these weights has saved in `folder`: one request, after two tokens."""
-    folder.mkdir()  # noqa: ASYNC240
     knobs = {"checksums": checksums, "weight_version": STEP}
     async with made(form, folder.parent / f"life-{folder.name}", knobs, weight_digest=digest) as it:
-        asked = it.ask()
-        await it.running()
-        it.engine.step(2)
-        await it.recorded(2)
-        await freeze(it.adapter)
-        exported = await export(it.adapter, folder)
-        await ended(asked)
-    return part_of(folder, exported)
+        return await cut_of(it, folder, 2)
 
 
 def of_an_older_version(part: Part) -> Part:
