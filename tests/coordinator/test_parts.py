@@ -313,5 +313,5 @@ def test_who_is_told_to_be_done_together_is_waited_for_no_more() -> None:
     done.participant_progress.participant_id, done.participant_progress.done = "a", True
     done.participant_progress.also_done.append("b")
     heard.take(done)
-    error = heard.added_to(Unanswered(Problem(Reason.UNREACHABLE, "No answer.")), 1.0)
+    error = heard.added_to(Unanswered(Problem(Reason.UNREACHABLE, "No answer.")), 1.0, "Save")
     assert "waited for c." in error.problem.message
