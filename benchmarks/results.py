@@ -20,7 +20,7 @@ BARS: Final[dict[str, tuple[float, bool, str]]] = {
     "gate_all_off_vs_cheapest": (0.97, True, "requests/s of a real Gym server: gate with everything off / a middleware that only passes on"),
     "gate_with_log_throughput": (0.90, True, "requests/s of a real Gym server: with gate and call log / bare"),
     "drain_detection_vs_poll_200ms": (10.0, True, "p99 until the end of a drain is known: polling at 200 ms / Safepoint"),
-    "throughput_vs_disk": (0.7, True, "save and restore, MB/s: Safepoint / the slower of disk and digest"),
+    "throughput_vs_disk": (0.7, True, "save and restore, MB/s, the slower of both: Safepoint / the slower of disk and digest"),
     "pause_by_generation": (1.5, False, "pause under hold: generations of 20 s / of 0.2 s"),
     "pause_by_sessions": (2.0, False, "pause: 10,000 live sessions / 100"),
 }  # fmt: skip

@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 
 from coordinator.wire.errors import Reason, Refused
 from participant_shims.gate.state import codec
-from participant_shims.gate.state.file import MAX_LINE, FileLimits, SavedSession, Writer, read
+from participant_shims.gate.state.file import LIMITS, MAX_LINE, FileLimits, SavedSession, Writer, read
 from participant_shims.gate.state.graph import Limits
 from tests.examples import examples
 from tests.state.samples import SCOPE, Board, Colour, Frozen, Label, Message, Names, Point
@@ -292,7 +292,7 @@ def write_lines(path: Path, blobs: list[dict[str, Any]], states: list[Any]) -> N
     path.write_text("".join(codec.dumps(line) + "\n" for line in [header, *blobs, *sessions, end]))
 
 
-def refused(path: Path, limits: FileLimits) -> str:
+def refused(path: Path, limits: FileLimits = LIMITS) -> str:
     with pytest.raises(Refused) as caught:
         read(path, limits)
     assert caught.value.reason is Reason.SNAPSHOT_UNSAFE
@@ -308,6 +308,63 @@ def test_a_part_that_unpacks_to_too_much_is_unsafe(tmp_path: Path) -> None:
     lying[0]["size"] = 100
     write_lines(path, lying, [])
     assert "length" in refused(path, FileLimits(part_bytes=1000))
+
+
+@pytest.mark.parametrize("data", ['1,"x":2', "[NaN]", '["half', "", "[" * 2000 + "]" * 2000])
+def test_a_part_that_is_not_packed_is_json_and_nothing_else_though_its_digest_is_right(
+    tmp_path: Path, data: str
+) -> None:
+    path = tmp_path / "f"
+    write_lines(path, packed("x"), [])
+    head, _, end = path.read_bytes().splitlines(keepends=True)
+    path.write_bytes(b"".join((head, *plain_line(data.encode()), end)))
+    assert "a shared part is bad" in refused(path)
+
+
+def test_a_part_that_is_not_packed_is_as_long_as_its_line_and_within_the_limits(tmp_path: Path) -> None:
+    path, data = tmp_path / "f", b'"' + b"x" * 1000 + b'"'
+    write_lines(path, packed("x"), [])
+    head, _, end = path.read_bytes().splitlines(keepends=True)
+    path.write_bytes(head + b"".join(plain_line(data)) + end)
+    assert read(path, FileLimits(part_bytes=len(data))).sessions == []
+    assert "size" in refused(path, FileLimits(part_bytes=len(data) - 1))
+    path.write_bytes(head + b"".join(plain_line(data))[:-2] + b"\n" + end)
+    assert "a shared part is bad" in refused(path)
+
+
+def plain_line(data: bytes) -> tuple[bytes, ...]:
+    return b'{"blob":"', hashlib.sha256(data).hexdigest().encode(), b'","data":', data, b"}\n"
+
+
+@pytest.mark.parametrize(
+    ("part", "is_packed"), [("a line of a log\n" * 2000, True), ("short, though a blob " * 60, False)]
+)
+def test_what_shrinks_to_a_quarter_is_packed_and_what_does_not_is_written_as_it_is(
+    tmp_path: Path, part: str, is_packed: bool
+) -> None:
+    hexed = random.Random(1).randbytes(20_000).hex()
+    writer = Writer(tmp_path / "f")
+    writer.open({"method": "codec", "server": "x:Y"})
+    state = {"root": ["@", 1], "objects": [["l", part, hexed]]}
+    writer.write_sessions([SavedSession("s0", "r-0", 0, state)])
+    writer.close()
+    raw = (tmp_path / "f").read_bytes()
+    assert (b'"z":' in raw) is is_packed
+    assert hexed.encode() in raw
+    assert read(tmp_path / "f").sessions[0].state == state
+
+
+def test_half_a_character_and_other_than_text_are_written_by_the_standard_library(tmp_path: Path) -> None:
+    parts = ["\ud800" * 1100, ["é", "\u2028"] * 600, [1, 2.5, None, True, 10**30] * 300]
+    state = {"root": ["@", 1], "objects": [["l", *parts]]}
+    writer = Writer(tmp_path / "f")
+    writer.open({"method": "codec", "server": "x:Y"})
+    with pytest.raises(UnicodeEncodeError):  # the codec has escaped these
+        writer.write_sessions([SavedSession("s0", "r-0", 0, state)])
+    del state["objects"][0][1]  # type: ignore[index]
+    writer.write_sessions([SavedSession("s0", "r-0", 0, state)])
+    writer.close()
+    assert read(tmp_path / "f").sessions[0].state == state
 
 
 def test_many_parts_and_many_places_for_one_are_unsafe(tmp_path: Path) -> None:
