@@ -7,7 +7,7 @@ protocol/       PURE  phases, topology, transaction, ledger: events in, ordered 
 convert         protobuf <-> the core's types
 snapshot_reading, snapshots           the snapshots of a root: listed, verified; reserved, published last, given up
 retention, pruning                    PURE which of them stay; pins, and what is deleted
-archive                               copies of snapshots in an object store
+archive, copies                       snapshots pushed to an object store and pulled back; what is there
 uploads, uploading, fetching          PURE what is copied next; how, once everybody has resumed; and back
 journal, journal_stored, journals
                 epoch, records of operations, outcomes: durable before the calls they cover; on a disk, in a store

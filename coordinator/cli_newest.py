@@ -43,9 +43,9 @@ def newest(store: SnapshotStore, tell: Tell = say_passed_over) -> str:
 
 def newest_copy(objects: Objects, tell: Tell = say_passed_over) -> str:
     """The newest copy in an object store. Raises as `newest`."""
-    from coordinator import archive
+    from coordinator import copies
 
-    name, skipped = archive.newest(objects)
+    name, skipped = copies.newest(objects)
     tell(skipped)
     return name
 

@@ -75,9 +75,9 @@ def ls(
 
     def read(root: str) -> tuple[list[SnapshotSummary], dict[str, str]]:
         if is_url(root) and not is_stored_root(root):
-            from coordinator import archive
+            from coordinator import copies
 
-            copied = archive.listing(objects_at(root))
+            copied = copies.listing(objects_at(root))
             return [_summary(m, "") for m in copied.snapshots], dict(copied.invalid)
         from coordinator import pruning
 
@@ -118,14 +118,14 @@ def show_one(
 
     def read(root: str) -> SnapshotSummary | None:
         if is_url(root) and not is_stored_root(root):
-            from coordinator import archive
+            from coordinator import copies
 
             objects = objects_at(root)
             name = newest_copy(objects) if snapshot == "latest" else snapshot
             if rollouts:
-                _print_rollouts((plain_entry(line) for line in archive.ledger(objects, name)), as_json)
+                _print_rollouts((plain_entry(line) for line in copies.ledger(objects, name)), as_json)
                 return None
-            return _summary(archive.load(objects, name), "")
+            return _summary(copies.load(objects, name), "")
         store = open_store(root, as_json)
         name = newest(store) if snapshot == "latest" else snapshot
         if rollouts:
@@ -176,11 +176,11 @@ def verify(
 
     def read(root: str) -> _Verified:
         if is_url(root) and not is_stored_root(root):
-            from coordinator import archive
+            from coordinator import copies
 
             objects = objects_at(root)
             name = newest_copy(objects, spoilt.update) if snapshot == "latest" else snapshot
-            checked = archive.verify(objects, name)
+            checked = copies.verify(objects, name)
         else:
             store = open_store(root, as_json)
             name = newest(store, spoilt.update) if snapshot == "latest" else snapshot

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 
 from safepoint.v1 import manifest_pb2
 
-from coordinator import archive
+from coordinator import archive, copies
 from coordinator.journals import AnyJournal
 from coordinator.snapshots import SnapshotStore
 from coordinator.uploading import in_daemon
@@ -57,7 +57,7 @@ class Fetching:
         objects = self._objects_at(url)
         skipped: dict[str, str] = {}
         if not snapshot_id:
-            snapshot_id, skipped = await in_daemon(lambda: archive.newest(objects))
+            snapshot_id, skipped = await in_daemon(lambda: copies.newest(objects))
         task = self._running.get(snapshot_id)
         if task is None:
             task = asyncio.create_task(self._fetch(objects, snapshot_id), name=f"fetch {snapshot_id}")
@@ -92,7 +92,7 @@ class Fetching:
         else:
             archive.has_copy(self._store, name, objects)  # raises for another one of that name
             return Fetched(mine, found=True)
-        manifest = archive.load(objects, name)
+        manifest = copies.load(objects, name)
         if manifest.job_id != self._store.job_id:
             raise refuse(Reason.SNAPSHOT_FOREIGN,
                          f"{objects.url}/{name} is a snapshot of job {manifest.job_id}, not of {self._store.job_id}.")  # fmt: skip

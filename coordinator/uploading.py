@@ -21,7 +21,7 @@ from typing import Final, TypeVar
 
 from safepoint.v1 import coordinator_service_pb2 as pb
 
-from coordinator import archive, convert
+from coordinator import archive, convert, copies
 from coordinator.snapshot_reading import SnapshotReader
 from coordinator.uploads import Upload, Uploads
 from coordinator.wire.errors import Problem, Reason, SafepointError, refuse
@@ -263,7 +263,7 @@ class Uploader:
         """Once: a start may not have been able to ask. What is newest in the store is told by epochs."""
         if self._epoch_checked:
             return
-        newest = archive.newest_epoch(self._objects)
+        newest = copies.newest_epoch(self._objects)
         if newest > self._epoch:
             raise refuse(
                 Reason.STALE_EPOCH,
@@ -342,7 +342,7 @@ async def epoch_in_store(objects: Objects, within_s: float = EPOCH_WITHIN_S) -> 
     """The newest epoch that the store has copies of, for a coordinator that starts; zero when it does not say in time."""
     try:
         async with asyncio.timeout(within_s):
-            return await in_daemon(lambda: archive.newest_epoch(objects))
+            return await in_daemon(lambda: copies.newest_epoch(objects))
     except TimeoutError:
         why = f"no answer within {within_s:.0f} s"
     except SafepointError as error:

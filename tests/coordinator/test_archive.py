@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from coordinator import archive, pruning
+from coordinator import archive, copies, pruning
 from coordinator.publication import Publisher
 from coordinator.retention import Retention
 from coordinator.snapshots import SnapshotStore
@@ -71,7 +71,7 @@ def test_a_snapshot_comes_back_as_it_was(store: SnapshotStore, objects: Objects,
     for name in ("step-1", "step-2"):
         make(store, name, publisher)
         archive.push(store, name, objects)
-    assert [one.snapshot_id for one in archive.copies(objects)] == ["step-2", "step-1"]
+    assert [one.snapshot_id for one in copies.manifests(objects)] == ["step-2", "step-1"]
     other = tmp_path / "other"
     copied = archive.pull(objects, "step-1", other)
     again = SnapshotStore(other, "job-1")
@@ -108,7 +108,7 @@ def test_a_push_that_is_cut_short_is_no_copy_and_a_repeat_completes_it(
     for at in range(5):
         with pytest.raises(ConnectionError):
             archive.push(store, "step-1", Broken(objects, at))
-        assert archive.copies(objects) == []
+        assert copies.manifests(objects) == []
         assert refused(archive.pull, objects, "step-1", tmp_path / "other").reason is Reason.SNAPSHOT_NOT_FOUND
         assert not (tmp_path / "other").exists()
     assert archive.push(store, "step-1", objects).found == 4
@@ -170,7 +170,7 @@ def test_a_url_that_names_no_store_is_refused_without_its_secrets(url: str) -> N
 
 
 def test_a_disk_that_is_not_mounted_is_no_empty_store(tmp_path: Path) -> None:
-    assert refused(archive.copies, objects_at(str(tmp_path / "mnt"))).reason is Reason.STORAGE_FAILED
+    assert refused(copies.manifests, objects_at(str(tmp_path / "mnt"))).reason is Reason.STORAGE_FAILED
 
 
 def test_a_store_that_does_not_answer_is_a_failure_of_the_storage(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -188,11 +188,11 @@ def test_a_store_that_does_not_answer_is_a_failure_of_the_storage(monkeypatch: p
 def test_a_push_makes_the_directory_of_a_store_and_nothing_above_it(store: SnapshotStore, tmp_path: Path) -> None:
     make(store, "step-1")
     archive.push(store, "step-1", objects_at(str(tmp_path / "objects")))
-    assert [one.snapshot_id for one in archive.copies(objects_at(str(tmp_path / "objects")))] == ["step-1"]
+    assert [one.snapshot_id for one in copies.manifests(objects_at(str(tmp_path / "objects")))] == ["step-1"]
     for ask in (
         lambda: archive.push(store, "step-1", objects_at(str(tmp_path / "disk" / "run-7"))),
         lambda: archive.pull(objects_at(str(tmp_path / "disk" / "run-7")), "step-1", tmp_path / "other"),
-        lambda: archive.copies(objects_at(str(tmp_path / "disk" / "run-7"))),
+        lambda: copies.manifests(objects_at(str(tmp_path / "disk" / "run-7"))),
     ):
         error = refused(ask)
         assert error.reason is Reason.STORAGE_FAILED
@@ -271,7 +271,7 @@ def test_a_push_whose_snapshot_is_pruned_meanwhile_says_so_and_leaves_no_copy(
     error = refused(archive.push, store, "step-1", Watched(objects, at, lambda: store.remove("step-1")))
     assert error.reason is Reason.SNAPSHOT_NOT_FOUND
     assert "deleted while it was copied" in error.problem.message
-    assert archive.copies(objects) == []
+    assert copies.manifests(objects) == []
 
 
 def test_a_push_that_misses_a_file_of_a_snapshot_that_is_there_calls_it_damaged(

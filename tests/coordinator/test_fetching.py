@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from safepoint.v1 import coordinator_service_pb2 as pb
 
-from coordinator import archive
+from coordinator import archive, copies
 from coordinator.publication import Publisher
 from coordinator.retention import Retention
 from coordinator.snapshots import SnapshotStore
@@ -81,7 +81,7 @@ async def test_what_a_lost_machine_has_uploaded_is_restored_on_another_one(
     again = other.running.uploader
     assert again is not None
     await until(lambda: again.status().uploaded_last == "step-3")
-    assert [one.snapshot_id for one in archive.copies(objects_at(url))] == ["step-3", "step-2", "step-1"]
+    assert [one.snapshot_id for one in copies.manifests(objects_at(url))] == ["step-3", "step-2", "step-1"]
     listed = other.running.operations.store.list().snapshots
     assert [one.snapshot_id for one in listed] == ["step-3", "step-2"], (
         "what is saved now is newer than what was fetched"

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from safepoint.v1 import capabilities_pb2, manifest_pb2
 
-from coordinator import archive, pruning, sweeping
+from coordinator import archive, copies, pruning, sweeping
 from coordinator.protocol.operation import Operation
 from coordinator.protocol.proofs import Committed
 from coordinator.protocol.topology import Participant, Topology
@@ -275,7 +275,7 @@ def test_copies_share_chunks_and_a_pull_brings_and_checks_them(store: SnapshotSt
     objects = LocalObjects(tmp_path / "copies")
     archive.push(store, "a", objects)
     assert archive.push(store, "b", objects).found == 1
-    assert {one.snapshot_id for one in archive.copies(objects)} == {"a", "b"}
+    assert {one.snapshot_id for one in copies.manifests(objects)} == {"a", "b"}
     archive.pull(objects, "b", tmp_path / "new")
     SnapshotStore(tmp_path / "new", "job-1").verify("b")
     for path in (tmp_path / "copies" / ".chunks").rglob("*"):

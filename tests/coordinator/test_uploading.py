@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from safepoint.v1 import coordinator_service_pb2 as pb
 
-from coordinator import archive, pruning
+from coordinator import archive, copies, pruning
 from coordinator.publication import Publisher
 from coordinator.retention import Retention
 from coordinator.settings import Settings
@@ -109,7 +109,7 @@ def test_what_is_published_is_uploaded_newest_first_and_a_restart_finds_what_is_
     make(root, "step-5", publisher)
     second.published()
     wait(lambda: second.status().uploaded_last == "step-5")
-    assert [one.snapshot_id for one in archive.copies(store)] == [f"step-{n}" for n in (5, 4, 3, 2, 1)]
+    assert [one.snapshot_id for one in copies.manifests(store)] == [f"step-{n}" for n in (5, 4, 3, 2, 1)]
 
 
 def test_an_upload_gives_way_to_an_operation_between_two_objects(
@@ -176,8 +176,8 @@ def test_a_store_that_fails_is_tried_again_and_says_why_until_it_is_back(
     assert uploader.figures().failed == {"STORAGE_FAILED": 2}
     said = uploader.message("step-1").problem
     assert (said.message, said.next_step) == ("The object store failed.", "Mend it.")
-    assert archive.copies(store) == []
-    assert "has no manifest" in archive.listing(store).invalid["step-1"]
+    assert copies.manifests(store) == []
+    assert "has no manifest" in copies.listing(store).invalid["step-1"]
     release.set()
     wait(lambda: idle(uploader))
     assert not uploader.message("step-1").HasField("problem")
@@ -213,7 +213,7 @@ def test_a_flipped_byte_in_the_root_is_never_uploaded_as_whole_and_holds_nobody_
     victim.write_bytes(raw[:-1] + bytes([raw[-1] ^ 1]))
     uploader = begin(store)
     wait(lambda: states(uploader, "step-1", "step-2") == ["uploaded", "failed"])
-    assert [one.snapshot_id for one in archive.copies(store)] == ["step-1"]
+    assert [one.snapshot_id for one in copies.manifests(store)] == ["step-1"]
     said = uploader.message("step-2")
     assert str(victim) in said.problem.message
     assert said.next_try.ToSeconds() >= 0
@@ -229,7 +229,7 @@ def test_another_snapshot_of_that_name_in_the_store_is_left_and_told(
     uploader = begin(store)
     wait(lambda: states(uploader, "step-1") == ["failed"])
     assert "has another step-1/manifest.json" in uploader.message("step-1").problem.message
-    assert archive.load(store, "step-1").metadata["step"] == "8"
+    assert copies.load(store, "step-1").metadata["step"] == "8"
 
 
 def test_a_snapshot_that_is_deleted_meanwhile_needs_no_copy(
@@ -239,7 +239,7 @@ def test_a_snapshot_that_is_deleted_meanwhile_needs_no_copy(
     store.before = lambda _: root.remove("step-1")
     uploader = begin(store)
     wait(lambda: bool(store.written) and idle(uploader))
-    assert archive.copies(store) == []
+    assert copies.manifests(store) == []
     assert not uploader.figures().failed
 
 
@@ -288,14 +288,14 @@ def test_an_older_coordinator_than_the_store_has_seen_uploads_nothing_that_would
     said = uploader.message("step-10").problem
     assert "epoch 7" in said.message
     assert "Start the coordinator again" in said.next_step
-    assert [one.snapshot_id for one in archive.copies(store)] == ["step-9"]
+    assert [one.snapshot_id for one in copies.manifests(store)] == ["step-9"]
 
 
 def test_what_is_no_epoch_in_a_store_is_none(store: Store, tmp_path: Path) -> None:
     for name in ("7", "x", str(MAX_EPOCH), "9" * 18, "9" * 30, "-3", ".tmp"):
         (tmp_path / "objects" / ".epochs").mkdir(parents=True, exist_ok=True)
         (tmp_path / "objects" / ".epochs" / name).touch()
-    assert archive.newest_epoch(store) == 7
+    assert copies.newest_epoch(store) == 7
 
 
 def test_a_store_that_would_take_nothing_is_found_before_there_is_anything_to_upload(
@@ -355,14 +355,14 @@ def test_of_chunks_only_what_the_store_lacks_is_sent_and_a_damaged_one_is_named(
     uploader.published()
     wait(lambda: idle(uploader))
     assert sum(key.startswith(".chunks/") for key in store.written) == 1
-    assert archive.verify(store, "b").manifest == root.load("b")
+    assert copies.verify(store, "b").manifest == root.load("b")
     save(root, "c", [b"one", b"four"])
     four = next(f for f in Chunks(root.root).all() if Chunks(root.root).path(f.sha256).read_bytes() == b"four")
     Chunks(root.root).path(four.sha256).write_bytes(b"fuor")
     uploader.published()
     wait(lambda: states(uploader, "c") == ["failed"])
     assert four.sha256 in uploader.message("c").problem.message
-    assert [one.snapshot_id for one in archive.copies(store)] == ["b", "a"]
+    assert [one.snapshot_id for one in copies.manifests(store)] == ["b", "a"]
 
 
 def test_what_a_store_repeats_of_the_environment_is_not_repeated() -> None:
@@ -422,8 +422,8 @@ async def test_saves_go_on_and_nothing_unsent_is_pruned_while_the_store_is_away(
     again = bench.running.uploader
     assert again is not None
     await until(lambda: idle(again) and again.status().uploaded_last != "")
-    copies = archive.copies(objects_at(str(tmp_path / "mnt" / "objects")))
-    assert [one.snapshot_id for one in copies] == ["step-4", "step-3"]
+    kept = copies.manifests(objects_at(str(tmp_path / "mnt" / "objects")))
+    assert [one.snapshot_id for one in kept] == ["step-4", "step-3"]
 
 
 async def test_a_coordinator_on_an_empty_disk_counts_as_newer_than_all_that_the_store_has(
@@ -440,7 +440,7 @@ async def test_a_coordinator_on_an_empty_disk_counts_as_newer_than_all_that_the_
     uploader = bench.running.uploader
     assert uploader is not None
     await until(lambda: uploader.status().uploaded_last == "step-41")
-    assert [one.snapshot_id for one in archive.copies(objects)] == ["step-41", "step-40"]
+    assert [one.snapshot_id for one in copies.manifests(objects)] == ["step-41", "step-40"]
 
 
 @pytest.mark.parametrize("upload", ["s3://key:secret-word@bucket/x", "relative", "s3://"])

@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from coordinator import archive
+from coordinator import archive, copies
 from coordinator.publication import Publisher
 from coordinator.snapshots import SnapshotStore
 from coordinator.uploading import Uploader
@@ -91,9 +91,9 @@ def test_a_server_that_is_gone_in_the_middle_leaves_no_copy_and_the_next_try_com
     assert "the store answers" in uploader.message("step-1").problem.next_step
     setattr(door, when, lambda *_: None)
     if place != "step-1/manifest.json":
-        assert archive.copies(objects) == []
+        assert copies.manifests(objects) == []
     wait(lambda: idle(uploader), 60)
-    assert archive.verify(objects, "step-1").manifest == root.load("step-1")
+    assert copies.verify(objects, "step-1").manifest == root.load("step-1")
 
 
 def test_wrong_credentials_say_what_to_do_and_are_repeated_nowhere(
@@ -129,7 +129,7 @@ def test_a_flipped_byte_in_the_store_is_found(
     raw = b"".join(objects.chunks("step-1/agent/state.bin"))
     driver: Any = importlib.import_module("fsspec").filesystem("s3")
     driver.pipe_file(key, raw[:-1] + bytes([raw[-1] ^ 1]))
-    for look in (archive.verify, lambda o, n: archive.pull(o, n, root.root.parent / "pulled")):
+    for look in (copies.verify, lambda o, n: archive.pull(o, n, root.root.parent / "pulled")):
         error = refused(look, objects, "step-1")
         assert error.reason is Reason.SNAPSHOT_CORRUPT
         assert "step-1/agent/state.bin is damaged" in error.problem.message
@@ -183,8 +183,8 @@ def test_a_coordinator_that_is_killed_in_the_middle_leaves_no_copy_and_the_next_
         release.set()
         door.before = lambda *_: None
         objects = objects_at(url)
-        assert archive.copies(objects) == []
-        assert "has no manifest" in archive.listing(objects).invalid["step-2"]
+        assert copies.manifests(objects) == []
+        assert "has no manifest" in copies.listing(objects).invalid["step-2"]
         sent = set(door.puts())
         door.seen.clear()
         second = subprocess.Popen(
@@ -192,11 +192,11 @@ def test_a_coordinator_that_is_killed_in_the_middle_leaves_no_copy_and_the_next_
         )
         assert second.stdout is not None
         json.loads(second.stdout.readline())
-        wait(lambda: len(archive.copies(objects)) == 2, 60)
-        assert [one.snapshot_id for one in archive.copies(objects)] == ["step-2", "step-1"]
+        wait(lambda: len(copies.manifests(objects)) == 2, 60)
+        assert [one.snapshot_id for one in copies.manifests(objects)] == ["step-2", "step-1"]
         assert any(key.endswith("step-2/agent/state.bin") for key in sent)
         for name in ("step-1", "step-2"):
-            assert archive.verify(objects, name).manifest == root.load(name)
+            assert copies.verify(objects, name).manifest == root.load(name)
         second.terminate()
         began = time.monotonic()
         assert second.wait(30) == 0
