@@ -87,16 +87,16 @@ class Results:
         return "\n\n".join(parts) + "\n"
 
 
-def worse_than(reference: Mapping[str, Mapping[str, float]], results: Results) -> list[str]:
-    """What has become worse by more than a third, in sentences. Ratios of only one of both runs are not compared."""
-    found: list[str] = []
+def worse_than(reference: Mapping[str, Mapping[str, float]], results: Results) -> dict[str, str]:
+    """What has become worse by more than a third: name, and a sentence. Ratios of only one of both runs are not compared."""
+    found: dict[str, str] = {}
     for name, (_, more_is_better, _) in BARS.items():
         if name not in results.ratios or name not in reference:
             continue
         before, now = reference[name]["median"], results.ratios[name].median
         left = now / before if more_is_better else before / now
         if left < TOLERATED:
-            found.append(f"{name} was {before:.3g} and is {now:.3g}")
+            found[name] = f"{name} was {before:.3g} and is {now:.3g}"
     return found
 
 

@@ -37,5 +37,5 @@ FULL = Scale(
 QUICK = Scale(
     together=(10, 100), one_by_one=(), cuts=5, large_cuts=0, large_rounds=0, switches=2,
     requests_s=0.4, gate_runs=6, drains=40, state_mb=(16,), state_runs=3, sessions=(100, 2000),
-    generations_s=(0.2, 2.0), pauses=1, rollouts=(), kills=5, relayed=(),
+    generations_s=(0.2, 2.0), pauses=3, rollouts=(), kills=5, relayed=(),
 )  # fmt: skip

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
 
 from benchmarks import lost, plots
+from benchmarks.__main__ import SECTION_OF, SECTIONS, fallen_always
 from benchmarks.fleets import work
 from benchmarks.measure import Spread, in_turn, ratio, spread
 from benchmarks.results import BARS, Curves, Results, worse_than
@@ -60,10 +62,39 @@ def test_a_ratio_that_falls_by_more_than_a_third_is_told_whichever_way_is_better
         return Results({}, ratios={name: spread([value]) for name, value in ratios.items()})
 
     before = {"gate_throughput": {"median": 0.99}, "limit_over_control_100": {"median": 2.0}, "gone": {"median": 1.0}}
-    assert worse_than(before, results(gate_throughput=0.67, limit_over_control_100=2.9, throughput_vs_disk=0.1)) == []
-    assert worse_than(before, results(gate_throughput=0.65, limit_over_control_100=3.1)) == [
-        "limit_over_control_100 was 2 and is 3.1", "gate_throughput was 0.99 and is 0.65",
-    ]  # fmt: skip
+    assert worse_than(before, results(gate_throughput=0.67, limit_over_control_100=2.9, throughput_vs_disk=0.1)) == {}
+    assert worse_than(before, results(gate_throughput=0.65, limit_over_control_100=3.1)) == {
+        "limit_over_control_100": "limit_over_control_100 was 2 and is 3.1",
+        "gate_throughput": "gate_throughput was 0.99 and is 0.65",
+    }
+
+
+@pytest.mark.parametrize(
+    ("again", "fell", "measured"),
+    [
+        ([(0.9, 2.0)], [], [["control", "gate"]]),
+        ([(0.5, 2.0), (0.9, 2.0)], [], [["control", "gate"], ["gate"]]),
+        ([(0.5, 2.0), (0.4, 9.0)], ["gate_throughput was 0.99 and is 0.4"], [["control", "gate"], ["gate"]]),
+    ],
+)
+def test_a_ratio_has_fallen_when_it_has_each_time_that_it_was_measured(
+    again: list[tuple[float, float]], fell: list[str], measured: list[list[str]]
+) -> None:
+    before = {"gate_throughput": {"median": 0.99}, "limit_over_control_100": {"median": 2.0}}
+    results = Results({}, ratios={"gate_throughput": spread([0.1]), "limit_over_control_100": spread([9.0])})
+    asked: list[list[str]] = []
+
+    def measure(sections: Iterable[str]) -> None:
+        asked.append(list(sections))
+        gate, limit = again[len(asked) - 1]
+        results.ratios |= {"gate_throughput": spread([gate]), "limit_over_control_100": spread([limit])}
+
+    assert fallen_always(before, results, measure) == fell
+    assert asked == measured
+
+
+def test_the_section_of_every_ratio_is_known() -> None:
+    assert all(SECTION_OF[name.partition("_")[0]] in SECTIONS for name in BARS)
 
 
 def test_the_same_figures_give_the_same_plot(tmp_path: Path) -> None:
