@@ -49,6 +49,7 @@ MAX_CONNECTION_AGE_MS: Final = 3_600_000  # and up to a tenth more or less, at r
 
 # What gRPC says when a peer ends the connection before the first call on it. A refused certificate is not said in words.
 _BROKEN_HANDSHAKE: Final = ("Socket closed", "SSL", "Verification", "andshake")
+_RAN_ALREADY: Final = "Stream removed"  # a peer that goes while a call runs: there was a handshake
 # What it says of a call that was never sent.
 _NEVER_LEFT: Final = ("failed to connect to all addresses", "DNS resolution failed")
 # What it says where the system of the other end took the connection, and its process never said a word.
@@ -180,7 +181,7 @@ def error_from_rpc(error: aio.AioRpcError | grpc.RpcError, participant_id: str =
         return Refused(
             Problem(Reason.UNSUPPORTED, f"The peer does not know this call: {text}", participant_id=participant_id)
         )
-    broken = any(sign in text for sign in _BROKEN_HANDSHAKE)
+    broken = any(sign in text for sign in _BROKEN_HANDSHAKE) and not text.startswith(_RAN_ALREADY)
     known = {"handshake": "broken"} if broken else {}
     if code == grpc.StatusCode.UNAVAILABLE and text.startswith(_NEVER_LEFT) and not participant_id:
         known |= NOBODY_REACHED

@@ -196,6 +196,25 @@ async def test_nobody_there_means_unanswered_and_not_refused(tmp_path: Path) -> 
     assert (read.reason, read.participant_id) == (Reason.UNREACHABLE, "agent")
 
 
+@pytest.mark.parametrize(
+    ("text", "certificates"),
+    [
+        ("Socket closed", True),
+        ("Ssl handshake failed: SSL_ERROR_SSL", True),
+        ("Stream removed (Socket closed)", False),  # a peer that was killed while it answered
+        ("failed to connect to all addresses", False),
+    ],
+)
+def test_certificates_are_looked_at_for_a_handshake_that_broke_and_not_for_a_call_that_ran(
+    text: str, certificates: bool
+) -> None:
+    none = aio.Metadata()
+    failure = rpc.error_from_rpc(aio.AioRpcError(grpc.StatusCode.UNAVAILABLE, none, none, text))
+    assert isinstance(failure, Unanswered)
+    assert ("certs" in failure.problem.advice) is certificates
+    assert ("handshake" in failure.problem.metadata) is certificates
+
+
 async def test_a_method_that_the_peer_lacks_is_refused_as_unsupported(tmp_path: Path) -> None:
     async with serving(tmp_path) as (_, channel):
         error = await failure(channel.unary_unary("/safepoint.v1.Participant/Newer")(b"", timeout=5))
