@@ -60,6 +60,7 @@ class Surroundings(Protocol):
     """What an operation needs of the coordinator around it."""
 
     participants: Participants
+    slept: Callable[[], tuple[float, str]]
 
     def clock(self) -> float:
         """Seconds of the event loop's monotonic clock."""
@@ -147,6 +148,7 @@ class Drive:
         self._timer: asyncio.TimerHandle | None = None
         self._telling: asyncio.TimerHandle | None = None
         self._closing = False
+        self._slept_s = 0.0  # the longest time that the core was told of
         self.task: asyncio.Task[None] | None = None
         self.checking: asyncio.Task[None] | None = None  # what runs before Begin
         self.checks = Checking("beginning", self.began_at)  # and what that does now
@@ -222,6 +224,8 @@ class Drive:
         try:
             while not self._nothing_left():
                 event = await self._inbox.get()
+                if (slept := self._just_slept()) is not None:
+                    await self._step(slept)
                 await self._step(event)
         except Exception as error:  # a bug: nobody may wait for ever, and leases free whoever is paused
             log.exception("driving %s failed", self.operation.operation_id)
@@ -234,6 +238,15 @@ class Drive:
             renewing.cancel()
             if self._timer is not None:
                 self._timer.cancel()
+
+    def _just_slept(self) -> core.Slept | None:
+        """That this process has not run while the operation did, once."""
+        seconds, said = self._around.slept()
+        now = self._around.clock()
+        if seconds <= self._slept_s or self.began_at > now - seconds:
+            return None
+        self._slept_s = seconds
+        return core.Slept(now, seconds, said)
 
     def _nothing_left(self) -> bool:
         return self.done.is_set() and not self._calls and self._timer is None and self._inbox.empty()

@@ -41,13 +41,12 @@ from coordinator.protocol.sentences import in_the_way
 from coordinator.protocol.topology import Participant, Topology, fingerprint, refusal, validate
 from coordinator.protocol.transaction import Transaction
 from coordinator.publication import Cut, Publisher
-from coordinator.registry import ENDED, SLEPT
 from coordinator.settings import Settings
 from coordinator.settling import Settling
 from coordinator.snapshots import SnapshotStore
 from coordinator.uploading import Uploader
 from coordinator.wire import failpoints, logs
-from coordinator.wire.errors import Problem, Reason, Refused, SafepointError, refuse
+from coordinator.wire.errors import ENDED, SLEPT, Problem, Reason, Refused, SafepointError, refuse
 from coordinator.wire.ids import ParticipantId
 from coordinator.wire.refusals import KeptOut
 from coordinator.wire.terms import OperationKind, Phase, Role, counted
@@ -108,6 +107,8 @@ class Operations:
         self._work: set[asyncio.Task[None]] = set()
         self._closing = False
         self.chronicles: list[Chronicle] = []  # who writes down what each operation did
+        # For how long this process has just not run, and that as a sentence; zero when it has.
+        self.slept: Callable[[], tuple[float, str]] = lambda: (0.0, "")
         self.kept_out: Callable[[], Sequence[KeptOut]] = tuple  # shims that were refused at the door a moment ago
         self._loop = asyncio.get_running_loop()
         self.membership = Membership(journal, discovery.registry, self._append)

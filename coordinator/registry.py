@@ -15,8 +15,9 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Final
 
+from coordinator.protocol.sentences import WE_SLEPT
 from coordinator.protocol.topology import Missing, Participant, ShimProcess
-from coordinator.wire.errors import Problem, Reason, refuse
+from coordinator.wire.errors import ENDED, SLEPT, Problem, Reason, refuse
 from coordinator.wire.ids import IncarnationId, ParticipantId
 from coordinator.wire.terms import Role
 
@@ -29,10 +30,6 @@ MAX_PARTICIPANTS: Final = 10_000
 _MAX_ENDS: Final = 1_000  # of shims whose end was told; the coordinator hears of most losses within seconds of it
 _MAX_DISMISSED: Final = 1_000
 _SHOWN: Final = 20
-_WE_SLEPT: Final = "Repeat it. See what stopped that process: SIGSTOP, a suspended machine, or one without processor time or memory to spare."
-# Keys of a loss's metadata: how the process ended; and that nobody has ended, and it was we who did not run.
-ENDED: Final = "ended"
-SLEPT: Final = "slept"
 
 
 @dataclass(slots=True, eq=False)
@@ -165,7 +162,7 @@ class Registry:
             self._end(session.participant.incarnation_id, goodbye)
         elif we_slept:
             why = f"{why} while {we_slept}"
-            self._lose(session, why, f"{name} has left: {why}.", Reason.UNREACHABLE, _WE_SLEPT, {SLEPT: we_slept})
+            self._lose(session, why, f"{name} has left: {why}.", Reason.UNREACHABLE, WE_SLEPT, {SLEPT: we_slept})
             return
         through = f" behind {session.relay}" if session.relay is not None else ""
         self._lose(session, why, f"{name} is gone{through}: {why}.", Reason.UNREACHABLE)

@@ -21,6 +21,7 @@ import socket
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
@@ -294,6 +295,7 @@ async def serve(
 
     operations.fetching = Fetching(store, objects, journal, operations.storage_lock, operations.brought)
     registration = Registration(registry, journal.epoch, settings.job_id, settings.heartbeat_s)
+    operations.slept = partial(_slept, registration)
     service = CoordinatorService(operations, registration)
     coordinator_service_pb2_grpc.add_CoordinatorServicer_to_server(service, server)
     health = Health(server, SERVICE_NAME)
@@ -396,6 +398,12 @@ class _Observed:
     def uploads(self) -> Figures | None:
         uploader = self.operations.uploader
         return uploader.figures() if uploader is not None else None
+
+
+def _slept(registration: Registration) -> tuple[float, str]:
+    """As `Operations.slept`. The process is named: what stopped it has to be looked for there."""
+    seconds = registration.awake.slept_s(0.0)
+    return seconds, f"The coordinator (process {os.getpid()}) did not run, for {seconds:.1f} s." if seconds else ""
 
 
 def _told_of_uploads(history: HistoryWriter | None) -> Callable[[Uploaded], None]:

@@ -30,6 +30,7 @@ from coordinator.protocol.events import (
     RecordKind,
     RefusedBy,
     Replied,
+    Slept,
     Verdict,
     Warned,
 )
@@ -62,6 +63,7 @@ class Course:
         self.published = False
         self.abort_wanted = False
         self.late_warned = False
+        self.slept: Slept | None = None  # the longest time for which the coordinator has not run meanwhile
         self.evidence = Evidence()
         self.lost: dict[ParticipantId, Problem] = {}
         self.opened_alone: set[ParticipantId] = set()
@@ -243,6 +245,7 @@ class Course:
 
     def fail(self, problem: Problem, now: float) -> list[Effect]:
         """Give up at once: a save opens everybody, a restore leaves everybody paused."""
+        problem = sentences.of_our_sleep(problem, self.slept, self.operation.options.lease_ttl_s)
         if self.operation.kind == OperationKind.SAVE:
             return self.abort(problem, now)
         does = "opens everybody" if self.closed else "goes on"

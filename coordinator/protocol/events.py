@@ -184,6 +184,18 @@ class Tick:
 
 
 @dataclass(frozen=True, slots=True)
+class Slept:
+    """The coordinator has not run, for so many seconds while the operation ran; given before anything that comes of it.
+
+    `said`: that, as a sentence.
+    """
+
+    now: float
+    seconds: float
+    said: str
+
+
+@dataclass(frozen=True, slots=True)
 class AbortRequested:
     """The trainer or a person gives up."""
 
@@ -236,6 +248,7 @@ Event = (
     | LeaseRenewed
     | LeaseLost
     | RecordFailed
+    | Slept
     | Published
     | PublishFailed
     | Tick

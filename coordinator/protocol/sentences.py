@@ -7,13 +7,17 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
+from typing import Final
 
+from coordinator.protocol.events import Slept
 from coordinator.protocol.operation import Operation, Stage
 from coordinator.protocol.proofs import Prepared, Progress
-from coordinator.wire.errors import CATALOG, Blocked, Problem, Reason
+from coordinator.wire.errors import CATALOG, ENDED, SLEPT, Blocked, Problem, Reason
 from coordinator.wire.ids import ParticipantId, SnapshotId
 from coordinator.wire.terms import Phase, QuiesceMode, counted
 
+WE_SLEPT: Final = "Repeat it. See what stopped the coordinator: SIGSTOP, a suspended machine, or one without processor time or memory to spare."
+_OF_TIME: Final = frozenset({Reason.DRAIN_INCOMPLETE, Reason.UNREACHABLE, Reason.PHASE_INCOMPLETE})
 _NAMED = 5  # names in one sentence; all are in the status
 _EXCLUDED_NAMED = 3
 _MAX_ROLLOUTS = 20
@@ -184,6 +188,25 @@ def deadline_passed(
     )
 
 
+def of_our_sleep(problem: Problem, slept: Slept | None, lease_ttl_s: float) -> Problem:
+    """The Problem of a phase that came to nothing since the coordinator itself did not run: then nobody it names is at fault.
+
+    That is so when a participant has left it for that, when a lease lapsed that was not renewed for half of its time or
+    longer, and when half of the time that the phase has taken, or more, was slept. Else it is `problem` as it was.
+    """
+    lapsed = problem.reason is Reason.LEASE_LAPSED
+    message = f"{slept.said} {problem.message}" if slept is not None else problem.message
+    if SLEPT in problem.metadata:
+        if slept is not None:  # how the one that left first can be looked for is of no interest: it is well
+            message = f"{slept.said} Registrations ended meanwhile, that of {problem.participant_id} among them."
+    else:
+        missed_s = lease_ttl_s if lapsed else problem.waited_s if problem.reason in _OF_TIME else None
+        if slept is None or missed_s is None or ENDED in problem.metadata or slept.seconds < missed_s / 2:
+            return problem
+    reason = problem.reason if lapsed else Reason.UNREACHABLE
+    return replace(problem, reason=reason, message=message, next_step=WE_SLEPT, participant_id="")
+
+
 def went_with(problem: Problem, progress: Progress | None, prepared: Prepared | None) -> Problem:
     """The Problem of a participant that is gone, with the work that went with it, as far as it had said."""
     counts = prepared or progress
@@ -202,7 +225,7 @@ def went_with(problem: Problem, progress: Progress | None, prepared: Prepared | 
 def explained(problem: Problem, how: str) -> Problem:
     """The Problem of a participant that is gone, with how its process ended."""
     message = f"{problem.message.rstrip('.')}. {how.rstrip('.')}."
-    return replace(problem, message=message, metadata={**problem.metadata, "ended": how})
+    return replace(problem, message=message, metadata={**problem.metadata, ENDED: how})
 
 
 def blocked(

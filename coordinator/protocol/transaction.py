@@ -48,6 +48,7 @@ from coordinator.protocol.events import (
     Request,
     ResumeRequested,
     SetTimer,
+    Slept,
     Tick,
     TrainerHeard,
 )
@@ -276,6 +277,9 @@ class Transaction:
                 return course.lease_renewed(event)
             case LeaseLost():
                 return course.lease_lost(event.participant_id, event.problem, now)
+            case Slept():
+                course.slept = max(course.slept, event, key=lambda each: each.seconds) if course.slept else event
+                return []
             case RecordFailed():
                 # Nothing after the record was performed, timers included: nobody has heard of what it was to cover.
                 unheard = course.calls.forget(self._fresh)

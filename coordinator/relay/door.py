@@ -17,9 +17,9 @@ from safepoint.v1 import coordinator_service_pb2_grpc
 from coordinator import convert
 from coordinator.protocol.topology import Participant
 from coordinator.registration import Registration, check_end
-from coordinator.registry import ENDED, Registry, Session
+from coordinator.registry import Registry, Session
 from coordinator.relay.standing import Standing
-from coordinator.wire.errors import Problem, Reason, refuse
+from coordinator.wire.errors import ENDED, Problem, Reason, refuse
 from coordinator.wire.rpc import time_budget
 from coordinator.wire.staying import MISSED_BEATS
 

@@ -163,6 +163,9 @@ NOBODY_REACHED: Final[Mapping[str, str]] = MappingProxyType({"reached": "nobody"
 # Metadata of UNREACHABLE where nothing says that the process is gone: it may be stopped, or too busy to say a word.
 SILENT: Final[Mapping[str, str]] = MappingProxyType({"heard": "nothing"})
 
+# Keys of a loss's metadata: how the process ended; and that nobody has ended, and it was the coordinator that did not run.
+ENDED: Final = "ended"
+SLEPT: Final = "slept"
 # Metadata of LEASE_LAPSED: the restore whose state the server holds still, so that a Resume of it would find everything.
 STILL_LOADED: Final = "still_loaded"
 

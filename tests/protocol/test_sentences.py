@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
+from coordinator.protocol.events import Slept
 from coordinator.protocol.proofs import Prepared, Progress
-from coordinator.protocol.sentences import checking, excluded, once_open, waiting
+from coordinator.protocol.sentences import WE_SLEPT, checking, excluded, of_our_sleep, once_open, waiting
 from coordinator.wire.errors import CATALOG, Blocked, Problem, Reason
 from coordinator.wire.ids import IncarnationId, ParticipantId, SnapshotId
 from coordinator.wire.terms import Phase, QuiesceMode, counted
@@ -66,3 +69,45 @@ def test_one_is_not_said_as_many(count: int, said: str) -> None:
     items = "1 item" if count == 1 else "1 of 2 items"
     step = Progress(items_done=1, items_total=0 if count == 1 else 2)
     assert waiting(Phase.COMMIT, [who], {who: step}, 2.0).endswith(f"0 bytes, {items}).")
+
+
+ASLEEP = Slept(30.0, 8.0, "The coordinator (process 7) did not run, for 8.0 s.")
+
+
+@pytest.mark.parametrize(
+    ("problem", "ours"),
+    [
+        (Problem(Reason.DRAIN_INCOMPLETE, "Late.", waited_s=16.0), True),
+        (Problem(Reason.DRAIN_INCOMPLETE, "Late.", waited_s=16.1), False),  # most of the time somebody else was slow
+        (Problem(Reason.UNREACHABLE, "No answer.", waited_s=9.0), True),
+        (Problem(Reason.UNREACHABLE, "It is gone."), False),
+        (Problem(Reason.UNREACHABLE, "It was killed.", waited_s=9.0, metadata={"ended": "By signal 9."}), False),
+        (Problem(Reason.UNREACHABLE, "It has left.", metadata={"slept": "the coordinator did not run"}), True),
+        (Problem(Reason.LEASE_LAPSED, "It has opened."), True),
+        (Problem(Reason.STORAGE_FULL, "Full.", waited_s=1.0), False),
+        (Problem(Reason.DECLINED, "No.", waited_s=1.0), False),
+    ],
+)
+def test_who_is_well_is_not_blamed_for_the_time_that_the_coordinator_has_slept(problem: Problem, ours: bool) -> None:
+    problem = replace(problem, participant_id="agent")
+    told = of_our_sleep(problem, ASLEEP, lease_ttl_s=16.0)
+    assert (told.participant_id == "") is ours
+    assert told.message.startswith(ASLEEP.said) is ours
+    assert (told.next_step == WE_SLEPT) is ours
+    if ours:
+        assert told.reason in (Reason.UNREACHABLE, Reason.LEASE_LAPSED)
+        assert "agent" in told.message or problem.message in told.message
+    else:
+        assert told == problem
+
+
+def test_a_lease_lapses_by_a_sleep_of_half_of_it_and_by_no_shorter_one() -> None:
+    lapsed = Problem(Reason.LEASE_LAPSED, "It has opened.", participant_id="agent")
+    assert of_our_sleep(lapsed, ASLEEP, lease_ttl_s=16.1) == lapsed
+
+
+def test_without_a_sleep_only_who_has_left_for_one_is_not_blamed() -> None:
+    late = Problem(Reason.DRAIN_INCOMPLETE, "Late.", participant_id="agent", waited_s=1.0)
+    left = replace(late, metadata={"slept": "the coordinator did not run, for 8.0 s"})
+    assert of_our_sleep(late, None, lease_ttl_s=1.0) == late
+    assert of_our_sleep(left, None, lease_ttl_s=1.0).participant_id == ""

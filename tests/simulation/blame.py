@@ -29,6 +29,8 @@ def single(seed: int) -> tuple[Plan, str, str]:
     whom = random.choice(list(plan.servers))
     length = random.uniform(2 * LEASE_S, 3 * LEASE_S)
     at = 2.0
+    if kind == "pause coordinator":
+        length = random.uniform(2 * LEASE_S, 20.0)  # past the time of the save, too
     match kind:
         case "cut off":
             fault = Event(at + random.uniform(0.0, 0.03), "partition", whom, length, "both")
@@ -51,6 +53,8 @@ def named(kind: str, whom: str, problem: Problem) -> bool:
     """Whether the primary cause is the fault."""
     if kind in OF_A_PARTICIPANT or kind == "cut off":
         return whom == problem.participant_id or whom in problem.message
+    if kind == "pause coordinator":
+        return "The coordinator (process" in problem.message and not problem.participant_id
     if kind.endswith("coordinator"):
         return "coordinator" in problem.message.lower()
     return problem.reason in STORAGE
