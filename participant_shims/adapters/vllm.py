@@ -100,12 +100,15 @@ class VllmAdapter:
             else HttpFront(options.listen, options.upstream, self.doors, self.pool, is_stale, rejects=options.rejects)
         )
         self.front.on_steered = self._steered
+        if isinstance(self.front, HttpFront):  # an engine in this process has no other life
+            self.proxy.serving.is_same_engine = self._is_same_engine
         self.freeze = Freeze(
             options.participant_id, options.life, options.drain_limit_s, self.front, self.doors, self._pulse,
             self._same_engine,
         )  # fmt: skip
         self._engine: Engine | None = None
         self._looking: asyncio.Task[Engine] | None = None
+        self._comparing: asyncio.Task[bool] | None = None
         self._released: Released | None = None  # what an opening has released that is not over yet
         self._wedged = self._silent = ""
         self._wedged_at = 0.0  # loop time
@@ -218,9 +221,29 @@ class VllmAdapter:
                 f"was {engine.model}, {engine.max_model_len}).",
                 next_step="Restart the shim, which then describes the new one.",
             )
-        log.warning("vLLM at %s was started anew", self.target)
+        gone = self.pool.forget()
+        log.warning(
+            "vLLM at %s was started anew; %d requests that its callers had not asked for yet are gone",
+            self.target,
+            gone,
+        )
         self._engine = now
         self.front.knows(now)
+
+    async def _is_same_engine(self) -> bool:
+        """Whether the engine is the one that has run what waits for its callers; else that is forgotten. Once for all who ask."""
+        if self._comparing is None or self._comparing.done():
+            self._comparing = asyncio.create_task(self._compare())
+        return await asyncio.shield(self._comparing)
+
+    async def _compare(self) -> bool:
+        before = self._engine
+        try:
+            await self._same_engine()
+        except SafepointError as error:
+            log.warning("what vLLM at %s had cannot be continued: %s", self.target, error)
+            return False
+        return self._engine is before
 
     # ---- state ----------------------------------------------------------------------------------------------------
 
@@ -243,6 +266,7 @@ class VllmAdapter:
         origin, group = Origin("", ""), ""
         if any(f.path == REQUESTS for f in part.files):
             origin, records = await asyncio.to_thread(read_requests, part.directory)
+            await self._same_engine()  # what is loaded now is of the engine that is there now
             then = weights_at_cut(part, origin)
             now = await self._weights(digest=bool(then.digest_sha256))
             self.front.weights_are(now.version)
@@ -331,7 +355,7 @@ class VllmAdapter:
                 await asyncio.sleep(LOOK_AGAIN_S)
 
     async def _watch(self) -> None:
-        """Now and then, whether it is there: a save is not the first to notice that it is stopped, or that another server has
+        """Now and then, whether it is there, and still the same: a save is not the first to notice that it is stopped, or that another server has
         its port. One that could not be resumed when its lease lapsed is resumed when it can be."""
         while True:
             await asyncio.sleep(WATCH_EVERY_S)
@@ -342,10 +366,13 @@ class VllmAdapter:
                 if self.freeze.ours and not self.doors.closed:  # it could not be resumed when it should have been
                     await self.freeze.resume()
                 await self.front.is_paused(PATIENT_S)
+                if not self.doors.closed:  # a save has to find out by itself
+                    await self._same_engine()
                 self._silent = ""
             except SafepointError as error:
                 said = error.problem.message
-                self._silent = said if NO_SUCH_VLLM in said else f"{ENGINE_SILENT}: {said}"
+                known = NO_SUCH_VLLM in said or error.reason is Reason.INCARNATION_CHANGED
+                self._silent = said if known else f"{ENGINE_SILENT}: {said}"
             if self.front.spoke_at > self._wedged_at:
                 self._wedged = ""
             if (self._silent, self._wedged) != before:

@@ -61,6 +61,20 @@ class Pool:
         for record in records:
             self.put(record)
 
+    def forget(self) -> int:
+        """All of them are of an engine that is gone: their callers begin anew. How many they were."""
+        records = self.records()
+        for record in records:
+            self.begun_anew(record)
+        self._by_digest.clear()
+        return len(records)
+
+    def begun_anew(self, record: Record) -> None:
+        """What it had is generated again."""
+        self.over(record.request_id)
+        self.tally.regenerated += 1
+        self.tally.again += len(record.token_ids)
+
     async def take(self, ask: Ask, caller: CallIdentity | None) -> Record | None:
         """The record that answers this question, of this engine or of another one; nobody else gets it then."""
         while (record := self.claim(ask, caller)) is not None:

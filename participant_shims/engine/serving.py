@@ -49,6 +49,10 @@ class Exchange:
     unread: bool = False
 
 
+async def _yes() -> bool:
+    return True
+
+
 class Serving:
     """Serves exchanges. `in_flight` is kept by the proxy; a record that a restored one replaces is replaced there."""
 
@@ -60,6 +64,7 @@ class Serving:
         self._dial, self._relay, self._spoke = dial, relay, spoke
         self.engine: Engine | None = None
         self.weight_version = ""
+        self.is_same_engine: Callable[[], Awaitable[bool]] = _yes
 
     def why_not(self, ask: Ask) -> str:
         """Why this engine can't continue it; empty when it can."""
@@ -129,6 +134,12 @@ class Serving:
         restored = await self._pool.take(record.ask, caller)
         if restored is None or restored.finished or restored.anew:
             return restored
+        if not await self.is_same_engine():
+            log.info("request %s begins anew: the engine that had it is gone", restored.request_id)
+            self._pool.begun_anew(restored)
+            record.segments.clear()
+            record.weights_are(self.weight_version)  # those of the engine that is there
+            return None
         lost = restored.cut_back(self._limit(record.ask), by_ids=self._parses(record.ask))
         self._pool.tally.again += lost
         if restored.prompt_ids and restored.token_ids:

@@ -56,6 +56,7 @@ class Scripted:
     at_once: int = 0
     most_at_once: int = 0
     connections: set[Any] = field(default_factory=set)
+    generating: dict[int, Any] = field(default_factory=dict)  # connections of what runs
     bodies: list[dict[str, Any]] = field(default_factory=list)
     running: dict[int, asyncio.Queue[int]] = field(default_factory=dict)
     left: int = 0  # requests whose caller went away
@@ -82,6 +83,12 @@ class Scripted:
         for _, turn in self.waiting:
             turn.set_result(None)
         self.waiting.clear()
+
+    def dies(self, successor: str) -> None:
+        """What runs breaks off, and another process, of those weights, is there at once."""
+        self.started, self.weight_version = self.started + 1000, successor
+        for transport in self.generating.values():
+            transport.abort()
 
     async def _turn(self, path: str) -> None:
         if self.between_steps and self.running and not self.paused:
@@ -139,6 +146,7 @@ class Scripted:
         self.serial += 1
         mine, limit = self.serial, body.get("max_tokens", self.usual_limit or 16)
         queue = self.running[mine] = asyncio.Queue()
+        self.generating[mine] = request.transport
         head = {"id": f"x-{mine}", "object": "o", "created": 5, "model": "tiny"}
         response = web.StreamResponse(headers={"content-type": "text/event-stream; charset=utf-8"})
         if body.get("stream"):
@@ -181,7 +189,7 @@ class Scripted:
             self.left += 1
             raise
         finally:
-            del self.running[mine]
+            del self.running[mine], self.generating[mine]
 
 
 def event(head: dict[str, Any], choice: dict[str, Any]) -> bytes:

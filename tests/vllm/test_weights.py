@@ -14,6 +14,7 @@ from participant_shims.adapter import Part
 from participant_shims.engine.requests_file import REQUESTS
 from tests.vllm.forms import WHOLE, both_forms, engine_of, made
 from tests.vllm.parts import cut_of, load
+from tests.vllm.test_control import until
 
 WEIGHTS = {"rank0/layers.0": "a1", "rank0/layers.1": "b2"}
 OTHERS = {**WEIGHTS, "rank0/layers.1": "c3"}
@@ -127,3 +128,41 @@ async def test_a_part_that_names_no_weights_anywhere_is_damaged(tmp_path: Path, 
         with pytest.raises(SafepointError, match="names the weights at the cut") as refused:
             await load(it.adapter, Part(part.directory, part.files))
         assert refused.value.reason is Reason.SNAPSHOT_CORRUPT
+
+
+async def test_an_engine_that_was_started_anew_continues_nothing_of_the_one_before(tmp_path: Path) -> None:
+    """Its shim lives on, and the engine behind it may have any weights."""
+    part = await saved("behind the proxy", tmp_path / "cut", {}, digest=False)
+    async with made("behind the proxy", tmp_path / "new", {"weight_version": STEP}) as it:
+        assert (await load(it.adapter, part)).sessions == 1
+        await it.adapter.open()
+        it.engine.dies("step-3")
+        asked = it.ask()
+        await it.running()
+        (record,) = it.adapter.front.in_flight.values()
+        assert [(s.start, s.weight_version) for s in record.segments] == [(0, "step-3")]
+        it.engine.step(8)
+        said = await asked
+        assert said.ids == WHOLE
+        assert "exact" not in said.label
+        assert (it.adapter.pool.tally.kept, it.adapter.pool.tally.regenerated) == (0, 1)
+        assert len(it.adapter.pool) == 0
+
+
+async def test_what_an_engine_had_said_when_it_was_lost_is_not_continued_by_its_successor(tmp_path: Path) -> None:
+    async with made("behind the proxy", tmp_path / "new", {"weight_version": STEP}) as it:
+        asked = it.ask()
+        await it.running()
+        it.engine.step(3)
+        await it.recorded(3)
+        it.engine.dies("step-2")
+        with pytest.raises(Exception):  # noqa: B017, PT011 - however its client says that the answer broke off
+            await asked
+        await until(lambda: len(it.adapter.pool) == 1)
+        again = it.ask()
+        await it.running(2)
+        it.engine.step(8)
+        said = await again
+        assert said.ids == WHOLE
+        assert "exact" not in said.label
+        assert it.adapter.pool.tally.again == 3
