@@ -242,11 +242,13 @@ class SnapshotReader:
 
     def snapshots(self) -> Folder:
         """The directory that all snapshots are in. Raises STORAGE_FAILED when it is gone."""
+        gone = f"The snapshot root {self.root} is gone."
         try:
             with open_root(self.root) as top:
+                gone = f"{self.root}/{SNAPSHOTS} is gone: somebody has moved or removed it."
                 return top.child(SNAPSHOTS)
         except FileNotFoundError:
-            raise refuse(Reason.STORAGE_FAILED, f"The snapshot root {self.root} is gone.") from None
+            raise refuse(Reason.STORAGE_FAILED, gone) from None
 
     def _manifest(self, directory: Folder, snapshot_id: str) -> manifest_pb2.SnapshotManifest:
         try:

@@ -128,7 +128,7 @@ def engine_environment(environ: Mapping[str, str]) -> dict[str, str]:
 def run_engine(options: EngineOptions, argv: Sequence[str]) -> int:
     """Run vLLM and its shim; vLLM's exit code (128 + N when signal N ended it).
 
-    2: bad use; 3: this engine is served already; 127: no such command.
+    2: bad use; 3: this engine is served already, or its port is taken; 127: no such command.
     """
     try:
         if not (options.name and options.listen):
@@ -150,6 +150,10 @@ def _run(options: EngineOptions, argv: Sequence[str], target: str, added: dict[s
     except StillRuns as error:
         print(f"safepoint serve: {options.name} is served already, by pid {error.pid}. End that one first, or take another "
               "--name.", file=sys.stderr)  # fmt: skip
+        return EXIT_ANOTHER
+    if _is_taken(target):  # else the shim would stand before that one until vLLM has found out, and pause it for us
+        print(f"safepoint serve: another server listens at {target}, so vLLM could not. Give this one another --port, or end "
+              "that server first.", file=sys.stderr)  # fmt: skip
         return EXIT_ANOTHER
     beside = _Shim(options, target, told_to(argv).get("api-key", ""))
     try:
@@ -224,12 +228,24 @@ def _watch(engine: subprocess.Popen[bytes], beside: _Shim, told: list[int], left
             continue
 
 
+def _address(target: str) -> tuple[str, int]:
+    host, _, port = target.rpartition(":")
+    return host.strip("[]"), int(port)
+
+
+def _is_taken(target: str) -> bool:
+    try:
+        socket.create_connection(_address(target), 1.0).close()
+    except OSError:
+        return False
+    return True
+
+
 class _Port:
     """Whether the engine has closed the port on which it had listened."""
 
     def __init__(self, target: str) -> None:
-        host, _, port = target.rpartition(":")
-        self._address = (host.strip("[]"), int(port))
+        self._address = _address(target)
         self._listened = False
         self._closed_at = self._look_at = 0.0
 

@@ -207,7 +207,7 @@ class Course:
                 return self.fail(run.too_late(now), now)
             if run.repeats(running, now):
                 return []
-        return self.fail(self.mine(event.problem, participant_id), now)
+        return self.fail(self.mine(sentences.as_we_know(event.problem), participant_id), now)
 
     # ---- publishing --------------------------------------------------------------------------------------------------
 

@@ -188,6 +188,14 @@ def deadline_passed(
     )
 
 
+def as_we_know(problem: Problem) -> Problem:
+    """What a participant has answered, for whoever asked us. The snapshot is there, we have found it or made it: who does not
+    see it has another root, and a trainer that is told of no snapshot begins from scratch."""
+    if problem.reason is not Reason.SNAPSHOT_NOT_FOUND:
+        return problem
+    return replace(problem, reason=Reason.STORAGE_FAILED, message=f"It does not see the snapshot. {problem.message}")
+
+
 def of_our_sleep(problem: Problem, slept: Slept | None, lease_ttl_s: float) -> Problem:
     """The Problem of a phase that came to nothing since the coordinator itself did not run: then nobody it names is at fault.
 

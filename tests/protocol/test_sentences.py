@@ -8,7 +8,7 @@ import pytest
 
 from coordinator.protocol.events import Slept
 from coordinator.protocol.proofs import Prepared, Progress
-from coordinator.protocol.sentences import WE_SLEPT, checking, excluded, of_our_sleep, once_open, waiting
+from coordinator.protocol.sentences import WE_SLEPT, as_we_know, checking, excluded, of_our_sleep, once_open, waiting
 from coordinator.wire.errors import CATALOG, Blocked, Problem, Reason
 from coordinator.wire.ids import IncarnationId, ParticipantId, SnapshotId
 from coordinator.wire.terms import Phase, QuiesceMode, counted
@@ -111,3 +111,12 @@ def test_without_a_sleep_only_who_has_left_for_one_is_not_blamed() -> None:
     left = replace(late, metadata={"slept": "the coordinator did not run, for 8.0 s"})
     assert of_our_sleep(late, None, lease_ttl_s=1.0) == late
     assert of_our_sleep(left, None, lease_ttl_s=1.0).participant_id == ""
+
+
+def test_who_does_not_see_the_snapshot_is_not_told_as_its_absence() -> None:
+    unseen = Problem(Reason.SNAPSHOT_NOT_FOUND, "There is no /b/snapshots/one.", "Give every shim the same root.")
+    told = as_we_know(unseen)
+    assert (told.reason, told.next_step) == (Reason.STORAGE_FAILED, unseen.next_step)
+    assert unseen.message in told.message
+    other = replace(unseen, reason=Reason.SNAPSHOT_CORRUPT)
+    assert as_we_know(other) == other

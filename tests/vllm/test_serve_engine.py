@@ -25,6 +25,7 @@ from participant_shims import serve_engine
 from participant_shims.leftovers import NAME
 from participant_shims.serve_engine import engine_environment, is_vllm, target_of, told_to
 from tests.vllm.real_engine import REPOSITORY, Caller
+from tests.vllm.scripted_engine import scripted
 from tests.vllm.test_control import ASK, until
 from tests.vllm.test_engine_shim import coordinating
 
@@ -215,6 +216,17 @@ async def noted(folder: Path, served: Served) -> int:
     orphan = int(served.said["orphan"])
     await until(lambda: f"[{orphan}, " in (folder / "engine-0-vllm" / NAME).read_text(), 10)
     return orphan
+
+
+async def test_a_vllm_whose_port_another_server_has_is_not_begun_with(folder: Path) -> None:
+    """Its shim would cover the other one, and a save would pause it twice."""
+    async with scripted() as other:
+        ran = await asyncio.create_subprocess_exec(*command(folder, other.port, "127.0.0.1:0"), cwd=REPOSITORY,
+                                                   stderr=asyncio.subprocess.PIPE, env=environment())  # fmt: skip
+        _, said = await asyncio.wait_for(ran.communicate(), 30)
+        assert ran.returncode == 3
+        assert f"another server listens at 127.0.0.1:{other.port}" in said.decode()
+        assert other.calls == []
 
 
 def test_an_engine_that_has_closed_its_port_and_does_not_end_is_killed(monkeypatch: pytest.MonkeyPatch) -> None:
