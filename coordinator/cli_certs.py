@@ -48,7 +48,7 @@ def init(
 def issue(
     directory: Directory,
     access: Annotated[
-        list[str], typer.Argument(metavar="ACCESS...", help="observer, operator, restorer, coordinator or shim.")
+        list[str], typer.Argument(metavar="ACCESS...", help="observer, operator, restorer, coordinator, relay or shim.")
     ],
     name: Annotated[str, typer.Option("--name", help="Directory to write below DIR.")] = "",
     instance: Annotated[

@@ -331,7 +331,7 @@ def resolve(
     path = path or environ.get(CONFIG_VARIABLE) or None
     values: dict[str, Any] = {}
     origins: dict[str, tuple[Source, str]] = {}
-    unknown: list[tuple[str, str]] = []
+    unknown: list[tuple[str, Source, str]] = []
     for source, where, part in (
         *((Source.FILE, one.where, {one.name: one.value}) for one in (entries(path, _AUTOSAVE) if path else ())),
         *((Source.ENVIRONMENT, variable, {n: v}) for variable, n, v in _from_environment(environ)),
@@ -341,7 +341,7 @@ def resolve(
             if name in _KNOWN:
                 values[name], origins[name] = value, (source, where)
             else:
-                unknown.append((name, _said(source, where)))
+                unknown.append((name, source, where))
     if unknown:
         raise _unknown(unknown)
     if need_root and "root" not in values:
@@ -431,15 +431,18 @@ def _wrong(place: tuple[str | int, ...], why: str, origins: Mapping[str, tuple[S
     return f"The setting {name}{said} is wrong: {why}."
 
 
-def _unknown(names: list[tuple[str, str]]) -> SafepointError:
+def _unknown(names: list[tuple[str, Source, str]]) -> SafepointError:
     """All of them at once: whoever corrects a file wants to do it in one go."""
-    near = {name: _near(name) for name, _ in names}
+    near = {(name, source): _near(name) for name, source, _ in names}
     advice = [
-        f"Did you mean {found}{f' for {name}' if len(near) > 1 else ''}?" for name, found in near.items() if found
+        f"Did you mean {variable_of(found) if source is Source.ENVIRONMENT else found}"
+        f"{f' for {name}' if len(near) > 1 else ''}?"
+        for (name, source), found in near.items()
+        if found
     ]
     if not all(near.values()):
         advice.append(f"There are: {', '.join(_KNOWN)}.")
-    said = " ".join(f"There is no setting {name} ({source})." for name, source in names)
+    said = " ".join(f"There is no setting {name} ({_said(source, where)})." for name, source, where in names)
     return refuse(Reason.INVALID_ARGUMENT, said, next_step=" ".join(advice))
 
 

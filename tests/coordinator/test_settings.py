@@ -42,7 +42,7 @@ def test_lists_in_the_environment_are_separated_by_commas() -> None:
     ("text", "environ", "expected"),
     [
         ("root: /a\nlease_ttl: 10\n", {}, "Did you mean lease_ttl_s"),
-        ("root: /a\n", {"SAFEPOINT_COORDINATOR_KEEP_LATS": "1"}, "Did you mean keep_last"),
+        ("root: /a\n", {"SAFEPOINT_COORDINATOR_KEEP_LATS": "1"}, "Did you mean SAFEPOINT_COORDINATOR_KEEP_LAST\\?"),
         ("root: relative\n", {}, "absolute"),
         ("root: /a\nlease_ttl_s: 0.5\n", {}, "lease_ttl_s"),
         ("root: /a\njob_id: ../x\n", {}, "job_id"),
@@ -59,7 +59,7 @@ def test_lists_in_the_environment_are_separated_by_commas() -> None:
         ("root: /a\nautosave: {snapshot_name: all}\n", {}, "step"),
         ("root: /a\nautosave: {snapshot_name: 'at-{step.number}'}\n", {}, "step"),
         ("root: /a\nautosave: {snapshot_name: 'at-{step[0]}'}\n", {}, "step"),
-        ("root: /a\n", {"SAFEPOINT_AUTOSAVE_EVERY_STEP": "1"}, "Did you mean autosave.every_steps"),
+        ("root: /a\n", {"SAFEPOINT_AUTOSAVE_EVERY_STEP": "1"}, "Did you mean SAFEPOINT_AUTOSAVE_EVERY_STEPS\\?"),
         (
             "root: /a\n",
             {"SAFEPOINT_AUTOSAVE_EVERY_STEPS": "x"},
@@ -118,7 +118,7 @@ def test_everything_that_is_wrong_is_named_at_once(tmp_path: Path) -> None:
     assert "no setting qqq" in problem.message
     assert "no setting keep_lats (in the environment (SAFEPOINT_COORDINATOR_KEEP_LATS))" in problem.message
     assert (
-        "Did you mean lease_ttl_s for lease_ttl? Did you mean keep_last for keep_lats? There are: root,"
+        "Did you mean lease_ttl_s for lease_ttl? Did you mean SAFEPOINT_COORDINATOR_KEEP_LAST for keep_lats? There are: root,"
         in problem.advice
     )
     file.write_text("root: relative\nlease_ttl_s: 0.5\nkeep_last: many\n")
