@@ -145,9 +145,9 @@ soak: setup ## more seeds: SEEDS=20000 FIRST=2001; writes build/soak.json
 mutants: setup ## take guards away one by one: the simulation must notice each; writes build/mutants.json
 	PYTHONPATH=.:gen $(PY) -m tests.simulation.mutants --out build/mutants.json
 
-# EXPLORE=full: up to two operations, three losses and a crash in one model. The largest takes over an hour and 12 GB, so
-# its model is compiled where a C compiler is (by mypyc, which comes with mypy: less than half the time); each million
-# states takes 0.2 GB. EXPLORE_MOST states each is where they are stopped, and a row that was says so.
+# EXPLORE=full: up to two operations, three losses and a crash in one model. The largest takes 97 minutes of a processor and
+# 15 GB, so its model is compiled where a C compiler is (by mypyc, which comes with mypy: less than half the time).
+# EXPLORE_MOST states each is where they are stopped, and a row that was says so.
 .PHONY: explore
 EXPLORE ?= quick
 EXPLORE_MOST ?= 80000000
