@@ -144,4 +144,4 @@ async def test_who_left_while_the_coordinator_did_not_run_is_not_said_to_be_gone
     (problem,) = problems
     assert "has left: its registration ended" in problem.message
     assert "while the coordinator did not run, for 7.0 s" in problem.message
-    assert "See what stopped that process" in problem.advice
+    assert "See what stopped the coordinator" in problem.advice
