@@ -22,6 +22,7 @@ Tell = Callable[[Mapping[str, str]], None]
 
 
 def say_passed_over(skipped: Mapping[str, str]) -> None:
+    """A line for each on stderr."""
     for name, why in skipped.items():
         note(f"passed over {name}: {why}")
 

@@ -11,7 +11,6 @@ import os
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import aclosing
-from dataclasses import replace
 from typing import TYPE_CHECKING, TypeVar
 
 from grpc import aio
@@ -83,11 +82,8 @@ class AsyncCalls:
     def patience(
         self, method: str, about: str, timeout_s: float | None, unreachable_s: float | None = None
     ) -> Patience:
-        """The time of one call. `unreachable_s`: at most so much of the budget for a coordinator that cannot be reached."""
-        budgets = self.budgets
-        if unreachable_s is not None:
-            budgets = replace(budgets, unreachable_s=min(budgets.unreachable_s, unreachable_s))
-        return Patience(method, about, timeout_s, budgets, self._clock, self._target)
+        """The time of one call; `unreachable_s` as of Patience."""
+        return Patience(method, about, timeout_s, self.budgets, self._clock, self._target, unreachable_s)
 
     async def ask(
         self,

@@ -87,8 +87,10 @@ class Patience:
         budgets: Budgets,
         clock: Callable[[], float] = time.monotonic,
         target: str = "",
+        unreachable_s: float | None = None,
     ) -> None:
-        """`target`: where the coordinator is looked for, for the advice."""
+        """`target`: where the coordinator is looked for, for the advice. `unreachable_s`: at most so much of the budget for one
+        that cannot be reached."""
         self.record = Record("")  # of the last try, as far as it came to one
         self._target = target
         self._method = method
@@ -96,6 +98,8 @@ class Patience:
         checked = checked_timeout(timeout_s)
         self._total_s = DEADLINES_S[method] if checked is None else checked
         self._budgets = budgets
+        if unreachable_s is not None:
+            self._budgets = replace(budgets, unreachable_s=min(budgets.unreachable_s, unreachable_s))
         self._clock = clock
         self._began = clock()
         self._tries = 0

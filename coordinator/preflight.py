@@ -30,7 +30,7 @@ from coordinator.spreading import SHOWN, first_few, spread
 from coordinator.wire.errors import Problem, Reason, Refused, SafepointError, refuse
 from coordinator.wire.ids import ParticipantId
 from coordinator.wire.places import Placement
-from coordinator.wire.remarks import ENGINE_AWAY
+from coordinator.wire.remarks import is_of_engine_away
 from coordinator.wire.terms import Phase, Role
 
 DESCRIBE_TIMEOUT_S: Final = 2.0
@@ -173,7 +173,7 @@ def workers_problem(who: Participant, status: capabilities_pb2.ParticipantStatus
 def engine_problem(who: Participant, status: capabilities_pb2.ParticipantStatus) -> Problem | None:
     """What its status warns of, when that is an engine that does not answer: a save would be refused by it."""
     for warning in status.warnings:
-        if any(words in warning for words in ENGINE_AWAY):
+        if is_of_engine_away(warning):
             return Problem(Reason.UNAVAILABLE, warning, fix_of(warning), Phase.DISCOVER, who.participant_id)
     return None
 

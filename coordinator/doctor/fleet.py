@@ -19,7 +19,7 @@ from coordinator.protocol import sentences
 from coordinator.wire.errors import Reason
 from coordinator.wire.places import in_actor
 from coordinator.wire.refusals import is_of_kept_out
-from coordinator.wire.remarks import ENGINE_AWAY, WEIGHT_DIGEST
+from coordinator.wire.remarks import WEIGHT_DIGEST, is_of_engine_away
 from coordinator.wire.rpc import problem_from_detail
 from coordinator.wire.terms import counted
 
@@ -210,7 +210,7 @@ def participants(status: pb.GetCoordinatorStatusResponse, told: Collection[str] 
                 "Look again in a while: a save waits some seconds for such a worker, and is refused then.",
             )  # fmt: skip
         for warning in seen.warnings:
-            if name in told and any(words in warning for words in ENGINE_AWAY):
+            if name in told and is_of_engine_away(warning):
                 continue
             yield Finding("participants", Severity.WARNING, name, warning, fix_of(warning))
 

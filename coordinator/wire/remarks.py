@@ -18,3 +18,8 @@ NO_SUCH_VLLM: Final = "it is no vLLM that can be paused"
 ENGINE_AWAY: Final = (ENGINE_SILENT, NO_SUCH_VLLM)  # with either of them a save is refused
 WEIGHT_DIGEST: Final = "weight-digest"  # a feature: an engine's saves hold a digest of its weights
 WORKER_AWAY: Final = "which holds the sessions of their rollouts and cannot be reached"
+
+
+def is_of_engine_away(warning: str) -> bool:
+    """Whether a participant warns that its engine does not answer: a save would be refused by it."""
+    return any(words in warning for words in ENGINE_AWAY)
