@@ -15,7 +15,7 @@ from coordinator.journals import AnyJournal
 from coordinator.retention import Retention
 from coordinator.settings import Settings
 from coordinator.snapshots import SnapshotStore
-from coordinator.wire.errors import SafepointError
+from coordinator.wire.errors import Reason, SafepointError
 from coordinator.wire.ids import SnapshotId
 
 log = logging.getLogger(__name__)
@@ -46,18 +46,32 @@ class Housekeeping:
         self._writing = writing
         self._saved_last = saved_last
         self._unsent = unsent
+        self._left: dict[SnapshotId, None] = {}  # what could not be discarded, in the order in which it was left
 
     async def discard(self, snapshot_id: SnapshotId) -> None:
-        """Delete what an operation without success has left."""
+        """Delete what an operation without success has left. What cannot be deleted goes with `discard_left`."""
 
         def discard() -> None:
             self._journal.require_epoch()  # a newer coordinator deletes it, and may have begun a save of that name since
             self._store.discard(snapshot_id)
 
+        self._left.pop(snapshot_id, None)
         try:
             await asyncio.to_thread(discard)
         except SafepointError as error:
-            log.warning("what %s left is still there, prune deletes it: %s", snapshot_id, error)
+            if error.reason is not Reason.SNAPSHOT_IN_USE:  # then it is a snapshot after all
+                self._left[snapshot_id] = None
+                log.warning("what %s left is still there, the end of the next save deletes it: %s", snapshot_id, error)
+
+    async def discard_left(self) -> None:
+        """Once more for what could not be deleted. After a save: the disk takes writes again. Whoever has begun a save of
+        one of these names since has it in use.
+        """
+        if not self._left:
+            return
+        async with self._lock:
+            for snapshot_id in [name for name in self._left if name not in self._in_use()]:
+                await self.discard(snapshot_id)
 
     async def prune_as_set(self) -> None:
         """After a save: as the settings say."""

@@ -253,6 +253,13 @@ class Journal:
         Raises STORAGE_* when the disk does not say.
         """
         path = self._directory.path
+        if self._directory.removed():
+            return Problem(
+                Reason.STORAGE_FAILED,
+                f"{path} was removed, and the log of epoch {self.epoch} with it.",
+                next_step=f"mkdir -p {path} && touch {path / ACCEPT} {path / f'epoch-{self.epoch}'}, then start a coordinator: "
+                "participants refuse one of a lower epoch.",
+            )
         if not self._directory.in_place():
             return Problem(
                 Reason.STORAGE_FAILED,

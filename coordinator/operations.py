@@ -416,6 +416,7 @@ class Operations:
             self.latest_snapshot_id = drive.operation.snapshot_id
             if self.uploader is not None:
                 self.uploader.published()
+            self.spawn(self.housekeeping.discard_left())
             if self.settings.keep_last:
                 self.spawn(self.housekeeping.prune_as_set())
         elif drive.operation.kind is OperationKind.SAVE and drive.reserved:

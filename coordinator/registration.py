@@ -18,7 +18,7 @@ from coordinator import convert
 from coordinator.protocol.topology import Participant
 from coordinator.registry import Registry, Session
 from coordinator.wire import failpoints
-from coordinator.wire.errors import Reason, SafepointError, refuse
+from coordinator.wire.errors import JOB, Problem, Reason, Refused, SafepointError, refuse
 from coordinator.wire.guard import caller
 from coordinator.wire.ids import is_wire_id
 
@@ -77,10 +77,33 @@ class Registration:
         stream, with what it is set to."""
         return None
 
+    def newcomer(self, hello: pb.Hello) -> Participant:
+        """Who it is. Raises INVALID_ARGUMENT for one of another job, or that is nobody, and STALE_EPOCH for one that a later
+        coordinator has welcomed: it would refuse all that we ask."""
+        name = hello.capabilities.participant_id[:128]
+        if hello.job_id not in ("", self._job_id):
+            raise Refused(
+                Problem(
+                    Reason.INVALID_ARGUMENT,
+                    f"{name!r} is of job {hello.job_id[:128]!r}, and this coordinator of job {self._job_id!r}.",
+                    next_step="Start it with the SAFEPOINT_ROOT or SAFEPOINT_COORDINATOR of its own job, or correct SAFEPOINT_JOB.",
+                    metadata={JOB: self._job_id},
+                )
+            )
+        if hello.highest_epoch > self._epoch:
+            raise refuse(
+                Reason.STALE_EPOCH,
+                f"{name!r} has served epoch {hello.highest_epoch}, and this coordinator has epoch {self._epoch}: a later one has "
+                "been started elsewhere, or the files of <root>/coordinator were removed or replaced.",
+                next_step="End this coordinator if it is the older one. If its files are lost: touch "
+                f"<root>/coordinator/epoch-{hello.highest_epoch} and start it again, or restart the servers.",
+            )
+        return convert.hello(hello)
+
     async def serve(self, requests: AsyncIterator[pb.RegisterRequest]) -> AsyncIterator[pb.RegisterEvent]:
         """One stream, from Hello to its end. Raises what the registry refuses, and UNREACHABLE after a silence."""
         hello = await self._hello(requests)
-        newcomer = convert.hello(hello)
+        newcomer = self.newcomer(hello)
         interval_s = max(self.heartbeat_s, len(self._registry) / BEATS_PER_S)
         session = self._registry.register(newcomer, self._registry.silence_s * interval_s / self.heartbeat_s)
         who = session.participant

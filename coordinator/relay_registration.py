@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from typing import Final
 
 from safepoint.v1 import coordinator_service_pb2 as pb
 
 from coordinator import convert
+from coordinator.protocol.topology import Participant
 from coordinator.registration import MAX_CAUSE, Registration, first_of
 from coordinator.registry import Registry, Relay, Session
 from coordinator.wire.errors import Reason, SafepointError, refuse
@@ -39,7 +40,7 @@ class RelayRegistration:
         """One stream, from RelayHello to its end. Raises MALFORMED_ID, INVALID_ARGUMENT, and UNREACHABLE after a silence."""
         relay = self._relay(await first_of(requests))
         log.info("%s registered", relay)
-        behind = _Behind(self._registry, relay)
+        behind = _Behind(self._registry, relay, self._registration.newcomer)
         outgoing: asyncio.Queue[pb.RegisterRelayEvent | None] = asyncio.Queue()
         tasks = [
             asyncio.create_task(self._read(behind, requests, outgoing)),
@@ -115,8 +116,9 @@ class RelayRegistration:
 class _Behind:
     """Everybody behind one relay."""
 
-    def __init__(self, registry: Registry, relay: Relay) -> None:
+    def __init__(self, registry: Registry, relay: Relay, newcomer: Callable[[pb.Hello], Participant]) -> None:
         self._registry = registry
+        self._newcomer = newcomer
         self.relay = relay
         self.over = ""  # why the stream has ended
         self._sessions: dict[tuple[str, str], Session] = {}
@@ -142,7 +144,9 @@ class _Behind:
         try:
             if len(self._sessions) >= MAX_BEHIND:
                 raise refuse(Reason.LIMIT_EXCEEDED, f"{self.relay} has {MAX_BEHIND} shims already.")
-            self._sessions[name, hello.incarnation_id] = self._registry.register(convert.hello(hello), relay=self.relay)
+            self._sessions[name, hello.incarnation_id] = self._registry.register(
+                self._newcomer(hello), relay=self.relay
+            )
         except SafepointError as error:
             verdict.refused.CopyFrom(detail_from_problem(error.problem))
         return verdict

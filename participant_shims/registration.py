@@ -54,8 +54,9 @@ class Registration(Staying):
         """Hello."""
         capabilities = await self._describe()
         hello = pb.Hello(
-            capabilities=capabilities, incarnation_id=self._incarnation_id, address=self._address, process=self._process
-        )
+            capabilities=capabilities, incarnation_id=self._incarnation_id, address=self._address, process=self._process,
+            job_id=self._job_id, highest_epoch=self.coordinator_epoch,
+        )  # fmt: skip
         failpoints.reach("shim.before_register")
         return pb.RegisterRequest(hello=hello), introduced(capabilities.participant_id)
 

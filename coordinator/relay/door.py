@@ -38,6 +38,10 @@ class RelayedRegistration(Registration):
         standing.when_begun = self._begun
         registry.follow(self._lost, lambda who: None)
 
+    def newcomer(self, hello: pb.Hello) -> Participant:
+        """Who it is. Whether it is of this job, and not of a later coordinator, is the coordinator's to say."""
+        return convert.hello(hello)
+
     async def _admit(self, session: Session, hello: pb.Hello) -> asyncio.Future[None]:
         self._behind[hello.incarnation_id] = session
         asked = asyncio.ensure_future(self._standing.admit(hello))

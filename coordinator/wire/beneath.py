@@ -194,6 +194,15 @@ class Directory:
             raise storage_error(error, f"looking at {self.path}") from error
         return found.f_bavail * found.f_frsize
 
+    def removed(self) -> bool:
+        """Whether somebody has removed it, as far as its own file system says: it is nowhere any more. Raises STORAGE_FAILED."""
+        try:
+            return os.fstat(self._fd).st_nlink == 0
+        except OSError as error:
+            if error.errno == errno.ESTALE:  # so says NFS
+                return True
+            raise storage_error(error, f"looking for {self.path}") from error
+
     def in_place(self) -> bool:
         """Whether its path still leads to it, and not to a directory that came later. Raises STORAGE_FAILED for no path."""
         try:

@@ -166,6 +166,8 @@ SILENT: Final[Mapping[str, str]] = MappingProxyType({"heard": "nothing"})
 # Keys of a loss's metadata: how the process ended; and that nobody has ended, and it was the coordinator that did not run.
 ENDED: Final = "ended"
 SLEPT: Final = "slept"
+# Metadata of a refusal at the door: the job of the coordinator that the caller has come to, which is not its own.
+JOB: Final = "job_id"
 # Metadata of LEASE_LAPSED: the restore whose state the server holds still, so that a Resume of it would find everything.
 STILL_LOADED: Final = "still_loaded"
 

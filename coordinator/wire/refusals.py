@@ -35,7 +35,7 @@ LOGGED: Final = frozenset(
 # With these a shim is kept out for who or what it is, such as one of another version; the finding about it has the same reason, and blocks nothing.
 KEPT_OUT: Final = frozenset({
     Reason.UNAUTHENTICATED, Reason.PERMISSION_DENIED, Reason.INVALID_ARGUMENT, Reason.MALFORMED_ID, Reason.ROLE_INVALID,
-    Reason.UNSUPPORTED, Reason.PROTOCOL_VIOLATION, Reason.DUPLICATE_PARTICIPANT,
+    Reason.UNSUPPORTED, Reason.PROTOCOL_VIOLATION, Reason.DUPLICATE_PARTICIPANT, Reason.STALE_EPOCH,
 })  # fmt: skip
 PARTICIPANT_METADATA_KEY: Final = "safepoint-participant"  # of a shim's call, so that a refusal can name it
 _FOR_SHIMS: Final = frozenset({Access.SHIM})

@@ -22,7 +22,7 @@ from safepoint.v1 import coordinator_service_pb2_grpc
 from coordinator.wire.access import Access
 from coordinator.wire.auth import Metadata, Tokens
 from coordinator.wire.clipping import clipped
-from coordinator.wire.errors import Problem, Reason, SafepointError, Unanswered
+from coordinator.wire.errors import JOB, Problem, Reason, SafepointError, Unanswered
 from coordinator.wire.record import Record, looked_up
 from coordinator.wire.remarks import SILENT
 from coordinator.wire.rpc import channel, error_from_rpc
@@ -107,7 +107,11 @@ class Staying:
                 wait_s = self._first_wait_s
             except aio.AioRpcError as error:
                 if error.details() != _OVERTAKEN:
-                    self._say(error_from_rpc(error))
+                    refusal = error_from_rpc(error)
+                    if JOB in refusal.problem.metadata:
+                        self.trouble = AnotherJob(refusal.problem)
+                        raise self.trouble from error
+                    self._say(refusal)
             except AnotherJob as error:
                 self.trouble = error
                 raise

@@ -6,6 +6,7 @@ import errno
 import itertools
 import json
 import logging
+import shutil
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -52,6 +53,21 @@ def _empty(file: Path) -> None:
 async def started(root: Path, job_id: str = "default") -> Coordinator:
     """One that is looked at by hand: its own looks come every two seconds."""
     return await serve(Settings(root=str(root), job_id=job_id))
+
+
+async def test_a_coordinator_whose_directory_was_removed_ends_and_says_how_the_next_one_is_accepted(
+    tmp_path: Path,
+) -> None:
+    root = tmp_path / "root"
+    first = await started(root)
+    try:
+        shutil.rmtree(root / "coordinator")
+        unfit = await first._why_unfit()
+        assert isinstance(unfit, Problem)
+        assert f"{root / 'coordinator'} was removed" in unfit.message
+        assert f"epoch-{first.epoch}" in unfit.advice
+    finally:
+        await first.kill()
 
 
 @pytest.mark.parametrize("damage", [_zeros, _garbage, _link, _second_name])

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import errno
 import os
+import shutil
+import subprocess
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -57,6 +59,24 @@ def test_an_older_coordinator_finds_that_it_is_older(tmp_path: Path) -> None:
     assert new.owns_epoch()
     old.close()
     new.close()
+
+
+def test_a_directory_that_was_removed_is_said_with_the_way_on_that_participants_accept(tmp_path: Path) -> None:
+    folder = tmp_path / "coordinator"
+    folder.mkdir()
+    for _ in range(3):
+        journal = opened(folder)
+        assert journal.lost() is None
+    shutil.rmtree(folder)
+    problem = journal.lost()
+    assert problem is not None
+    assert problem.reason is Reason.STORAGE_FAILED
+    assert f"{folder} was removed" in problem.message
+    with pytest.raises(SafepointError, match="was removed"):
+        journal.require_epoch()
+    advised = problem.next_step.partition(", then")[0]
+    subprocess.run(["/bin/sh", "-c", advised], check=True)
+    assert opened(folder).epoch == journal.epoch + 1, "who has served ours would refuse a lower one"
 
 
 def test_an_epoch_that_was_removed_is_no_newer_coordinator(tmp_path: Path) -> None:

@@ -12,9 +12,10 @@ from safepoint.v1 import coordinator_service_pb2 as pb
 
 from coordinator.recovery import require_log
 from coordinator.wire.beneath import Directory
-from coordinator.wire.errors import Reason, SafepointError
+from coordinator.wire.errors import JOB, Reason, SafepointError
 from coordinator.wire.refusals import introduced
-from tests.coordinator.conftest import Bench, collect, unary, until
+from coordinator.wire.rpc import error_from_rpc
+from tests.coordinator.conftest import Bench, collect, kinds, unary, until
 from tests.fakes import NEVER, Knobs
 from tests.in_time import Stopwatch
 
@@ -327,6 +328,39 @@ async def test_a_shim_that_was_refused_is_named_and_no_longer_told_of_once_it_is
     assert list(status.kept_out) == []
     over.set()
     stream.cancel()
+
+
+@pytest.mark.parametrize(
+    ("foreign", "reason", "says", "next_step"),
+    [
+        ({"job_id": "other"}, Reason.INVALID_ARGUMENT, "is of job 'other', and this coordinator of job 'default'", "SAFEPOINT_JOB"),
+        ({"job_id": "default", "highest_epoch": 9}, Reason.STALE_EPOCH, "has served epoch 9", "coordinator/epoch-9"),
+    ],
+)  # fmt: skip
+async def test_a_shim_that_cannot_be_ours_is_refused_at_the_door_and_missed_by_no_save(
+    bench: Bench, foreign: dict[str, Any], reason: Reason, says: str, next_step: str
+) -> None:
+    await bench.start()
+    hello = pb.Hello(incarnation_id="i-1", address="127.0.0.1:1", **foreign)
+    hello.capabilities.participant_id, hello.capabilities.configured_workers = "cart", 1
+    stream = bench.stub().Register(iter([pb.RegisterRequest(hello=hello)]), timeout=5, metadata=introduced("cart"))
+    with pytest.raises(aio.AioRpcError) as refused:
+        await stream.read()
+    problem = error_from_rpc(refused.value).problem
+    assert problem.reason is reason
+    assert says in problem.message
+    assert next_step in problem.advice
+    assert problem.metadata.get(JOB, "") == ("default" if reason is Reason.INVALID_ARGUMENT else "")
+    found = await unary(bench.stub().GetTopology(pb.GetTopologyRequest(), timeout=5))
+    (shown,) = [one for one in found.findings if one.reason == int(reason)]
+    assert "of `cart` as it says" in shown.message
+    assert says in shown.message
+    assert next_step in shown.next_step
+    assert not shown.blocking
+    events = await bench.save()
+    assert kinds(events)[-1] == "saved"
+    (warning,) = [one.warning.message for one in events if one.WhichOneof("event") == "warning"]
+    assert says in warning, "and who asks for a save is told"
 
 
 async def test_a_second_shim_of_one_name_is_told_of_until_it_is_in(bench: Bench) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 from pathlib import Path
 
 import pytest
@@ -362,6 +363,30 @@ async def test_a_coordinator_that_was_replaced_deletes_nothing_and_pins_nothing(
     newer.close()
     assert sorted(path.name for path in (bench.root / "snapshots").iterdir()) == ["in-progress", "step-0", "step-1"]
     assert pruning.pins(store) == {"step-0": "why"}
+
+
+@pytest.mark.parametrize("error", [errno.EROFS, errno.EIO, errno.EACCES])
+async def test_what_a_failed_save_left_goes_with_the_next_save_once_the_disk_takes_changes_again(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch, error: int
+) -> None:
+    await bench.start()
+    store = bench.running.operations.store
+    store.begin(SnapshotId("failed"))
+    store.begin(SnapshotId("step-1"))
+
+    def fails(_: SnapshotStore, snapshot_id: str) -> None:
+        raise storage_error(OSError(error, "it fails"), f"removing {snapshot_id}")
+
+    housekeeping = bench.running.operations.housekeeping
+    with monkeypatch.context() as failing:
+        failing.setattr(SnapshotStore, "remove", fails)
+        for name in ("failed", "step-1"):
+            await housekeeping.discard(SnapshotId(name))
+    assert set(store.list().invalid) == {"failed", "step-1"}
+    await housekeeping.discard(SnapshotId("step-1"))  # as when it is saved again: nothing is kept in mind of that name
+    await bench.save("save-1", "step-1")
+    await until(lambda: not store.list().invalid)
+    assert [found.snapshot_id for found in store.list().snapshots] == ["step-1"]
 
 
 def test_one_that_is_replaced_while_it_prunes_deletes_no_more(store: SnapshotStore, tmp_path: Path) -> None:

@@ -44,8 +44,8 @@ def say(error: BaseException) -> str:
     return f"{type(error).__name__}: {str(error)[:80]}"
 
 
-def as_json(failpoints: int, results: list[Result]) -> str:
-    """build/faults.json."""
+def as_json(failpoints: int, lease_s: float, results: list[Result]) -> str:
+    """build/faults.json. `lease_s`: of every participant, which bounds `thaw_s` when the owner of the pause is gone."""
     rows = [
         {
             "name": r.name, "process": r.process, "failpoint": r.failpoint, "fault": r.fault, "trigger": r.trigger,
@@ -54,4 +54,4 @@ def as_json(failpoints: int, results: list[Result]) -> str:
         }
         for r in results
     ]  # fmt: skip
-    return json.dumps({"failpoints": failpoints, "cases": rows}, indent=1) + "\n"
+    return json.dumps({"failpoints": failpoints, "lease_s": lease_s, "cases": rows}, indent=1) + "\n"

@@ -16,10 +16,25 @@ from pathlib import Path
 from coordinator.wire.failpoint_names import PLACES
 from tests.faults.cases import Case, all_cases
 from tests.faults.engine_cases import ENGINE_CASES, run_engine
+from tests.faults.fleet import LEASE_S
 from tests.faults.gym_cases import run_gym
 from tests.faults.lane import Lane
 from tests.faults.matrix import run_lane
 from tests.faults.result import Result, as_json
+
+# For whoever reads nothing but the table: what each row has shown, and what its columns count.
+PROMISE = f"""\
+Each row breaks one thing while rollouts run on real processes: kill, stop or hang of a process, often at a named place of
+its code (a failpoint), a disk or a link that fails. It is ok when, after that,
+
+- every rollout that was in flight has its result (lost: 0), and no finished generation was made a second time;
+- nobody stayed closed for longer than its owner lived and the lease after that, which is {LEASE_S:g} s here and 30 s by default;
+- the last published snapshot verifies, and no file and no process is left over;
+- the next save succeeds, with the fleet as it is by then.
+
+What happened: how the operation ended, and whom it named. Thaw: seconds from the fault until the last gate was open again.
+Restarted: rollouts that were dispatched a second time since their server had died; they continue or begin again, and are not lost.
+"""
 
 
 def table(results: list[Result]) -> str:
@@ -87,7 +102,8 @@ def main() -> int:
     if not arguments.no_gym and not arguments.only:
         results += asyncio.run(run_gym(told))
     arguments.out.parent.mkdir(parents=True, exist_ok=True)
-    arguments.out.write_text(as_json(len(PLACES), results))
+    arguments.out.write_text(as_json(len(PLACES), LEASE_S, results))
+    print(PROMISE)
     print(table(results))
     print()
     print(summary(results, hit, time.monotonic() - began))

@@ -9,6 +9,7 @@ import pytest
 from coordinator.wire.failpoint_names import PLACES
 from tests.faults.cases import few_cases
 from tests.faults.engine_cases import ENGINE_CASES, run_engine
+from tests.faults.fleet import LEASE_S
 from tests.faults.result import as_json
 from tests.faults.run import run, table
 
@@ -22,7 +23,7 @@ async def test_one_fault_of_each_kind_loses_nothing() -> None:
     wrong = {result.name: result.wrong for result in results if not result.ok}
     assert not wrong, table(results)
     assert all(result.lost == 0 and result.next_save for result in results)
-    assert len(json.loads(as_json(len(PLACES), results))["cases"]) == len(cases)
+    assert len(json.loads(as_json(len(PLACES), LEASE_S, results))["cases"]) == len(cases)
 
 
 @pytest.mark.slow

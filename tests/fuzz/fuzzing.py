@@ -4,7 +4,7 @@ The rule: everything starts from the corpus. `tests/fuzz/corpus/<target>/` holds
 itself, and every find since; each is run as it is, and bytes for more runs are made by changing some of them. A find is
 shrunk by hypothesis before it is kept, and stays in the corpus when it is mended.
 
-    python -m tests.fuzz.fuzzing --seconds 60                 all targets, 60 s in all
+    python -m tests.fuzz.fuzzing --seconds 60                 all targets, 60 s in all, and longer only for each one's first turn
     python -m tests.fuzz.fuzzing --target settings --seconds 600
     python -m tests.fuzz.fuzzing --atheris --seconds 600      guided by coverage, where atheris is installed
 """
@@ -32,6 +32,7 @@ from hypothesis import strategies as st
 from tests.fuzz.targets import TARGETS, done, judge, root
 
 CORPUS: Final = Path(__file__).parent / "corpus"
+ROUND: Final = 25  # inputs of one target before it is another's turn
 SLOW_S: Final = 5.0  # no input of some kilobytes may take longer, not even on a busy machine
 # What grammars of all readers have in common, and what has broken readers of others.
 TOKENS: Final = (
@@ -174,20 +175,23 @@ def main(arguments: list[str] | None = None) -> int:
     while time.monotonic() - began < asked.seconds or not rounds:
         rounds += 1
         for target in [t for t in chosen if t not in finds]:
-            found = fuzz(target, 100)
-            runs[target] += 100
+            found = fuzz(target, ROUND)
+            runs[target] += ROUND
             if found is not None:
                 finds[target] = found
                 print(f"{target}: {found.what}\n  kept as {found.keep().relative_to(Path.cwd())}", flush=True)
             if time.monotonic() - began > asked.seconds and rounds > 1:
                 break
     megabytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024
-    print(f"{sum(runs.values()):,} runs of {len(chosen)} targets, {len(finds)} finds, at most {megabytes} MB")
+    seconds = time.monotonic() - began
+    print(
+        f"{sum(runs.values()):,} runs of {len(chosen)} targets in {seconds:.0f} s, {len(finds)} finds, at most {megabytes} MB"
+    )
     if asked.out is not None:
         asked.out.parent.mkdir(parents=True, exist_ok=True)
         report = {
             "targets": len(chosen), "runs": runs, "finds": {name: find.what for name, find in finds.items()},
-            "most_megabytes": megabytes, "seconds": round(time.monotonic() - began, 1),
+            "most_megabytes": megabytes, "seconds": round(seconds, 1),
         }  # fmt: skip
         asked.out.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
     done()

@@ -99,9 +99,9 @@ class Node:
         self.coordinator = await serve(Settings(root=str(self.root), **given))
         return self.coordinator
 
-    async def relay(self, name: str = "n1") -> RelayServer:
+    async def relay(self, name: str = "n1", job_id: str = "default") -> RelayServer:
         """One in this process."""
-        options = RelayOptions(self.record, self.path / f"relay-{name}", name, **self.shown("relay"))
+        options = RelayOptions(self.record, self.path / f"relay-{name}", name, job_id=job_id, **self.shown("relay"))
         made = self.relays[name] = await host.serve(options)
         return made
 

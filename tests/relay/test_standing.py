@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from safepoint.v1 import coordinator_service_pb2 as pb
 
+from coordinator import convert
 from coordinator.registry import Registry
 from coordinator.relay.standing import MAX_NEWS, Standing
 from coordinator.relay_registration import _Behind
@@ -29,7 +30,7 @@ class Told(Standing):
     def here(self) -> list[str]:
         """Whom a coordinator has that has heard all of it, with their incarnations."""
         registry = Registry(lambda: 0.0, 3.0)
-        behind = _Behind(registry, RELAY)
+        behind = _Behind(registry, RELAY, convert.hello)
         for news in self.news:
             behind.news(news)
         return [f"{who.participant_id} {who.incarnation_id}" for who in registry.participants()]

@@ -15,6 +15,7 @@ from coordinator.relay.host import address_record
 from coordinator.wire.errors import Problem, Reason, Refused, SafepointError
 from coordinator.wire.record import look_up_coordinator
 from coordinator.wire.rpc import channel
+from coordinator.wire.staying import AnotherJob
 from tests.relay.conftest import ROLES, Node
 from tests.shims.shim_fakes import answer, collect, refused, rollout, until
 
@@ -36,6 +37,18 @@ async def test_a_save_and_a_restore_go_through_it_and_topology_says_so(node: Nod
     assert all(server.loaded for server in node.servers.values())
     await node.ask("Resume", pb.ResumeOperationRequest(operation_id="restore-1"))
     assert node.all_open()
+
+
+async def test_a_shim_of_another_job_gets_the_coordinators_refusal_and_leaves(node: Node) -> None:
+    node.settings["job_id"] = "theirs"
+    await node.coordinate()
+    await node.relay(job_id="theirs")
+    await node.shim("agent-0")
+    shim = node.shims["agent-0"]
+    assert shim.registration is not None
+    await until(lambda: shim.registration is not None and isinstance(shim.registration.trouble, AnotherJob), 15)
+    assert "job 'theirs'" in str(shim.registration.trouble)
+    assert node.registry.participants() == ()
 
 
 async def test_progress_is_pushed_while_one_drains(node: Node) -> None:

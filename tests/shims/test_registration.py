@@ -14,7 +14,7 @@ from grpc import aio
 from safepoint.v1 import capabilities_pb2, coordinator_service_pb2_grpc
 from safepoint.v1 import coordinator_service_pb2 as pb
 
-from coordinator.wire.errors import Reason, refuse
+from coordinator.wire.errors import JOB, Problem, Reason, Refused, refuse
 from coordinator.wire.remarks import COORDINATOR_SILENT, REGISTRATION_ENDS, SILENT
 from coordinator.wire.rpc import CHANNEL_OPTIONS, SERVER_OPTIONS, ErrorInterceptor
 from coordinator.wire.staying import AnotherJob
@@ -33,11 +33,18 @@ class FakeCoordinator(coordinator_service_pb2_grpc.CoordinatorServicer):
         self.silent = False
         self.refuses = 0
         self.ends = False
+        self.another_job = ""  # as a coordinator of that job it refuses everybody
         self.server: aio.Server | None = None
 
     async def Register(self, request_iterator: Any, context: Any) -> AsyncIterator[pb.RegisterEvent]:
         first = await anext(request_iterator)
         self.hellos.append(first.hello)
+        if self.another_job:
+            problem = Problem(
+                Reason.INVALID_ARGUMENT, f"This is a coordinator of job {self.another_job!r}.",
+                metadata={JOB: self.another_job},
+            )  # fmt: skip
+            raise Refused(problem)
         if self.refuses:
             self.refuses -= 1
             raise refuse(Reason.DUPLICATE_PARTICIPANT, "Somebody has this name.")
@@ -199,6 +206,23 @@ async def test_a_shim_leaves_a_coordinator_of_another_job(short_path: Path) -> N
         async with asyncio.timeout(5):
             await registration(f"unix:{short_path}/c.sock").run()
     assert "'other'" in raised.value.problem.message
+    await coordinator.die()
+
+
+async def test_a_shim_says_whose_it_is_and_leaves_when_the_coordinator_refuses_another_jobs(short_path: Path) -> None:
+    coordinator = FakeCoordinator(epoch=7)
+    await coordinator.start(f"unix:{short_path}/c.sock")
+    shim = registration(f"unix:{short_path}/c.sock")
+    running = asyncio.create_task(shim.run())
+    await until(shim.welcomed.is_set)
+    assert (coordinator.hellos[0].job_id, coordinator.hellos[0].highest_epoch) == ("job", 0)
+    coordinator.ends, coordinator.another_job = True, "other"
+    with pytest.raises(AnotherJob) as raised:
+        async with asyncio.timeout(5):
+            await running
+    assert (coordinator.hellos[1].job_id, coordinator.hellos[1].highest_epoch) == ("job", 7)
+    assert "of job 'other'" in raised.value.problem.message
+    assert shim.trouble is raised.value
     await coordinator.die()
 
 

@@ -205,10 +205,20 @@ class Hello(_message.Message):
     INCARNATION_ID_FIELD_NUMBER: _builtins.int
     ADDRESS_FIELD_NUMBER: _builtins.int
     PROCESS_FIELD_NUMBER: _builtins.int
+    JOB_ID_FIELD_NUMBER: _builtins.int
+    HIGHEST_EPOCH_FIELD_NUMBER: _builtins.int
     incarnation_id: _builtins.str
     """REQUIRED. One lifetime of the shim process."""
     address: _builtins.str
     """REQUIRED. Where its Participant service listens, in gRPC target form: "10.0.0.3:7001" or "unix:/run/x.sock"."""
+    job_id: _builtins.str
+    """OPTIONAL. The job that it belongs to. A coordinator of another one refuses it, with its own as `job_id` in the detail's
+    metadata, and does not count it among its participants.
+    """
+    highest_epoch: _builtins.int
+    """OPTIONAL. The highest epoch of a coordinator that has welcomed this process. A coordinator with a lower one refuses it
+    (REASON_STALE_EPOCH), so that whoever asks that coordinator learns why nobody is there; 0: none.
+    """
     @_builtins.property
     def capabilities(self) -> _capabilities_pb2.Capabilities:
         """REQUIRED. What it is."""
@@ -224,10 +234,12 @@ class Hello(_message.Message):
         incarnation_id: _builtins.str = ...,
         address: _builtins.str = ...,
         process: Global___ShimProcess | None = ...,
+        job_id: _builtins.str = ...,
+        highest_epoch: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["capabilities", b"capabilities", "process", b"process"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "capabilities", b"capabilities", "incarnation_id", b"incarnation_id", "process", b"process"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "capabilities", b"capabilities", "highest_epoch", b"highest_epoch", "incarnation_id", b"incarnation_id", "job_id", b"job_id", "process", b"process"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
