@@ -21,7 +21,8 @@ from benchmarks.fleets import work
 from benchmarks.fleets.processes import Worker
 from coordinator.wire.rpc import CHANNEL_OPTIONS
 
-PROCESSES: Final = 2  # of participants, in every fleet
+PROCESSES: Final = 2  # of participants, in every fleet: as many as the machine has processors
+SHARE: Final = 1_000  # participants of one process at most: they share its connection, which carries 1,024 streams
 SAVE_WITHIN_S: Final = 180.0
 CALM_ABOVE: Final = 100
 TMPFS: Final = Path("/dev/shm")
@@ -58,7 +59,8 @@ def scratch(prefix: str) -> Generator[Path]:
 
 def shares(fleet: list[work.Member]) -> list[list[tuple[str, str]]]:
     """Who lives in which process."""
-    return [share for n in range(PROCESSES) if (share := [(m.name, m.role) for m in fleet[n::PROCESSES]])]
+    count = max(PROCESSES, -(-len(fleet) // SHARE))
+    return [share for n in range(count) if (share := [(m.name, m.role) for m in fleet[n::count]])]
 
 
 class _Cpu:

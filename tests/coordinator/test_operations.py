@@ -181,6 +181,28 @@ async def test_status_and_abort_answer_within_a_second_whatever_is_stuck(bench: 
     saving.cancel()
 
 
+async def test_a_fleet_too_large_to_be_asked_in_a_second_is_told_of_in_one_and_who_blocks_is_asked_first(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("coordinator.status.ASKED_AT_ONCE", 1)
+    await bench.start(agents=3, resources=2, resources_1=Knobs(hang_on={"GetStatus", "Prepare"}))
+    saving = asyncio.create_task(bench.save(timeout=20))
+    await until(lambda: bench.shims["resources-1"].count("Prepare") == 1)
+
+    async def told(timeout: float) -> dict[str, pb.ParticipantHealth]:
+        request = pb.GetCoordinatorStatusRequest(participants=True)
+        watch = Stopwatch()
+        status = await unary(bench.stub().GetStatus(request, timeout=timeout))
+        assert watch.seconds < timeout
+        return {h.info.capabilities.participant_id: h for h in status.participants}
+
+    health = await told(1.0)
+    assert not health.pop("resources-1").reachable
+    assert all(one.reachable and one.problem.startswith("Not asked") for one in health.values()), "it took their time"
+    assert all(one.HasField("status") for name, one in (await told(4.0)).items() if name != "resources-1")
+    saving.cancel()
+
+
 @pytest.mark.parametrize("call", ["Save", "Prepare", "Restore"])
 async def test_what_was_aborted_before_it_came_never_begins(bench: Bench, call: str) -> None:
     await bench.start(agent_0=Knobs(rollouts=1))

@@ -2075,7 +2075,7 @@ class ParticipantHealth(_message.Message):
     reachable: _builtins.bool
     """REQUIRED. Whether it answered in time."""
     problem: _builtins.str
-    """OPTIONAL. Why it did not answer."""
+    """OPTIONAL. Why it did not answer, or, where it is reachable, why it was not asked."""
     @_builtins.property
     def info(self) -> Global___ParticipantInfo:
         """REQUIRED."""
