@@ -30,6 +30,7 @@ from coordinator.wire.errors import SafepointError
 from coordinator.wire.record import Record, looked_up
 from coordinator.wire.refusals import introduced
 from coordinator.wire.rpc import error_from_rpc
+from participant_shims.engine.end_note import EndNote
 from participant_shims.gate.life import is_ending, server_of, server_process
 from participant_shims.gate.process import fate, lives, output_of
 from participant_shims.gate.shim_process import BEFORE_VARIABLE, SAYS_VARIABLE
@@ -113,7 +114,8 @@ def tell_server(text: str) -> None:
 
 
 class ServerWatch:
-    """The main process of the server beside this shim, looked at while it lives. For a life that has no such note: nothing."""
+    """The main process of the server beside this shim, looked at while it lives; for an engine, what `serve` has noted of
+    it. For a life that has no such note: nothing."""
 
     def __init__(self, life: Path) -> None:
         self._life = life
@@ -125,6 +127,8 @@ class ServerWatch:
     async def why_told(self, number: int | None) -> str:
         """Why this shim ends, as a sentence: the server has ended, or somebody sent the signal `number`. None: its parent
         has ended."""
+        if noted := EndNote(self._life).read(os.getppid()):
+            return noted
         told = "Its parent has ended" if number is None else f"It was told to end by {signal.Signals(number).name}"
         if self._process is None:
             return f"{told}."

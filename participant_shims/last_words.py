@@ -11,6 +11,7 @@ from __future__ import annotations
 import os
 import re
 import stat
+from collections.abc import Sequence
 from typing import Final
 
 LINES: Final = 3
@@ -48,17 +49,25 @@ def last_words(path: str, name: str = "", workers: int = 1) -> str:
             os.close(fd)
     except OSError:
         return ""
-    cleaned = _of(name, [_clean(line) for line in raw.decode(errors="replace").splitlines()], workers)
+    return _quote(_of(name, [_clean(line) for line in raw.decode(errors="replace").splitlines()], workers))
+
+
+def quoted(lines: Sequence[str]) -> str:
+    """The same of lines that somebody has read."""
+    return _quote([_clean(line) for line in lines])
+
+
+def _quote(cleaned: list[str]) -> str:
     lines = [_cut(line) for line in cleaned if any(map(str.isalpha, line)) and not _PIECE.match(line)]
     lines = [line for line in lines if _TELLING.search(line)] or lines
-    quoted: list[str] = []
+    chosen: list[str] = []
     left = BYTES
     for line in reversed(lines[-LINES:]):  # of what does not fit, the last line is what is wanted
         left -= len(line.encode()) + 4
         if left < 0:
             break
-        quoted.insert(0, f'"{line}"')
-    return f" The last of its log: {', '.join(quoted)}." if quoted else ""
+        chosen.insert(0, f'"{line}"')
+    return f" The last of its log: {', '.join(chosen)}." if chosen else ""
 
 
 def _of(name: str, lines: list[str], workers: int) -> list[str]:

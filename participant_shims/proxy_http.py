@@ -14,6 +14,7 @@ import importlib
 import re
 from collections import deque
 from dataclasses import dataclass, field, replace
+from http import HTTPStatus
 from typing import Any, Final, NamedTuple, cast
 
 from coordinator.wire.extras import NotInstalled, install_extra
@@ -125,6 +126,12 @@ class End(NamedTuple):
 
 
 Event = Head | Body | End
+
+
+def phrase_of(status: int) -> bytes:
+    """What stands beside a status that no server has answered with: the standard's; of an unknown one its class's, x00."""
+    known = HTTPStatus(status) if status in set(HTTPStatus) else HTTPStatus(status // 100 * 100)
+    return known.phrase.encode()
 
 
 def encode_body(data: bytes, chunked: bool) -> bytes:

@@ -28,6 +28,7 @@ from types import FrameType
 from typing import IO, Any, Final, cast
 
 from participant_shims.engine.call import API_KEY
+from participant_shims.engine.end_note import EndNote, engine_ended
 from participant_shims.groups import adopted_orphans, end_group, signal_group
 from participant_shims.leftovers import Leftovers, Reaped, StillRuns
 
@@ -36,6 +37,7 @@ GRACE_S: Final = 10.0  # between SIGINT and SIGKILL
 CLOSED_S: Final = 15.0  # an engine that has taken its port back for so long and has not ended does not end
 LOOK_S: Final = 1.0  # between two looks at the port
 LAST_LINES: Final = 20
+LAST_LINES_S: Final = 0.1  # for the last of them to be read, before the shim says them
 AGAIN_S: Final = (1.0, 2.0, 5.0, 10.0)  # pauses before a shim that died is started again
 LONG_LIFE_S: Final = 60.0  # a shim that lived so long begins with the first pause again
 # Exits of a shim that another start would not mend: bad use, another shim serves this life.
@@ -174,10 +176,16 @@ def _run(options: EngineOptions, argv: Sequence[str], target: str, added: dict[s
         told.append(number)
 
     before = {number: signal.signal(number, tell) for number in (signal.SIGTERM, signal.SIGINT)}
+    port = _Port(target)
+    ended = EndNote(options.life)
     try:
-        code = _watch(engine, beside, told, left, _Port(target))
+        code = _watch(engine, beside, told, left, port)
+        if not told:
+            said.join(LAST_LINES_S)  # who is left of its group may hold the pipes open
+            ended.write(os.getpid(), engine_ended(options.name, engine.pid, code, time.time(), said.lines, port.hung))
     finally:
         beside.end()
+        ended.remove()
         end_group(engine.pid)
         left.reap()  # who has left the group, as vLLM's data-parallel supervisor does
         said.join()
@@ -247,6 +255,7 @@ class _Port:
     def __init__(self, target: str) -> None:
         self._address = _address(target)
         self._listened = False
+        self.hung = False  # it has been closed for good, and its engine had not ended
         self._closed_at = self._look_at = 0.0
 
     def closed_for_good(self) -> bool:
@@ -263,7 +272,8 @@ class _Port:
             self._closed_at = 0.0
         else:
             self._listened, self._closed_at = True, 0.0
-        return self._listened and self._closed_at > 0 and now - self._closed_at >= CLOSED_S
+        self.hung = self._listened and self._closed_at > 0 and now - self._closed_at >= CLOSED_S
+        return self.hung
 
 
 class _Shim:
@@ -333,22 +343,27 @@ class _LastWords:
     """Passes on what a process prints, and keeps the last of it."""
 
     def __init__(self, process: subprocess.Popen[bytes]) -> None:
-        self.lines: deque[str] = deque(maxlen=LAST_LINES)
+        self._lines: deque[str] = deque(maxlen=LAST_LINES)
         pairs: list[tuple[IO[bytes] | None, Any]] = [(process.stdout, sys.stdout), (process.stderr, sys.stderr)]
         self._pumps = [threading.Thread(target=self._pump, args=pair, daemon=True) for pair in pairs]
         for pump in self._pumps:
             pump.start()
 
-    def join(self) -> None:
-        """Wait for the rest; the pipes end with the last process of the group."""
+    @property
+    def lines(self) -> list[str]:
+        """The last, as they are now."""
+        return list(self._lines)
+
+    def join(self, within_s: float = 2.0) -> None:
+        """Wait for the rest, so long for each pipe; they end with the last process of the group."""
         for pump in self._pumps:
-            pump.join(2.0)
+            pump.join(within_s)
 
     def _pump(self, source: IO[bytes], to: Any) -> None:
         with source:
             for raw in source:
                 text = raw.decode(errors="replace")
-                self.lines.append(text.rstrip("\n")[:2000])
+                self._lines.append(text.rstrip("\n")[:2000])
                 try:
                     to.write(text)
                     to.flush()

@@ -11,6 +11,7 @@
     requests_file the snapshot's `requests.jsonl`
     stream        reading and recording what the engine streams
     serving       one request: recorded, continued or passed on as it came
+    end_note      how the engine ended, told by whoever started it
     proxy         admission, the set in flight, control calls of others
 
 The rule of the package: a caller gets what the server would have said. What the proxy asks for besides is taken out again,

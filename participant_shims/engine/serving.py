@@ -25,7 +25,7 @@ from participant_shims.engine.stream import REWRITTEN, Chunks, Failure, Refusal,
 from participant_shims.engine.text import dumps
 from participant_shims.identity import CallIdentity
 from participant_shims.proxy import Link, Upstream
-from participant_shims.proxy_http import Body, End, Head, Header, encode_body, encode_end
+from participant_shims.proxy_http import Body, End, Head, Header, encode_body, encode_end, phrase_of
 
 log = logging.getLogger(__name__)
 
@@ -207,7 +207,8 @@ class Serving:
             at.unread = True
             shown = failure.event
             code = cast(Json, shown.get("error") or {}).get("code")
-            status, phrase = (code if isinstance(code, int) and 400 <= code < 600 else 500), b"Error"
+            status = code if isinstance(code, int) and 400 <= code < 600 else 500
+            phrase = phrase_of(status)
         await self._doors.hold(at.entry)
         body = dumps(shown)
         lines = [b"HTTP/1.1 %d %s\r\n" % (status, phrase)]

@@ -58,11 +58,15 @@ def fate(pid: int, began: str) -> str:
     if fields[0] != "Z" or (began and fields[19] != began):
         return "has ended"  # collected, and the number may be somebody else's by now
     status = int(fields[49])
-    if os.WIFSIGNALED(status):
-        number = os.WTERMSIG(status)
-        name = signal.Signals(number).name if number in set(signal.Signals) else ""
-        return f"was ended by signal {number}" + (f" ({name})" if name else "")
-    return f"ended with exit code {os.WEXITSTATUS(status)}"
+    return how_ended(-os.WTERMSIG(status) if os.WIFSIGNALED(status) else os.WEXITSTATUS(status))
+
+
+def how_ended(code: int) -> str:
+    """The same for one's own child. `code`: as subprocess has it, negative for a signal."""
+    if code >= 0:
+        return f"ended with exit code {code}"
+    name = signal.Signals(-code).name if -code in set(signal.Signals) else ""
+    return f"was ended by signal {-code}" + (f" ({name})" if name else "")
 
 
 def output_of(pid: int) -> str:

@@ -379,6 +379,17 @@ async def test_what_the_engine_does_not_let_be_recorded_is_asked_as_it_came(tmp_
         assert [b.get("return_token_ids") for b in engine.bodies] == [True, None]
 
 
+@pytest.mark.parametrize(("code", "phrase"), [(400, "Bad Request"), (503, "Service Unavailable"), (499, "Bad Request")])
+async def test_an_error_of_our_making_has_the_phrase_of_its_status(tmp_path: Path, code: int, phrase: str) -> None:
+    async with (
+        scripted(fails=code) as engine,
+        covered(engine, tmp_path) as (adapter, _),
+        aiohttp.ClientSession() as http,
+        http.post(f"http://{adapter.listens}/v1/completions", json=ASK) as answer,
+    ):
+        assert (answer.status, answer.reason) == (code, phrase)
+
+
 @pytest.mark.parametrize("streams", [False, True])
 async def test_whoever_asks_after_a_stream_that_failed_does_not_get_its_rest(tmp_path: Path, streams: bool) -> None:
     """The failure is told as soon as it is read; what vLLM still says on that connection is nobody's answer."""

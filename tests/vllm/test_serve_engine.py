@@ -21,13 +21,15 @@ import pytest
 from safepoint.v1 import coordinator_service_pb2 as pb
 
 from coordinator.demo.ports import free_ports
+from coordinator.wire.staying import MAX_CAUSE_BYTES
 from participant_shims import serve_engine
+from participant_shims.engine.end_note import EndNote, engine_ended
 from participant_shims.leftovers import NAME
 from participant_shims.serve_engine import engine_environment, is_vllm, target_of, told_to
 from tests.vllm.real_engine import REPOSITORY, Caller
 from tests.vllm.scripted_engine import scripted
 from tests.vllm.test_control import ASK, until
-from tests.vllm.test_engine_shim import coordinating
+from tests.vllm.test_engine_shim import collect, coordinating
 
 FAKE = f"""#!{sys.executable}
 import asyncio, os, signal, subprocess, sys
@@ -173,6 +175,34 @@ async def test_an_engine_that_dies_is_told_of_with_its_last_lines_and_its_group_
         assert gone(shim)
 
 
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT])
+async def test_the_coordinator_is_told_how_an_engine_ended_and_what_it_said_last(
+    folder: Path, number: signal.Signals
+) -> None:
+    """While a trainer holds it frozen: the operation is refused with that, and so is the next."""
+    async with coordinating(folder) as (core, stub), serving(folder) as served:
+        await answers(served.listen)
+        registry = core.operations.discovery.registry
+        await until(lambda: registry.get("engine-0") is not None, 20)
+        prepare = pb.PrepareOperationRequest(operation_id="s-1", snapshot_id="snap")
+        await collect(stub.Prepare(prepare, timeout=20))
+        assert core.operations.active is not None
+        pid = served.engine.pid
+        served.engine.send_signal(number)
+        _, errors = await asyncio.wait_for(served.process.communicate(), 40)
+        assert "ended by itself" in errors.decode()
+        how = "was ended by signal 9 (SIGKILL)" if number is signal.SIGKILL else "ended with exit code 0"
+        last = f"orphan {served.said['orphan']}" if number is signal.SIGKILL else "told by SIGINT, paused: True"
+        await until(lambda: bool(registry.missing()), 20)
+        explained = (await stub.Explain(pb.ExplainRequest(), timeout=10)).operation
+        for why in (registry.missing()[0].why, explained.failure.primary.message):
+            assert f"The engine engine-0 (vLLM, pid {pid}) {how} at " in why
+            assert "Start its `safepoint serve` again." in why
+            assert f'"{last}' in why or f', "{last}' in why
+            assert "SIGTERM" not in why
+        assert not await asyncio.to_thread((folder / "engine-0-vllm" / "ended.json").exists), "it is for this end alone"
+
+
 async def test_who_is_left_when_everything_was_killed_is_ended_by_the_next_start(folder: Path) -> None:
     async with serving(folder) as served:
         await answers(served.listen)
@@ -313,3 +343,26 @@ def test_control_that_was_turned_off_on_purpose_is_not_turned_on() -> None:
     assert engine_environment({"VLLM_SERVER_DEV_MODE": "1"}) == {}
     with pytest.raises(ValueError, match="VLLM_SERVER_DEV_MODE=0"):
         engine_environment({"VLLM_SERVER_DEV_MODE": "0"})
+
+
+def test_an_end_is_told_by_the_shims_of_whoever_has_seen_it_and_by_no_other(tmp_path: Path) -> None:
+    note = EndNote(tmp_path)
+    assert note.read(7) == ""
+    note.write(7, "It ended.")
+    assert (note.read(7), note.read(8)) == ("It ended.", "")
+    for unreadable in ("", "[]", "{", "{}"):
+        (tmp_path / "ended.json").write_text(unreadable)
+        assert note.read(7) == ""
+    note.remove()
+    note.remove()
+    EndNote(tmp_path / "absent").write(7, "It ended.")
+
+
+def test_an_engine_that_was_killed_since_it_did_not_end_is_told_as_that() -> None:
+    said = engine_ended("e" * 128, 1 << 22, -9, 0.0, ["x" * 2000] * 20, hung=True)
+    assert "closed its port, did not end and was killed at 00:00:00Z" in said
+    assert "signal" not in said
+    plain = engine_ended("e", 5, 3, 0.0, ["Bearer abc", "ValueError: no model"])
+    assert "ended with exit code 3" in plain
+    assert 'The last of its log: "ValueError: no model".' in plain
+    assert len(engine_ended("e", 1 << 22, -9, 0.0, ["y" * 2000] * 20, hung=True).encode()) <= MAX_CAUSE_BYTES
