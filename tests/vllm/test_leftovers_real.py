@@ -21,6 +21,7 @@ from tests.vllm.test_control import until
 from tests.vllm.test_serve_engine import environment, gone
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.timeout(600)]
+QUIET = {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1", "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_NO_USAGE_STATS": "1"}
 
 
 def serve(folder: Path, *argv: str) -> list[str]:
@@ -30,18 +31,12 @@ def serve(folder: Path, *argv: str) -> list[str]:
 
 
 async def test_the_engine_that_a_sigkill_leaves_is_ended_by_the_next_start(tmp_path: Path) -> None:
-    quiet = {
-        "HF_HUB_OFFLINE": "1",
-        "TRANSFORMERS_OFFLINE": "1",
-        "VLLM_CPU_KVCACHE_SPACE": "1",
-        "VLLM_NO_USAGE_STATS": "1",
-    }
     model = await asyncio.to_thread(tiny_model)
     with (tmp_path / "serve.log").open("wb") as log:
         first = await asyncio.create_subprocess_exec(
             *serve(tmp_path, str(vllm_python().parent / "vllm"), "serve", str(model), "--port", str(free_ports(1)[0]),
                    "--dtype", "float32", "--enforce-eager", "--max-model-len", "2048"),
-            stdout=log, stderr=log, env={**environment(), **quiet}, cwd=REPOSITORY, start_new_session=True,
+            stdout=log, stderr=log, env={**environment(), **QUIET}, cwd=REPOSITORY, start_new_session=True,
         )  # fmt: skip
     note = tmp_path / "engine-0-vllm" / NAME
     engine: list[psutil.Process] = []
