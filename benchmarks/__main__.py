@@ -5,6 +5,8 @@ from __future__ import annotations
 import argparse
 import importlib
 import json
+import signal
+import sys
 import time
 import traceback
 from collections.abc import Callable, Iterable, Mapping
@@ -36,6 +38,7 @@ def main() -> None:
         "--against", type=Path, help="results of an earlier run: worse by more than a third, three times, fails"
     )
     given = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # fleets are ended as well, then
     results = Results(machine(), "quick" if given.quick else "full")
 
     def measure(sections: Iterable[str]) -> None:
