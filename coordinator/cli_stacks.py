@@ -32,6 +32,7 @@ _FRAMEWORKS: Final = frozenset(
         "urllib3",
     }
 )
+_GATED: Final = "gym."  # kinds of servers that have a gate begin so (`participant_shims.adapters.gym`)
 _ANYWHERE: Final = frozenset({"nemo_gym", "participant_shims"})
 _INSTALLED: Final = ("site-packages", "dist-packages")
 
@@ -58,13 +59,20 @@ def stacks_text(health: Iterable[pb.ParticipantHealth], blocking: Iterable[str])
         elif not here[name].reachable:
             lines.append(f"{name}: {here[name].problem}")
         elif not here[name].stacks:
-            lines.append(f"{name}: no task of a rollout is in it now")
+            lines.append(f"{name}: {_without(here[name].info.capabilities.kind)}")
         else:
             lines += _of(name, here[name].stacks)
     return (
         "\n".join(lines)
         or "Nobody is named as the one who blocks, and no rollout runs in a server now: there are no stacks to show."
     )
+
+
+def _without(kind: str) -> str:
+    """Why there are no stacks of one. Only a gate sees the tasks of its server."""
+    if not kind or kind.startswith(_GATED):
+        return "no task of a rollout is in it now"
+    return f"it has no gate ({kind}), so its tasks cannot be seen from here: look at its process, as with py-spy"
 
 
 def _of(name: str, stacks: Sequence[capabilities_pb2.TaskStack]) -> list[str]:

@@ -285,3 +285,14 @@ def test_own_frames_come_first_and_those_of_frameworks_are_counted() -> None:
         "    call at starlette/middleware/base.py:1",
         "    (1 frame folded: nemo_gym)",
     ]
+
+
+@pytest.mark.parametrize("kind", ["http", "vllm"])
+def test_who_has_no_gate_is_not_said_to_have_no_task(kind: str) -> None:
+    health = pb.ParticipantHealth(reachable=True)
+    health.info.capabilities.participant_id, health.info.capabilities.kind = "search", kind
+    text = stacks_text([health], ["search"])
+    assert text.startswith(f"search: it has no gate ({kind})")
+    assert "no task" not in text
+    health.info.capabilities.kind = "gym.resources"
+    assert stacks_text([health], ["search"]) == "search: no task of a rollout is in it now"

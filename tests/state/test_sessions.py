@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from pydantic import Field
 
 from coordinator.wire.errors import Reason, Refused
 from participant_shims.gate.state.file import read
@@ -440,6 +441,32 @@ async def test_a_servers_own_hook_comes_first(tmp_path: Path) -> None:
     fresh = HookedServer()
     assert (await SessionState(fresh).load(tmp_path / "f"))["sessions"] == 1
     assert len(fresh.session_state[good]) == 2
+
+
+class _LateHooks(HookedServer):
+    async def safepoint_export_session(self, session_id: str) -> Any:
+        return None
+
+
+class _OneHook(StatelessServer):
+    session_state: dict[str, Any] = Field(default_factory=dict)
+
+    def safepoint_export_session(self, session_id: str) -> Any:
+        return None
+
+
+@pytest.mark.parametrize(
+    ("server", "says"),
+    [
+        (_LateHooks, "`safepoint_export_session` is not used, since it is `async def`"),
+        (_OneHook, "`safepoint_export_session` is not used, since there is no `safepoint_import_session`"),
+    ],
+)
+def test_a_hook_that_is_not_used_is_said_with_why(server: type[Any], says: str) -> None:
+    state = SessionState(server())
+    assert not state.has_hooks
+    assert state.describe()["mode_reason"].startswith(says)
+    assert SessionState(HookedServer()).describe()["mode_reason"] == ""
 
 
 # -- one restore after another, which was given up ----------------------------------------------------------------------

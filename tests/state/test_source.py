@@ -297,6 +297,25 @@ def test_a_server_of_which_nothing_was_saved_is_untested(tmp_path: Path, request
     assert make_report(app, found, tried).verdict == "codec"
 
 
+def test_an_inspection_says_whether_the_servers_own_hooks_save_it(tmp_path: Path) -> None:
+    found = facts(
+        tmp_path,
+        """
+        class S(SimpleResourcesServer):
+            games: dict[str, subprocess.Popen] = {}
+            async def move(self, request):
+                self.games[request.session[SESSION_ID_KEY]] = subprocess.Popen(["true"])
+        """,
+    )
+    app = tmp_path / "resources_servers" / "sample" / "app.py"
+    seen = {"ran": True, "sessions": 1, "saved": 1, "equal": True, "requests": ["/seed_session 200"]}
+    hooked = make_report(app, found, seen | {"hooks": True})
+    assert (hooked.verdict, hooked.reason) == ("codec", "it saves its sessions itself")
+    late = make_report(app, found, {"ran": True, "unused_hooks": "`safepoint_export_session` is not used, since"})
+    assert late.verdict != "codec"
+    assert late.reason.startswith("`safepoint_export_session` is not used")
+
+
 def test_state_that_is_declared_nowhere_is_shown_without_a_type(tmp_path: Path) -> None:
     found = facts(
         tmp_path,

@@ -154,8 +154,9 @@ def inspect_server(
 def make_report(app: Path, facts: SourceFacts, seen: dict[str, Any] | None) -> Report:
     """The report from what the source says and what the probe saw (its JSON; None when it did not run)."""
     found = _probe(seen)
-    decision = modes.decide(facts, "", hooks=bool(seen and seen.get("hooks")))
-    mode, reason = decision.mode, decision.reason
+    hooks, unused = (bool(seen.get("hooks")), str(seen.get("unused_hooks", ""))) if seen else (False, "")
+    decision = modes.decide(facts, "", hooks=hooks, unused=unused)
+    mode, reason = decision.mode, decision.reason or ("it saves its sessions itself" if hooks else "")
     verdict = {modes.EXPORT: CODEC}.get(mode, mode)
     if mode == modes.RESTART and _repeatable(facts):
         verdict = REEXECUTE
@@ -164,7 +165,7 @@ def make_report(app: Path, facts: SourceFacts, seen: dict[str, Any] | None) -> R
     if found is not None and found.excluded and mode == modes.EXPORT:
         verdict, reason = modes.RESTART, found.excluded[0]
     elif found is not None and found.saved and not found.excluded and found.equal and facts.unsure:
-        reason = ""  # what the source left open, the probe has shown
+        reason = unused  # what the source left open, the probe has shown
     elif found is not None and found.saved and not found.equal:
         verdict, reason = modes.RESTART, "the probe's second server did not get the same state back"
     elif found is not None and found.untried and verdict == CODEC:

@@ -6,7 +6,7 @@ request changes; in doubt it is saved.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Final
 
 from participant_shims.gate.state.source import SourceFacts
@@ -38,11 +38,19 @@ def _named(found: dict[str, str]) -> str:
     return "; ".join(f"{name}: {what}" for name, what in sorted(found.items()))
 
 
-def decide(facts: SourceFacts | None, forced: str, *, hooks: bool = False, live: tuple[str, ...] = ()) -> Decision:
-    """The mode of a server. `live`: session-keyed places seen on the object itself. `forced`: a key of FORCED.
+def decide(
+    facts: SourceFacts | None, forced: str, *, hooks: bool = False, unused: str = "", live: tuple[str, ...] = ()
+) -> Decision:
+    """The mode of a server. `live`: session-keyed places seen on the object itself. `forced`: a key of FORCED. `hooks`:
+    whether it saves its sessions itself; `unused`: why it does not, though it has a method for that.
 
     Raises ValueError for another one.
     """
+    decision = _decide(facts, forced, hooks, live)
+    return replace(decision, reason=f"{unused} {decision.reason}".strip()) if unused else decision
+
+
+def _decide(facts: SourceFacts | None, forced: str, hooks: bool, live: tuple[str, ...]) -> Decision:
     if forced not in FORCED:
         raise ValueError(f"SAFEPOINT_STATE is {forced!r}; it may be codec, reexecute, restart_only or stateless")
     attributes = tuple(sorted({*(facts.session_attributes if facts else ()), *live}))

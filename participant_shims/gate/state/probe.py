@@ -215,7 +215,12 @@ async def _move(first: Any, state: SessionState, second: Any) -> dict[str, Any]:
                 sessions.setdefault(key, (f"probe-{len(sessions)}", 0))
         kinds = {type_name(v) for v in value.values()} if a_dict(value) else {type_name(v) for v in keys}
         held[place.name] = sorted(kinds)[:5]
-    out: dict[str, Any] = {"types": held, "sessions": len(sessions), "hooks": state.has_hooks}
+    out: dict[str, Any] = {
+        "types": held,
+        "sessions": len(sessions),
+        "hooks": state.has_hooks,
+        "unused_hooks": state.unused_hooks,
+    }
     with tempfile.TemporaryDirectory() as directory:
         one, two = Path(directory) / "one.jsonl", Path(directory) / "two.jsonl"
         wrote = await state.export(one, sessions)

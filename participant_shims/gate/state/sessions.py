@@ -33,6 +33,7 @@ from participant_shims.gate.state.shapes import a_dict, a_set, exact_list, keyed
 from participant_shims.gate.state.shelf import Shelf
 from participant_shims.gate.state.source import SourceFacts, is_known, read_source
 
+_HOOKS: Final = ("safepoint_export_session", "safepoint_import_session")
 RELOAD_TIP: Final = "Restart the server and restore before it gets work."
 
 
@@ -107,7 +108,9 @@ class SessionState:
         live = tuple(
             p.name for p in layout.session_places(layout.places(server, self._scope), frozenset(), frozenset())
         )
-        self._decision = modes.decide(self._facts, mode, hooks=self._hooks() is not None, live=live)
+        self._decision = modes.decide(
+            self._facts, mode, hooks=self._hooks() is not None, unused=self.unused_hooks, live=live
+        )
         self._known = frozenset(self._decision.session_attributes)
 
     # -- what it is ----------------------------------------------------------------------------------------------------
@@ -131,6 +134,18 @@ class SessionState:
     def has_hooks(self) -> bool:
         """Whether the server saves its sessions itself."""
         return self._hooks() is not None
+
+    @property
+    def unused_hooks(self) -> str:
+        """Why it does not, though it has a method for that; empty when it has none, or both are used."""
+        found = {name: getattr(self._server, name, None) for name in _HOOKS}
+        there = [name for name, hook in found.items() if callable(hook)]
+        if later := [name for name in there if introspect.iscoroutinefunction(found[name])]:
+            return f"`{later[0]}` is not used, since it is `async def`: make it a plain method."
+        if len(there) == 1:
+            (other,) = (name for name in found if name not in there)
+            return f"`{there[0]}` is not used, since there is no `{other}`: make both."
+        return ""
 
     @property
     def wants_requests(self) -> bool:
@@ -173,7 +188,7 @@ class SessionState:
         self._baseline = layout.baseline(layout.places(self._server, self._scope), self._scope)
 
     def _hooks(self) -> tuple[Callable[[str], Any], Callable[[str, Any], Any]] | None:
-        found = [getattr(self._server, f"safepoint_{verb}_session", None) for verb in ("export", "import")]
+        found = [getattr(self._server, name, None) for name in _HOOKS]
         if not all(callable(hook) and not introspect.iscoroutinefunction(hook) for hook in found):
             return None
         return cast("tuple[Callable[[str], Any], Callable[[str, Any], Any]]", tuple(found))
