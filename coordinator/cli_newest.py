@@ -53,8 +53,10 @@ def newest_copy(objects: Objects, tell: Tell = say_passed_over) -> str:
 
 def asked(client: Client, name: str, timeout_s: float | None = None, tell: Tell = say_passed_over) -> SnapshotSummary:
     """What the coordinator says of a snapshot, or of the newest for `latest`. Raises as `newest`."""
-    from coordinator.client_requests import LATEST, no_snapshot, passed_over
+    from coordinator.client_requests import LATEST, checked_snapshot_id, no_snapshot, passed_over
 
+    if name != LATEST:
+        checked_snapshot_id(name)
     listed = client.snapshots(timeout=timeout_s)
     if name != LATEST:
         for one in listed.published:

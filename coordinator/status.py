@@ -52,7 +52,8 @@ async def coordinator_status(
         )  # fmt: skip
 
     if ask:
-        blocking = frozenset(running.pending_participants) if (running := operation_status(operations)) else frozenset()
+        running = operation_status(operations)
+        blocking = set(running.pending_participants if running is not None else ())
         first = sorted(everybody, key=lambda who: who.participant_id not in blocking)
         asked = dict(zip(first, await asyncio.gather(*map(one, first)), strict=True))
         healths = [asked[who] for who in everybody]

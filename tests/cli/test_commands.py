@@ -206,6 +206,10 @@ async def test_rollouts_of_a_snapshot_are_printed_one_a_line(safepoint: Safepoin
     plain = await safepoint("snapshots", "show", "step-40", "--rollouts")
     assert plain.out.splitlines()[0] == "r-1  attempt 1  parked  3 calls"
     assert (await safepoint("snapshots", "show", "step-1")).code == 12
+    for name in ("", "../x", "a b"):
+        refused = await safepoint("snapshots", "show", "--", name)
+        assert refused.code == 2, "it can be nobody's name"
+        assert "cannot name a snapshot" in refused.err
 
 
 async def test_every_command_teaches_with_an_example(safepoint: Safepoint) -> None:
