@@ -14,6 +14,7 @@ import stat
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Final
 
 from grpc import aio
 
@@ -24,6 +25,8 @@ from coordinator.wire.lock_file import hold
 from coordinator.wire.sockets import UNIX
 
 log = logging.getLogger(__name__)
+
+_ANYWHERE: Final = ("192.0.2.1", 9)  # of documentation (RFC 5737): routed as everything that is far away, and nobody's
 
 
 @dataclass(slots=True)
@@ -142,7 +145,11 @@ def _taken(address: str) -> Exception:
 
 
 def _reachable(host: str) -> str:
-    """A host that others can dial: the one bound, or for all interfaces the one of this machine's name."""
+    """A host that others can dial: the one bound, or for all interfaces an address of this machine.
+
+    That of its name, unless it is loopback, as Debian and Ubuntu write it into /etc/hosts: then the one by which packets
+    would leave. None is sent. Where there is neither, nobody else can be meant, and it is said.
+    """
     name = host.strip("[]")
     if name == "localhost":
         return "127.0.0.1"  # the name may lead to ::1 where nobody listens
@@ -151,7 +158,22 @@ def _reachable(host: str) -> str:
             return host
     except ValueError:
         return host
-    try:
-        return socket.gethostbyname(socket.gethostname())
-    except OSError:
-        return "127.0.0.1"
+    for find in (_by_name, _by_route):
+        try:
+            found = find()
+        except OSError:
+            continue
+        if not is_loopback(found):
+            return found
+    log.warning("no address of this machine is known by which others reach it: 127.0.0.1 is announced; set `advertise`")
+    return "127.0.0.1"
+
+
+def _by_name() -> str:
+    return socket.gethostbyname(socket.gethostname())
+
+
+def _by_route() -> str:
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect(_ANYWHERE)
+        return str(probe.getsockname()[0])
