@@ -26,6 +26,10 @@ if TYPE_CHECKING:
     from coordinator.history import History
 
 _MAX_STACKS_OF: Final = 20
+# Of a history that is read without its coordinator.
+_MAY_MISS: Final = (
+    "What a full or failing disk refused may be missing here: the log of the coordinator that ran then has it."
+)
 
 
 def why(
@@ -90,6 +94,8 @@ def why(
             return
         told = stacks_text(health, blocking) if source == "coordinator" else "No coordinator, no stacks."
         past = cause_text(answer, events, time.time())
+        if source == "root":
+            past += f"\n{_MAY_MISS}"
         if running is None:
             parts = [past, told if stacks else ""]
         else:

@@ -71,6 +71,15 @@ async def test_without_a_coordinator_the_root_says_why(alone: Safepoint, tmp_pat
     assert document["operation"]["failure"]["primary"]["participant_id"] == "counter"
 
 
+@pytest.mark.parametrize("outcome", ["aborted", "succeeded"])
+async def test_a_history_without_its_coordinator_says_what_it_may_miss(
+    alone: Safepoint, safepoint: Safepoint, tmp_path: Path, outcome: str
+) -> None:
+    remember(tmp_path, 1, outcome)
+    assert "What a full or failing disk refused may be missing here" in (await alone("why")).out
+    assert "may be missing here" not in (await safepoint("why")).out, "a coordinator knows what it has refused"
+
+
 async def test_a_dead_coordinators_address_is_no_obstacle(alone: Safepoint, tmp_path: Path) -> None:
     remember(tmp_path, 1, "aborted")
     record = tmp_path / "coordinator" / "address.json"
