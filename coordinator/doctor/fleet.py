@@ -16,6 +16,7 @@ from coordinator.doctor.finding import Finding, Severity
 from coordinator.fixes import fix_of
 from coordinator.preflight import RUNS
 from coordinator.protocol import sentences
+from coordinator.protocol.participant import give_role
 from coordinator.wire.errors import Reason
 from coordinator.wire.places import in_actor
 from coordinator.wire.refusals import is_of_kept_out
@@ -255,7 +256,7 @@ def judged(status: pb.GetCoordinatorStatusResponse) -> Iterator[Finding]:
                 f"Environment `{who.participant_id}` waits for an answer of `{callee.participant_id}` (rollout "
                 f"{live.rollout_id}), which has role policy: in a save it would be paused before it answers, and that rollout be "
                 "excluded.",
-                f'If it is a judge, set "{name}=auxiliary" in SAFEPOINT_ROLES beside what is there, and restart its server.',
+                f"If it is a judge: {give_role(callee.kind, name, 'auxiliary')}",
             )  # fmt: skip
 
 

@@ -11,7 +11,7 @@ from typing import Final
 from urllib.parse import urlsplit
 
 from coordinator.protocol import actors
-from coordinator.protocol.participant import Finding, Participant, finding_of
+from coordinator.protocol.participant import Finding, Participant, finding_of, give_role
 from coordinator.wire.errors import Reason
 from coordinator.wire.terms import Role
 
@@ -34,14 +34,14 @@ def _served(p: Participant, served: set[str]) -> Iterator[Finding]:
         yield finding_of(
             Reason.POLICY_NOT_SERVED, name,
             f"Policy model `{name}` does not say which endpoint it uses, so this cannot be checked.",
-            f'Nothing, if it is trained; else set "{p.server_name}=auxiliary" in SAFEPOINT_ROLES beside what is there, and restart the server.', blocking=False,
+            f"Nothing, if it is trained. Else: {give_role(p.kind, p.server_name, 'auxiliary')}", blocking=False,
         )  # fmt: skip
     elif served.isdisjoint(own):
         yield finding_of(
             Reason.POLICY_NOT_SERVED, name,
             f"Policy model `{name}` uses {', '.join(own)}, and the trainer serves {', '.join(sorted(served))}; "
             "set role auxiliary on it.",
-            f'Set "{p.server_name}=auxiliary" in SAFEPOINT_ROLES beside what is there and restart the server, or correct policy_endpoints.',
+            f"{give_role(p.kind, p.server_name, 'auxiliary')} Or correct policy_endpoints.",
         )  # fmt: skip
 
 

@@ -14,7 +14,7 @@ from types import MappingProxyType
 from typing import Final
 
 from coordinator.protocol import actors, policies
-from coordinator.protocol.participant import Finding, Participant, ShimProcess, finding_of
+from coordinator.protocol.participant import Finding, Participant, ShimProcess, finding_of, give_role
 from coordinator.wire.errors import Problem, Reason
 from coordinator.wire.ids import is_wire_id
 from coordinator.wire.places import in_actor
@@ -314,7 +314,7 @@ def _role(p: Participant) -> Iterator[Finding]:
     name, allowed = p.participant_id, KIND_ROLES.get(p.kind)
     choices = " or ".join(sorted(role.name.lower() for role in allowed)) if allowed else "one of the five roles"
     step = (
-        f'Add "{p.server_name}=policy" or "{p.server_name}=auxiliary" to SAFEPOINT_ROLES, and restart the server.'
+        give_role(p.kind, p.server_name, "policy", "auxiliary")
         if allowed and len(allowed) > 1
         else f"Declare role {choices} for `{name}`."
     )
@@ -376,7 +376,7 @@ def _dependencies(topology: Topology) -> Iterator[Finding]:
             Reason.POLICY_NOT_SERVED, name,
             f"Policy model `{name}` is called by a verifier ({', '.join(f'`{w}`' for w in sorted(who))}); "
             "set role auxiliary.",
-            f'Set "{known[name].server_name}=auxiliary" in SAFEPOINT_ROLES beside what is there, and restart the server.',
+            give_role(known[name].kind, known[name].server_name, "auxiliary"),
         )  # fmt: skip
 
 

@@ -149,7 +149,12 @@ def test_an_environment_that_waits_for_a_policy_model_is_told_by_the_call() -> N
     (finding,) = fleet.judged(status)
     assert (finding.severity, finding.subject) == (Severity.WARNING, "judge")
     assert "`cart` waits for an answer of `judge` (rollout r-7)" in finding.message
-    assert '"judge=auxiliary"' in finding.fix
+    assert "`--role auxiliary` where the shim of `judge` is started" in finding.fix, (
+        "it has no gate that reads a variable"
+    )
+    status.participants[0].info.capabilities.kind = "gym.model"
+    (finding,) = fleet.judged(status)
+    assert '"judge=auxiliary" in SAFEPOINT_ROLES' in finding.fix
     status.participants[0].info.capabilities.role = capabilities_pb2.ROLE_AUXILIARY_MODEL
     assert list(fleet.judged(status)) == []
     status.participants[0].info.capabilities.role = capabilities_pb2.ROLE_POLICY_MODEL

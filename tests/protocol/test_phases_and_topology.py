@@ -111,7 +111,7 @@ def only(findings: list[Finding]) -> Finding:
     ("participants", "blocking", "reason", "who", "words"),
     [
         ((), True, Reason.TOPOLOGY_INVALID, "", "Nobody"),
-        (changed("policy", role=Role.UNSPECIFIED)[:], True, Reason.ROLE_INVALID, "policy", 'Add "policy=policy" or "policy=auxiliary" to SAFEPOINT_ROLES'),
+        (changed("policy", role=Role.UNSPECIFIED)[:], True, Reason.ROLE_INVALID, "policy", 'Set "policy=policy" or "policy=auxiliary" in SAFEPOINT_ROLES'),
         (changed("box", role=Role.AGENT), True, Reason.ROLE_INVALID, "box", "gym.resources"),
         (changed("policy", role=Role.ENGINE), True, Reason.ROLE_INVALID, "policy", "=auxiliary"),
         (changed("box", checkpoint_mode=CheckpointMode.UNSPECIFIED), True, Reason.TOPOLOGY_INVALID, "box", "SAFEPOINT_STATE"),
@@ -247,6 +247,10 @@ def test_a_policy_model_must_use_an_endpoint_of_the_trainer(endpoint: str, serve
     assert finding.reason == Reason.POLICY_NOT_SERVED
     assert "set role auxiliary on it" in finding.message
     assert 'Set "policy=auxiliary" in SAFEPOINT_ROLES beside what is there' in finding.next_step
+    proxied = tuple(dataclasses.replace(p, kind="http") if p.participant_id == "policy" else p for p in HEALTHY)
+    step = only(validate(Topology(proxied, (endpoint,)))).next_step
+    assert "`--role auxiliary` where the shim of `policy` is started" in step, "no variable reaches what has no gate"
+    assert "SAFEPOINT_ROLES" not in step
 
 
 def test_a_policy_model_that_names_no_endpoint_cannot_be_checked_and_is_not_refused() -> None:

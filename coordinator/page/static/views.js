@@ -46,7 +46,8 @@ const views = (() => {
   function history(data) {
     const done = data.operations.filter((op) => op.pause_s !== null);
     const engines = data.operations.some((op) => op.in_engines);
-    const median = done.map((op) => op.pause_s).sort((a, b) => a - b)[Math.floor(done.length / 2)];
+    const pauses = done.map((op) => op.pause_s).sort((a, b) => a - b), middle = pauses.length / 2;
+    const median = (pauses[Math.ceil(middle) - 1] + pauses[Math.floor(middle)]) / 2;  // of one or two in the middle
     const failed = data.operations.filter((op) => op.outcome && op.outcome !== "succeeded").length;
     return [
       facts([["job", data.job_id], ["coordinator's epoch", data.epoch], ["operations", data.operations.length],
