@@ -29,6 +29,7 @@ from typing import IO, Any, Final, cast
 
 from participant_shims.engine.call import API_KEY
 from participant_shims.engine.end_note import EndNote, engine_ended
+from participant_shims.gate.life import OTHER_JOB
 from participant_shims.groups import adopted_orphans, end_group, signal_group
 from participant_shims.leftovers import Leftovers, Reaped, StillRuns
 
@@ -151,7 +152,7 @@ def _run(options: EngineOptions, argv: Sequence[str], target: str, added: dict[s
         _tell(options.name, left.reap())
     except StillRuns as error:
         print(f"safepoint serve: {options.name} is served already, by pid {error.pid}. End that one first, or take another "
-              "--name.", file=sys.stderr)  # fmt: skip
+              f"--name. If it is of another job, {OTHER_JOB}.", file=sys.stderr)  # fmt: skip
         return EXIT_ANOTHER
     if _is_taken(target):  # else the shim would stand before that one until vLLM has found out, and pause it for us
         print(f"safepoint serve: another server listens at {target}, so vLLM could not. Give this one another --port, or end "

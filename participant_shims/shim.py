@@ -35,7 +35,7 @@ from coordinator.wire.usage import open_files, raise_open_files, size, space, wa
 from participant_shims import messages
 from participant_shims.adapter import Adapter
 from participant_shims.ends import Predecessor, ServerWatch, own_process, report, tell_server
-from participant_shims.gate.life import CALLS, bury
+from participant_shims.gate.life import CALLS, OTHER_JOB, bury
 from participant_shims.operations import Clock
 from participant_shims.registration import Registration
 from participant_shims.root_watch import RootWatch
@@ -87,7 +87,7 @@ def only_shim_of(life: Path) -> Generator[None]:
         raise refuse(
             Reason.DUPLICATE_PARTICIPANT,
             f"Another shim{f' (pid {holder})' if holder else ''} serves {life}.",
-            next_step="Leave it to that one, or end it first.",
+            next_step=f"Leave it to that one, or end it first. If it is of another job, {OTHER_JOB}.",
         )
     try:
         os.ftruncate(fd, 0)

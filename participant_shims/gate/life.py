@@ -23,6 +23,8 @@ from coordinator.wire.lock_file import hold
 from participant_shims.gate.process import lives, started
 
 LIFE_VARIABLE: Final = "SAFEPOINT_LIFE"
+# What a second job of one user on one machine needs, where both have a server of one name.
+OTHER_JOB: Final = "give that job a SAFEPOINT_RUN_DIR of its own"
 SOCKET: Final = "gate.sock"
 CALLS: Final = "calls.db"
 _RECORD: Final = "life.json"

@@ -139,6 +139,7 @@ async def test_a_killed_shim_gives_its_lock_back(short_path: Path) -> None:
     with only_shim_of(short_path), pytest.raises(SafepointError) as raised, only_shim_of(short_path):
         pass
     assert raised.value.reason is Reason.DUPLICATE_PARTICIPANT
+    assert "SAFEPOINT_RUN_DIR of its own" in raised.value.problem.advice, "the other one may be of another job"
     with only_shim_of(short_path):
         pass
 

@@ -238,6 +238,7 @@ async def test_an_engine_that_is_served_is_not_served_twice(folder: Path) -> Non
         _, errors = await asyncio.wait_for(twice.communicate(), 30)
         assert twice.returncode == 3
         assert f"served already, by pid {served.process.pid}" in errors.decode()
+        assert "of another job, give that job a SAFEPOINT_RUN_DIR of its own" in errors.decode()
         assert not gone(served.engine.pid)
 
 
