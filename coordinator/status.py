@@ -19,6 +19,7 @@ from coordinator.operations import Operations
 from coordinator.protocol.operation import Outcome
 from coordinator.protocol.topology import Participant, gone_from
 from coordinator.wire.errors import SafepointError
+from coordinator.wire.ids import ParticipantId
 
 ANSWER_WITHIN_S: Final = 1.0
 ASKED_WITHIN: Final = 0.7  # of that; the rest is for the answer itself
@@ -87,16 +88,20 @@ def _now() -> Timestamp:
 
 
 def operation_status(operations: Operations) -> coordinator_service_pb2.OperationStatus | None:
-    """The operation that runs, or else the last one, without whom its lease has freed since."""
+    """The operation that runs, or else the last one: of those who had not confirmed its end without whom their lease has
+    freed since, and without who is here and has heard."""
     if operations.active is not None:
         return outcomes.running_status(operations.active, operations.clock(), operations.store.root)
     ended = operations.past.last()
     if ended is None:
         return None
     status = ended.status()
-    failed_paused = ended.outcome is Outcome.FAILED_PAUSED
-    if not failed_paused and ended.open_by is not None and operations.clock() >= ended.open_by:
-        del status.unconfirmed[:]
+    if ended.outcome is not Outcome.FAILED_PAUSED:
+        freed = ended.open_by is not None and operations.clock() >= ended.open_by
+        here, told = operations.discovery.registry.get, operations.settling.waiting()
+        status.unconfirmed[:] = [
+            name for name in ended.unconfirmed if not freed and (name in told or here(ParticipantId(name)) is None)
+        ]
     return status
 
 

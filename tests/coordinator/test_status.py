@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -18,12 +19,23 @@ from coordinator.wire.terms import OperationKind, Phase
 OPEN_BY = 145.0
 
 
-def unconfirmed(now: float, outcome: Outcome = Outcome.ABORTED, open_by: float | None = OPEN_BY) -> list[str]:
+def unconfirmed(
+    now: float,
+    outcome: Outcome = Outcome.ABORTED,
+    open_by: float | None = OPEN_BY,
+    here: Collection[str] = (),
+    told: Collection[str] = (),
+) -> list[str]:
+    """Who is said to be paused at that time, when these are registered and these of them have not heard yet."""
     ended = Ended(
         OperationId("save-1"), SnapshotId("step-1"), OperationKind.SAVE, outcome, "", Phase.ABORT, 1.0, ("counter",),
         open_by=open_by,
     )  # fmt: skip
-    operations: Any = SimpleNamespace(active=None, past=SimpleNamespace(last=lambda: ended), clock=lambda: now)
+    registry = SimpleNamespace(get=lambda name: object() if name in here else None)
+    operations: Any = SimpleNamespace(
+        active=None, past=SimpleNamespace(last=lambda: ended), clock=lambda: now,
+        discovery=SimpleNamespace(registry=registry), settling=SimpleNamespace(waiting=lambda: list(told)),
+    )  # fmt: skip
     status = operation_status(cast(Operations, operations))
     assert status is not None
     return list(status.unconfirmed)
@@ -32,6 +44,15 @@ def unconfirmed(now: float, outcome: Outcome = Outcome.ABORTED, open_by: float |
 def test_nobody_is_said_to_be_paused_longer_than_its_lease_can_last() -> None:
     assert unconfirmed(OPEN_BY - 1) == ["counter"]
     assert unconfirmed(OPEN_BY) == []
+
+
+def test_who_has_come_back_and_has_heard_is_not_said_to_be_paused() -> None:
+    assert unconfirmed(OPEN_BY - 1, here=["counter"]) == []
+    assert unconfirmed(OPEN_BY - 1, here=["counter"], told=["counter"]) == ["counter"], "it has not heard yet"
+    assert unconfirmed(1e9, open_by=None, here=["counter"]) == [], (
+        "whose operation was an earlier coordinator's as well"
+    )
+    assert unconfirmed(1e9, Outcome.FAILED_PAUSED, here=["counter"]) == ["counter"], "a restore keeps it paused"
 
 
 @pytest.mark.parametrize(
