@@ -33,7 +33,9 @@ if TYPE_CHECKING:
 
 
 def save(
-    snapshot_id: Annotated[str, typer.Argument(help="Name of the snapshot; made from the time when absent.")] = "",
+    snapshot_id: Annotated[
+        str | None, typer.Argument(help="Name of the snapshot; made from the time when absent.")
+    ] = None,
     mode: Annotated[
         str,
         typer.Option(
@@ -87,7 +89,7 @@ def save(
         how, late = chosen(QuiesceMode, mode, "--mode"), chosen(StragglerPolicy, stragglers, "--stragglers")
         with make_client(target, root, token_file, wait, as_json) as client, progress(as_json) as on_progress:
             result = client.save(
-                snapshot_id or None,
+                snapshot_id,  # an empty one is refused: a script's variable is not set
                 quiesce_mode=how,
                 straggler_policy=late,
                 straggler_grace=grace,

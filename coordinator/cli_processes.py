@@ -42,7 +42,14 @@ def coordinator(
             "--page-bind", metavar="ADDRESS", help="Loopback host:port of the page for browsers; port 0: any."
         ),
     ] = "",
-    advertise: Annotated[str, typer.Option("--advertise", metavar="HOST", help="Host that others reach it by.")] = "",
+    advertise: Annotated[
+        str,
+        typer.Option(
+            "--advertise",
+            metavar="HOST",
+            help="Host that others reach it by, where that is not the one bound, or for all interfaces not the address that it finds.",
+        ),
+    ] = "",
     participant: Annotated[
         list[str] | None, typer.Option("--participant", metavar="ADDRESS", help="A shim that does not register itself.")
     ] = None,

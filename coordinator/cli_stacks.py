@@ -32,7 +32,6 @@ _FRAMEWORKS: Final = frozenset(
         "urllib3",
     }
 )
-_GATED: Final = "gym."  # kinds of servers that have a gate begin so (`participant_shims.adapters.gym`)
 _ANYWHERE: Final = frozenset({"nemo_gym", "participant_shims"})
 _INSTALLED: Final = ("site-packages", "dist-packages")
 
@@ -70,7 +69,9 @@ def stacks_text(health: Iterable[pb.ParticipantHealth], blocking: Iterable[str])
 
 def _without(kind: str) -> str:
     """Why there are no stacks of one. Only a gate sees the tasks of its server."""
-    if not kind or kind.startswith(_GATED):
+    from coordinator.protocol.participant import has_gate
+
+    if has_gate(kind):
         return "no task of a rollout is in it now"
     return f"it has no gate ({kind}), so its tasks cannot be seen from here: look at its process, as with py-spy"
 

@@ -40,7 +40,7 @@ def save_request(
 ) -> pb.SaveRequest:
     return pb.SaveRequest(
         operation_id=operation_id_or_new(operation_id, "save"),
-        snapshot_id=checked_snapshot_id(snapshot_id) if snapshot_id else new_snapshot_id(),
+        snapshot_id=checked_snapshot_id(snapshot_id) if snapshot_id is not None else new_snapshot_id(),
         options=options,
         metadata=checked_metadata(metadata or {}),
     )

@@ -250,7 +250,11 @@ def _parser() -> argparse.ArgumentParser:
     shim.add_argument(
         "--bind", default=environ("SAFEPOINT_BIND") or "127.0.0.1:0", help="HOST:PORT, unix:PATH, or unix"
     )
-    shim.add_argument("--advertise", default=environ("SAFEPOINT_ADVERTISE", ""), help="host by which others reach it")
+    shim.add_argument(
+        "--advertise",
+        default=environ("SAFEPOINT_ADVERTISE", ""),
+        help="host by which others reach it, where that is not the one bound, or for all interfaces not the address that it finds",
+    )
     shim.add_argument("--job", default=environ("SAFEPOINT_JOB") or "default", help="job id")
     shim.add_argument("--token-file", default=environ("SAFEPOINT_TOKEN_FILE", ""), help="bearer token")
     shim.add_argument("--parent-pid", type=int, default=0, help="end when this is no longer the parent")

@@ -70,10 +70,15 @@ def finding_of(reason: Reason, who: str, message: str, next_step: str = "", *, b
     return Finding(blocking, reason, who, message, next_step or CATALOG[reason].next_step)
 
 
+def has_gate(kind: str) -> bool:
+    """Whether a gate is loaded into servers of that kind (`Participant.kind`): one reads variables and sees tasks."""
+    return kind.startswith("gym.")
+
+
 def give_role(kind: str, server_name: str, *roles: str) -> str:
     """How a server that takes part as `kind` gets one of these roles: one with a gate by a variable, another by what starts
     its shim."""
-    if not kind.startswith("gym."):
+    if not has_gate(kind):
         return f"Give {' or '.join(f'`--role {role}`' for role in roles)} where the shim of `{server_name}` is started, and start it again."
     named = " or ".join(f'"{server_name}={role}"' for role in roles)
     return f"Set {named} in SAFEPOINT_ROLES beside what is there, and restart the server."

@@ -212,6 +212,16 @@ async def test_rollouts_of_a_snapshot_are_printed_one_a_line(safepoint: Safepoin
         assert "cannot name a snapshot" in refused.err
 
 
+@pytest.mark.parametrize("name", ["", "../x", "a b", "x" * 300])
+async def test_a_save_under_no_name_that_can_be_is_refused_and_begins_nothing(
+    safepoint: Safepoint, fake: FakeCoordinator, name: str
+) -> None:
+    ran = await safepoint("save", "--", name)
+    assert ran.code == 2, "an empty one is a variable that a script has not set, and no wish for a made-up name"
+    assert "cannot name a snapshot" in ran.err
+    assert fake.requests("Save") == []
+
+
 async def test_every_command_teaches_with_an_example(safepoint: Safepoint) -> None:
     from typer.main import get_command
 

@@ -243,7 +243,7 @@ class FakeCoordinator(CoordinatorServicer):
             response.operation.pending_participants.extend(self.blocking)
         health = response.participants.add(reachable=True)
         health.info.capabilities.participant_id = "agent"
-        health.info.capabilities.role = 3
+        health.info.capabilities.role, health.info.capabilities.kind = 3, "gym.agent"
         health.info.address = "127.0.0.1:7001"
         if request.participants:
             health.status.participant_id = "agent"
