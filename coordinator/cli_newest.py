@@ -62,6 +62,8 @@ def asked(client: Client, name: str, timeout_s: float | None = None, tell: Tell 
         for one in listed.published:
             if one.snapshot_id == name:
                 return one
+        if name in listed.invalid:
+            client.verify(name, timeout=timeout_s)  # raises what is wrong with it
         raise refuse(Reason.SNAPSHOT_NOT_FOUND, f"No snapshot {name}.")
     # The ledger is the least that is read of a snapshot beside its manifest.
     skipped = passed_over(listed.invalid, lambda each: next(client.ledger(each, timeout=timeout_s), None))

@@ -108,7 +108,13 @@ def operation_id_or_new(operation_id: str | None, kind: str) -> str:
 
 def checked_snapshot_id(snapshot_id: str) -> str:
     """Raises Refused(MALFORMED_ID). `latest` is what a restore asks for and never a name."""
-    if not is_wire_id(snapshot_id) or snapshot_id == LATEST:
+    if snapshot_id == LATEST:
+        raise refuse(
+            Reason.MALFORMED_ID,
+            f"{LATEST!r} cannot name a snapshot: it means the newest one.",
+            next_step="Give another name.",
+        )
+    if not is_wire_id(snapshot_id):
         raise refuse(Reason.MALFORMED_ID, f"{snapshot_id!r} cannot name a snapshot.")
     return snapshot_id
 

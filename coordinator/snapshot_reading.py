@@ -242,13 +242,14 @@ class SnapshotReader:
 
     def snapshots(self) -> Folder:
         """The directory that all snapshots are in. Raises STORAGE_FAILED when it is gone."""
-        gone = f"The snapshot root {self.root} is gone."
+        gone, step = f"The snapshot root {self.root} is gone.", ""
         try:
             with open_root(self.root) as top:
                 gone = f"{self.root}/{SNAPSHOTS} is gone: somebody has moved or removed it."
+                step = f"Move it back. If its snapshots are lost: mkdir -m 700 {self.root}/{SNAPSHOTS}, then repeat."
                 return top.child(SNAPSHOTS)
         except FileNotFoundError:
-            raise refuse(Reason.STORAGE_FAILED, gone) from None
+            raise refuse(Reason.STORAGE_FAILED, gone, next_step=step) from None
 
     def _manifest(self, directory: Folder, snapshot_id: str) -> manifest_pb2.SnapshotManifest:
         try:

@@ -212,6 +212,24 @@ async def test_rollouts_of_a_snapshot_are_printed_one_a_line(safepoint: Safepoin
         assert "cannot name a snapshot" in refused.err
 
 
+async def test_a_damaged_snapshot_is_shown_as_damaged_and_not_as_none(
+    safepoint: Safepoint, fake: FakeCoordinator
+) -> None:
+    fake.invalid = {"step-40": "snapshot.json is damaged"}
+    fake.fail("VerifySnapshot", Problem(Reason.SNAPSHOT_CORRUPT, "step-40: snapshot.json is damaged."))
+    ran = await safepoint("snapshots", "show", "step-40")
+    assert ran.code == 6, "as verify says it"
+    assert "step-40" in ran.err
+    assert (await safepoint("snapshots", "show", "step-41")).code == 12
+
+
+async def test_the_name_that_means_the_newest_is_refused_as_that(safepoint: Safepoint, fake: FakeCoordinator) -> None:
+    ran = await safepoint("save", "latest")
+    assert ran.code == 2
+    assert "'latest' cannot name a snapshot: it means the newest one" in ran.err
+    assert "first a letter" not in ran.err, "it keeps to that rule"
+
+
 @pytest.mark.parametrize("name", ["", "../x", "a b", "x" * 300])
 async def test_a_save_under_no_name_that_can_be_is_refused_and_begins_nothing(
     safepoint: Safepoint, fake: FakeCoordinator, name: str

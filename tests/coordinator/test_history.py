@@ -95,6 +95,23 @@ async def test_why_is_known_after_a_restart_with_the_events_around_it(bench: Ben
     assert [(one.operation_id, one.outcome) for one in (await bench.explain()).later] == [("save-2", 2)]
 
 
+async def test_a_save_that_a_crash_has_ended_has_its_begin_and_what_came_after_it(bench: Bench) -> None:
+    knobs = Knobs(hang_on={"Commit"})
+    await bench.start(agent_0=knobs)
+    saving = asyncio.create_task(bench.save(timeout=20))
+    await until(lambda: bench.shims["agent-0"].count("Commit") == 1)
+    await bench.crash()
+    saving.cancel()
+    knobs.hang_on.clear()
+    await bench.restart()
+    await bench.save("save-2", "step-2")
+    await written(bench, "save-2")
+    told = await bench.explain()
+    assert told.operation.operation_id == "save-1"
+    assert told.operation.HasField("begin_time"), "an earlier coordinator has written it down"
+    assert [(one.operation_id, one.outcome) for one in told.later] == [("save-2", 2)]
+
+
 async def test_a_save_that_was_refused_before_anybody_was_paused_is_remembered_too(bench: Bench) -> None:
     await bench.start()
     await bench.add("judge", Role.UNSPECIFIED)

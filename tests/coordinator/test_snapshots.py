@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import shutil
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -491,3 +492,17 @@ def test_a_manifest_that_binds_other_parts_than_those_that_were_committed_is_dam
         error = refused(call, "step-1")
         assert (error.reason, error.problem.participant_id) == (Reason.SNAPSHOT_CORRUPT, who)
     assert store.list().snapshots == ()
+
+
+def test_where_the_directory_of_all_snapshots_is_gone_the_next_step_brings_it_back(tmp_path: Path) -> None:
+    root = tmp_path / "root"
+    store = SnapshotStore(root, "job-1")
+    (root / "snapshots").rmdir()
+    with pytest.raises(SafepointError) as refused:
+        store.begin(SnapshotId("step-1"))
+    advice = refused.value.problem.advice
+    assert refused.value.reason is Reason.STORAGE_FAILED
+    assert "If its snapshots are lost: mkdir" in advice
+    command = advice.partition("If its snapshots are lost: ")[2].partition(", then")[0]
+    subprocess.run(["/bin/sh", "-c", command], check=True)
+    store.begin(SnapshotId("step-1"))

@@ -273,6 +273,7 @@ class EngineLane:
         asked = self.dispatch(attempt=1)
         if case.trigger is Trigger.RESUME:
             await self._fault(case, result)
+            result.happened("resume: succeeded; the requests go on")
         return asked
 
     async def _anew(self) -> None:

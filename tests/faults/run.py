@@ -32,7 +32,8 @@ its code (a failpoint), a disk or a link that fails. It is ok when, after that,
 - the last published snapshot verifies, and no file and no process is left over;
 - the next save succeeds, with the fleet as it is by then.
 
-What happened: how the operation ended, and whom it named. Thaw: seconds from the fault until the last gate was open again.
+What happened: how the operation ended, and whom it named; a full root or run directory is everybody's, and who met it first
+is named. Thaw: seconds from the fault until the last gate was open again.
 Restarted: rollouts that were dispatched a second time since their server had died; they continue or begin again, and are not lost.
 """
 

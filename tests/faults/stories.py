@@ -42,8 +42,11 @@ async def _failed_save(lane: Lane) -> None:
 
 
 async def _lapse(lane: Lane) -> None:
-    if lane.case.of_server:  # a gate is left alone by its shim as well, which would open it
+    if (
+        lane.case.of_server
+    ):  # a gate is left alone by its shim as well, and by the coordinator that would tell the next one to open it
         lane.f.arm(lane.case.owner, f"{lane.case.specification};shim.after_manifest=1*kill")
+        lane.f.arm(COORDINATOR, "registration.before_welcome=1*kill")
     else:
         lane.f.arm(lane.case.owner, lane.case.specification)
         lane.f.arm(COORDINATOR, "driver.before_confirm=1*kill")
