@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Final
 
 from benchmarks import plots
-from benchmarks.measure import machine
+from benchmarks.measure import free_share, machine
 from benchmarks.results import Results, worse_than
 from benchmarks.scale import FULL, QUICK
 
@@ -26,6 +26,7 @@ SECTION_OF: Final = {
     "throughput": "throughput", "pause": "pauses",
 }  # fmt: skip
 TRIES: Final = 3  # a machine that was busy for a moment has made nothing slower
+QUIET: Final = 0.9  # of the processors; with less of them nothing is compared
 
 
 def main() -> None:
@@ -61,11 +62,18 @@ def main() -> None:
 def fallen_always(
     reference: Mapping[str, Mapping[str, float]], results: Results, measure: Callable[[Iterable[str]], None]
 ) -> list[str]:
-    """What has become worse by more than a third, each time that its section was measured."""
+    """What has become worse by more than a third, each time that its section was measured. Nothing on a machine that has
+    other work: its share of the processors is looked at before each try (`free_share`)."""
     fallen = worse_than(reference, results)
     for _ in range(TRIES - 1):
         if not fallen:
             break
+        if (share := free_share()) < QUIET:
+            print(
+                f"not compared: other work has {1 - share:.0%} of the processors; {'; '.join(fallen.values())}",
+                flush=True,
+            )
+            return []
         print("again: " + "; ".join(fallen.values()), flush=True)
         measure(dict.fromkeys(SECTION_OF[name.partition("_")[0]] for name in fallen))
         still = worse_than(reference, results)

@@ -9,9 +9,11 @@ from __future__ import annotations
 import os
 import platform
 import statistics
+import subprocess
+import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Final, TypeVar
 
 ResultT = TypeVar("ResultT")
 
@@ -55,6 +57,21 @@ def in_turn(contenders: Mapping[str, Callable[[], ResultT]], runs: int, order: i
         for name in names[shift:] + names[:shift]:
             out[name].append(contenders[name]())
     return out
+
+
+_SPIN: Final = (
+    "import time; wall, cpu = time.perf_counter(), time.process_time()\n"
+    "while time.perf_counter() - wall < 0.5: pass\n"
+    "print((time.process_time() - cpu) / (time.perf_counter() - wall))"
+)
+
+
+def free_share() -> float:
+    """Which share of its processors this machine gives us now, 0 to 1: other work on it has the rest. Takes half a second."""
+    count = len(os.sched_getaffinity(0))
+    command = [sys.executable, "-I", "-S", "-c", _SPIN]
+    spinning = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for _ in range(count)]
+    return min(1.0, sum(float(each.communicate()[0]) for each in spinning) / count)
 
 
 def figure(value: float) -> str:

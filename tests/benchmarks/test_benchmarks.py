@@ -11,7 +11,7 @@ import pytest
 from benchmarks import lost, plots
 from benchmarks.__main__ import SECTION_OF, SECTIONS, fallen_always
 from benchmarks.fleets import work
-from benchmarks.measure import Spread, in_turn, ratio, spread
+from benchmarks.measure import Spread, free_share, in_turn, ratio, spread
 from benchmarks.results import BARS, Curves, Results, worse_than
 
 REQUIRED = {
@@ -78,8 +78,9 @@ def test_a_ratio_that_falls_by_more_than_a_third_is_told_whichever_way_is_better
     ],
 )
 def test_a_ratio_has_fallen_when_it_has_each_time_that_it_was_measured(
-    again: list[tuple[float, float]], fell: list[str], measured: list[list[str]]
+    monkeypatch: pytest.MonkeyPatch, again: list[tuple[float, float]], fell: list[str], measured: list[list[str]]
 ) -> None:
+    monkeypatch.setattr("benchmarks.__main__.free_share", lambda: 1.0)
     before = {"gate_throughput": {"median": 0.99}, "limit_over_control_100": {"median": 2.0}}
     results = Results({}, ratios={"gate_throughput": spread([0.1]), "limit_over_control_100": spread([9.0])})
     asked: list[list[str]] = []
@@ -125,3 +126,15 @@ def test_what_is_redone_is_what_no_snapshot_has() -> None:
 def test_a_generation_in_flight_at_the_snapshot_is_counted_against_safepoint_whole() -> None:
     rollout = lost.Rollout(0, (turn(0.0, 1000.0),))
     assert lost.redone(lost.Job((rollout,)), killed_s=15.0, snapshot_s=10.0)["Safepoint"].tokens == 750.0
+
+
+def test_nothing_is_said_to_have_fallen_on_a_machine_with_other_work(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("benchmarks.__main__.free_share", lambda: 0.6)
+    results = Results({}, ratios={"gate_throughput": spread([0.1])})
+    asked: list[list[str]] = []
+    assert fallen_always({"gate_throughput": {"median": 0.99}}, results, lambda names: asked.append(list(names))) == []
+    assert asked == [], "nor is it measured again there"
+
+
+def test_the_free_share_of_the_processors_is_a_share() -> None:
+    assert 0.0 < free_share() <= 1.0
