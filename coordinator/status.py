@@ -1,8 +1,8 @@
 """The coordinator's own status: what runs, who is there, how they are.
 
 The rule: it answers within a second whatever else is stuck, or within the time that the caller has given it beyond that.
-Participants are asked many at once, whoever blocks first, and each has a part of that second; whoever does not answer, or of a large fleet was not
-asked in that time, is listed without a status and with the reason. Disk is never touched.
+Participants are asked many at once, whoever blocks first, and each has a part of that second; whoever does not answer, or
+of a large fleet was not asked in that time, is listed without a status and with the reason. Disk is never touched.
 """
 
 from __future__ import annotations
