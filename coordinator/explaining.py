@@ -54,7 +54,7 @@ async def explain(operations: Operations, operation_id: str) -> pb.ExplainRespon
     if isinstance(found, Ended) and not answer.operation.HasField("begin_time"):  # an earlier coordinator began it
         told = await _read(lambda: history.find(answer.operation.operation_id), None)
         if told is not None:
-            answer.operation.begin_time.CopyFrom(told.status().begin_time)
+            answer.operation.CopyFrom(_as_it_is(operations, told.status()))
     if answer.operation.HasField("begin_time"):
         name, began_ms = answer.operation.operation_id, answer.operation.begin_time.ToMilliseconds()
         later = await _read(lambda: list(history.later(name, began_ms)), list[Record]())

@@ -18,7 +18,7 @@ from coordinator import convert
 from coordinator.protocol.topology import Participant
 from coordinator.registry import Registry, Session
 from coordinator.wire import failpoints
-from coordinator.wire.errors import JOB, Problem, Reason, Refused, SafepointError, refuse
+from coordinator.wire.errors import JOB, Reason, SafepointError, refuse
 from coordinator.wire.guard import caller
 from coordinator.wire.ids import is_wire_id
 
@@ -82,13 +82,11 @@ class Registration:
         coordinator has welcomed: it would refuse all that we ask."""
         name = hello.capabilities.participant_id[:128]
         if hello.job_id not in ("", self._job_id):
-            raise Refused(
-                Problem(
-                    Reason.INVALID_ARGUMENT,
-                    f"{name!r} is of job {hello.job_id[:128]!r}, and this coordinator of job {self._job_id!r}.",
-                    next_step="Start it with the SAFEPOINT_ROOT or SAFEPOINT_COORDINATOR of its own job, or correct SAFEPOINT_JOB.",
-                    metadata={JOB: self._job_id},
-                )
+            raise refuse(
+                Reason.INVALID_ARGUMENT,
+                f"{name!r} is of job {hello.job_id[:128]!r}, and this coordinator of job {self._job_id!r}.",
+                next_step="Start it with the SAFEPOINT_ROOT or SAFEPOINT_COORDINATOR of its own job, or correct SAFEPOINT_JOB.",
+                metadata={JOB: self._job_id},
             )
         if hello.highest_epoch > self._epoch:
             raise refuse(
