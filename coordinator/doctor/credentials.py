@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import datetime
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Final
 
 from coordinator.doctor.finding import Finding, Severity, from_error
 from coordinator.wire.auth import read_token
 from coordinator.wire.errors import Reason, SafepointError
-from coordinator.wire.extras import install_extra
-from coordinator.wire.tls import read_tls
+from coordinator.wire.tls import AUTHORITY, CERTIFICATE, Tls, renew
+from coordinator.wire.validity import shown
 
 EXPIRES_SOON: Final = datetime.timedelta(days=14)
 
@@ -43,26 +42,21 @@ def certificates(directory: str, now: datetime.datetime) -> Iterator[Finding]:
         )  # fmt: skip
         return
     try:
-        read_tls(directory)
+        tls = Tls(directory, wall=now.timestamp)
     except SafepointError as error:
         yield from_error("credentials", directory, error)
         return
-    try:
-        from coordinator.certs import shown
-    except ImportError:
+    if tls.validity is None:
         yield Finding(
-            "credentials", Severity.NOTE, directory, "The certificate fits its key; when it expires is not looked at.",
-            install_extra("tls"),
+            "credentials", Severity.ERROR, directory, f"The authority in {AUTHORITY} has not signed {CERTIFICATE}.",
+            f"All certificates of a job come from one authority, and {AUTHORITY} is that authority's.",
+            Reason.UNAUTHENTICATED,
         )  # fmt: skip
         return
-    until = shown(Path(directory)).until
-    text = f"{until:%Y-%m-%d %H:%M} UTC"
-    fix = "`safepoint certs renew DIR`; it is taken up while everything runs."
-    if until <= now:
+    until = shown(tls.validity.end)
+    if tls.validity.end - now.timestamp() < EXPIRES_SOON.total_seconds():
         yield Finding(
-            "credentials", Severity.ERROR, directory, f"The certificate expired on {text}.", fix, Reason.UNAUTHENTICATED
+            "credentials", Severity.WARNING, directory, f"The certificate expires on {until}.", renew(tls.directory)
         )
-    elif until - now < EXPIRES_SOON:
-        yield Finding("credentials", Severity.WARNING, directory, f"The certificate expires on {text}.", fix)
     else:
-        yield Finding("credentials", Severity.OK, directory, f"The certificate is good until {text}")
+        yield Finding("credentials", Severity.OK, directory, f"The certificate is good until {until}")

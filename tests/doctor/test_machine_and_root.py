@@ -225,6 +225,12 @@ def test_a_certificate_that_is_absent_expired_or_about_to_expire_is_told_with_th
     assert at(0).severity is Severity.OK
     assert (at(80).severity, "certs renew" in at(80).fix) == (Severity.WARNING, True)
     assert (at(91).severity, at(91).reason) == (Severity.ERROR, Reason.UNAUTHENTICATED)
+    assert "certs renew" in at(91).fix
+    assert at(-1).severity is Severity.ERROR  # a machine whose clock is behind
     (tmp_path / "trainer" / "tls.key").chmod(0o644)
+    assert at(0).severity is Severity.ERROR
+    (tmp_path / "trainer" / "tls.key").chmod(0o600)
+    certs.init(tmp_path / "another", "default")
+    (tmp_path / "another" / "authority" / "ca.crt").replace(tmp_path / "trainer" / "ca.crt")
     assert at(0).severity is Severity.ERROR
     assert [f.severity for f in credentials.certificates("", now)] == [Severity.NOTE]

@@ -6,12 +6,14 @@ import asyncio
 import shutil
 import socket
 import ssl
+import time
 from collections.abc import AsyncGenerator
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
+from cryptography import x509
 from cryptography.hazmat.primitives import serialization
 from safepoint.v1 import coordinator_service_pb2 as pb
 from safepoint.v1 import coordinator_service_pb2_grpc, participant_service_pb2, participant_service_pb2_grpc
@@ -107,6 +109,11 @@ WRONG = {
 }
 
 
+def shown_by(made: Path, name: str) -> Tls:
+    """Of one whose clock is a day behind, where it has expired: nobody else would show that."""
+    return Tls(made / name, wall=(lambda: time.time() - 86_500) if name == "expired" else time.time)
+
+
 def dial(address: str, made: Path, name: str) -> Any:
     import grpc
     from grpc import aio
@@ -117,7 +124,7 @@ def dial(address: str, made: Path, name: str) -> Any:
         options = [("grpc.ssl_target_name_override", "coordinator.safepoint")]
         roots = (made / "authority" / "ca.crt").read_bytes()
         return aio.secure_channel(address, grpc.ssl_channel_credentials(roots), options=options)
-    return Security(tls=Tls(made / name)).channel(address, Access.COORDINATOR)
+    return Security(tls=shown_by(made, name)).channel(address, Access.COORDINATOR)
 
 
 @pytest.mark.parametrize("name", STRANGERS)
@@ -190,7 +197,7 @@ async def test_with_both_a_caller_has_what_certificate_and_token_both_give(tmp_p
 
 @pytest.mark.parametrize("pretender", ["only-shim", "only-observer", "trainer", "other-authority", "expired"])
 async def test_a_caller_does_not_talk_to_who_only_pretends_to_be_the_coordinator(pretender: str, made: Path) -> None:
-    async with answering(Security(tls=Tls(made / pretender)), job_id=JOB) as address:
+    async with answering(Security(tls=shown_by(made, pretender)), job_id=JOB) as address:
         with pytest.raises(Unanswered) as raised:
             async with AsyncClient(address, tls_dir=made / "trainer", budgets=QUICK) as client:
                 await client.status(timeout=3)
@@ -292,6 +299,54 @@ def test_half_of_a_new_pair_is_not_taken(mine: Path) -> None:
     shutil.copy(mine / "observer" / "tls.key", mine / "trainer" / "tls.key")
     clock.now += 2
     assert tls.version == 2
+
+
+# ---- not good today ---------------------------------------------------------------------------------------------------
+
+
+def test_nobody_starts_with_a_certificate_that_has_expired(made: Path) -> None:
+    with pytest.raises(SafepointError) as raised:
+        read_tls(made / "expired")
+    assert raised.value.reason is Reason.UNAUTHENTICATED
+    assert "expired on 20" in str(raised.value)
+    assert raised.value.problem.advice.startswith(f"`safepoint certs renew {made}`")
+
+
+def test_nobody_starts_with_a_certificate_that_is_not_good_yet_and_is_told_of_the_clock(made: Path) -> None:
+    with pytest.raises(SafepointError, match="this machine's clock says 2001-09-09 01:46 UTC"):
+        Tls(made / "trainer", wall=lambda: 1_000_000_000.0)
+
+
+def test_whose_certificate_runs_out_while_it_runs_says_so_once_and_again_after_a_renewal_that_is_no_good(
+    mine: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    clock, wall = Clock(), Clock()
+    wall.now = time.time()
+    tls = Tls(mine / "trainer", clock, lambda: wall.now)
+
+    def looked(after: float) -> list[str]:
+        caplog.clear()
+        clock.now += 2
+        wall.now += after
+        _ = tls.version
+        return [record.getMessage() for record in caplog.records if record.levelname == "ERROR"]
+
+    assert looked(0) == []
+    (line,) = looked(91 * 86_400)
+    assert all(part in line for part in (str(mine / "trainer"), "it expired on", f"certs renew {mine}"))
+    assert looked(60) == []
+    certs.renew(mine)  # by a clock that is 91 days behind
+    assert len(looked(0)) == 1
+    certs.renew(mine, days=200)
+    assert looked(0) == []
+
+
+def test_the_dates_are_those_that_the_authority_wrote(made: Path) -> None:
+    written = x509.load_pem_x509_certificate((made / "trainer" / "tls.crt").read_bytes())
+    found = Tls(made / "trainer").validity
+    assert found is not None
+    assert found.begin == written.not_valid_before_utc.timestamp()
+    assert found.end == written.not_valid_after_utc.timestamp()
 
 
 @pytest.mark.parametrize("damage", ["no-key", "no-authority", "open-key", "other-key", "nonsense", "encrypted"])
