@@ -156,7 +156,9 @@ def cause_text(answer: pb.ExplainResponse, with_events: bool, now_s: float) -> s
         lines.append(f"  reason: {_cause(primary)}{where}")
         lines += [f"  also: {spoken(problem_from_detail(detail))}" for detail in operation.failure.secondary]
     elif not operation.outcome:
-        lines.append("  its coordinator ended meanwhile, and none has started since")
+        lines.append(
+            "  its coordinator has ended or is stopped (`safepoint status` says which), and no other has started since"
+        )
     around = list(answer.events) if with_events else _around(answer.events)
     if told := [text for text in map(describe, around) if text]:
         lines += ["events:", *(f"  {text}" for text in told)]

@@ -19,6 +19,7 @@ import logging
 from collections.abc import Callable
 from typing import Any, Final, cast
 
+from coordinator.wire.errors import Reason, Refused, refuse
 from participant_shims.admission import ANONYMOUS, Doors, Entry
 from participant_shims.identity import CallIdentity, from_headers
 from participant_shims.proxy_http import (
@@ -144,6 +145,14 @@ class Upstream:
         """An answer has come on it to its end; not `again`: its other end closes it now."""
         self.fresh, self._over = False, not again
         self._used_at = self.link.loop.time()
+
+
+def not_bound(listen: str, error: OSError) -> Refused:
+    """What is raised where a proxy cannot listen. Nothing was started."""
+    return refuse(
+        Reason.UNAVAILABLE, f"{listen}, where callers are to reach this server, cannot be bound: {error.strerror}.",
+        next_step="Stop what listens there, or take another address; port 0 takes a free one.",
+    )  # fmt: skip
 
 
 class Proxy:

@@ -36,7 +36,7 @@ from participant_shims.adapter import (
 from participant_shims.adapters.ledger_file import LEDGER, read_ledger, write_ledger
 from participant_shims.admission import ANONYMOUS, Doors, Standing
 from participant_shims.identity import MAX_ATTEMPT, CallIdentity
-from participant_shims.proxy import Proxy
+from participant_shims.proxy import Proxy, not_bound
 from participant_shims.running import Pulse
 
 MAX_SEEN: Final = 200_000  # rollouts that touched the server; a trainer retires them long before
@@ -76,7 +76,7 @@ class ProxyAdapter:
         try:
             await self.proxy.start()
         except OSError as error:
-            raise refuse(Reason.UNAVAILABLE, f"{self._options.listen} can't be bound: {error.strerror}.") from error
+            raise not_bound(self._options.listen, error) from error
 
     @property
     def listens(self) -> str:

@@ -47,6 +47,7 @@ from participant_shims.engine.proxy import EngineProxy
 from participant_shims.engine.record import Record
 from participant_shims.engine.requests_file import REQUESTS, Origin, read_requests
 from participant_shims.engine.sharing import group_of
+from participant_shims.proxy import not_bound
 from participant_shims.running import Pulse
 
 log = logging.getLogger(__name__)
@@ -146,7 +147,7 @@ class VllmAdapter:
         try:
             await self.front.start()
         except OSError as error:
-            raise refuse(Reason.UNAVAILABLE, f"{self._options.listen} can't be bound: {error.strerror}.") from error
+            raise not_bound(self._options.listen, error) from error
         self._spawn(self._settle)
         self._spawn(self._watch)
 

@@ -94,7 +94,10 @@ async def test_a_dead_coordinators_address_is_no_obstacle(alone: Safepoint, tmp_
 async def test_an_operation_whose_coordinator_died_in_it_says_so(alone: Safepoint, tmp_path: Path) -> None:
     remember(tmp_path, 1, "")
     ran = await alone("why")
-    assert "its coordinator ended meanwhile, and none has started since" in ran.out
+    assert (
+        "its coordinator has ended or is stopped (`safepoint status` says which), and no other has started since"
+        in ran.out
+    )
     assert "prepare: 1 participant" in ran.out
     assert "cut off" in (await alone("history")).out
 
